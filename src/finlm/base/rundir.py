@@ -1,0 +1,88 @@
+"""The names of the files in a run directory: the only place where launch, training and reports meet.
+
+runs/<name>-<time>/
+    recipe.yaml  plan.json  ds_config.json  manifest.json   written before launch, never changed
+    code/                    the source that runs
+    env/<host>.env           KEY=VALUE lines applied on that host before torch is imported
+    events.jsonl             one object per step, evaluation, checkpoint or incident: the only source of numbers
+    logs/<host>.<rank>.log
+    checkpoints/step-N/      complete only when its manifest.json exists
+    export/                  Hugging Face format
+    report.html
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finlm.base import files
+from finlm.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run on disk. Properties are paths; nothing is cached."""
+
+    path: Path
+
+    recipe = property(lambda self: self.path / "recipe.yaml")
+    plan = property(lambda self: self.path / "plan.json")
+    ds_config = property(lambda self: self.path / "ds_config.json")
+    manifest = property(lambda self: self.path / "manifest.json")
+    code = property(lambda self: self.path / "code")
+    env = property(lambda self: self.path / "env")
+    events = property(lambda self: self.path / "events.jsonl")
+    logs = property(lambda self: self.path / "logs")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    export = property(lambda self: self.path / "export")
+    report = property(lambda self: self.path / "report.html")
+
+    def append_event(self, kind: str, **fields: Any) -> None:
+        """Add one row {"kind": ..., "time": unix seconds, ...} to events.jsonl."""
+        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **fields})
+
+    def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """Rows of events.jsonl in order, all or of one kind."""
+        for row in files.read_json_lines(self.events):
+            if kind is None or row["kind"] == kind:
+                yield row
+
+    def checkpoint(self, step: int) -> Path:
+        """Directory of the checkpoint after `step` optimizer steps."""
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, directory) of every checkpoint whose manifest exists, oldest first."""
+        found = []
+        for manifest in (self.path / "checkpoints").glob("step-*/manifest.json"):
+            found.append((int(manifest.parent.name.removeprefix("step-")), manifest.parent))
+        return sorted(found)
+
+
+def open_run(path: str | Path) -> RunDir:
+    """The run directory at path. Raises UserError when it is not one."""
+    run = RunDir(Path(path))
+    missing = [p.name for p in (run.recipe, run.plan, run.ds_config) if not p.exists()]
+    if missing:
+        raise UserError(
+            f"{path} is not a run directory",
+            evidence=f"missing: {', '.join(missing)}",
+            fix="give the directory that `finlm train` printed, runs/<name>-<time>",
+        )
+    return run
+
+
+def apply_host_env(run_path: Path) -> None:
+    """Apply env/<hostname>.env to os.environ. Called by the training entry before torch is imported."""
+    file = run_path / "env" / f"{os.uname().nodename}.env"
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, separator, value = line.partition("=")
+        if separator and not name.startswith("#"):
+            os.environ[name.strip()] = value

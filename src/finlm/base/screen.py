@@ -1,0 +1,79 @@
+"""What a person sees in the terminal: progress bars, tables, messages. The only place that imports rich.
+
+Everything goes to stderr, so that stdout carries results only (one JSON document under --json).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from finlm.base.errors import UserError
+
+
+class Advance(Protocol):
+    """The step of a progress bar."""
+
+    def __call__(self, amount: float, description: str | None = None) -> None:
+        """Move on by amount; `description` renames the bar."""
+
+
+def console() -> Console:
+    """A console on stderr; 100 columns where it is not a terminal, so that logs wrap alike everywhere."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 100)
+
+
+def say(text: str = "") -> None:
+    """One plain line on stderr; no markup, so that paths with brackets print as they are."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
+    """A progress bar with elapsed and remaining time; one line at the start and one at the end when not a terminal."""
+    if not sys.stderr.isatty():
+        yield _plain_progress(description, total, unit)
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console()) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(amount: float, description: str | None = None) -> None:
+            bar.update(task, advance=amount, description=description)
+
+        yield advance
+
+
+def _plain_progress(description: str, total: float | None, unit: str) -> Advance:
+    """Ten lines in all for a pipe or a log file instead of a redrawn bar."""
+    done, shown = 0.0, 0
+
+    name = description
+
+    def advance(amount: float, description: str | None = None) -> None:
+        nonlocal done, shown
+        done += amount
+        tenths = int(10 * done / total) if total else 0
+        if tenths > shown:
+            shown = tenths
+            say(f"{description or name}: {min(100, 10 * tenths)} % {unit}".rstrip())
+
+    return advance
+
+
+def fail(error: UserError) -> None:
+    """Print a user mistake as problem / evidence / fix."""
+    say(f"error: {error.problem}")
+    if error.evidence:
+        say("  evidence: " + error.evidence.replace("\n", "\n            "))
+    if error.fix:
+        say("  fix:      " + error.fix.replace("\n", "\n            "))

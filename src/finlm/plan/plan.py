@@ -1,0 +1,71 @@
+"""The Plan: what will be done, all numbers decided. Written to plan.json; the trainer reads it and decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from finlm.base import files
+from finlm.base.errors import UserError
+
+
+class PlanError(UserError):
+    """Nothing fits, or the recipe asks for what the hardware cannot do; the fix names the nearest plan that would."""
+
+
+@dataclass(frozen=True)
+class PlannedHost:
+    """One host of the plan: name, ranks, GPU kind (None = CPU)."""
+
+    name: str
+    slots: int
+    gpu: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of a run. Bytes are per GPU (or per CPU rank) and per host; the largest of all hosts is given."""
+
+    recipe: str
+    hosts: tuple[PlannedHost, ...]
+    device: Literal["cuda", "cpu"]
+    world_size: int
+    precision: Literal["bf16", "fp16", "fp32"]
+    zero_stage: Literal[0, 1, 2, 3]
+    offload_optimizer: Literal["none", "cpu", "nvme"]
+    offload_param: Literal["none", "cpu", "nvme"]
+    recompute: Literal["none", "full"]
+    micro_batch: int
+    gradient_accumulation_steps: int
+    sequence_length: int
+    tokens_per_step: int
+    steps: int
+    vocab_size: int
+    parameters: int
+    flops_per_token: float
+    fits: bool
+    gpu_bytes: int
+    gpu_bytes_items: dict[str, int]
+    gpu_memory_bytes: int
+    host_bytes: int
+    peak_flops: float | None
+    tokens_per_second: float | None
+    days: float | None
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dict with the keys of the command-line contract."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Plan:
+        """The inverse of to_json."""
+        hosts = tuple(PlannedHost(**host) for host in value["hosts"])
+        return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """The plan stored in a run directory."""
+        return Plan.from_json(files.read_json(path))

@@ -1,0 +1,87 @@
+"""Checks of a recipe that need more than one key, before any hardware is known.
+
+Each yields (dotted key, sentence) so that the loader prints it at the key's line beside the other mistakes. What
+depends on the cluster (bf16 on a V100, hpZ and the world size) is the planner's and config.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finlm.recipe.schema import Recipe
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Every inconsistency of the recipe."""
+    yield from _model(recipe)
+    yield from _data(recipe)
+    yield from _length(recipe)
+    yield from _zero(recipe)
+
+
+def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    model = recipe.model
+    if model.hidden_size % model.heads:
+        yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
+    elif model.hidden_size // model.heads % 2:
+        yield "model.heads", f"head size {model.hidden_size // model.heads} is odd; RoPE rotates pairs"
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        yield "model.kv_heads", f"{model.kv_heads} does not divide heads ({model.heads})"
+    tokenizer = recipe.tokenizer
+    if (tokenizer.path is None) == (tokenizer.vocab_size is None):
+        yield "tokenizer", "give either path (an existing tokenizer.model) or vocab_size (to train one)"
+    if tokenizer.vocab_size is not None and model.vocab_size != "auto" and model.vocab_size < tokenizer.vocab_size:
+        yield (
+            "model.vocab_size",
+            f"{model.vocab_size} rows are fewer than the tokenizer's {tokenizer.vocab_size} pieces",
+        )
+
+
+def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for index, source in enumerate(recipe.data.sources):
+        if (source.path is None) == (source.synthetic is None):
+            yield f"data.sources[{index}]", "give either path or synthetic"
+        if source.sha256 is not None and source.path is not None and set(source.path) & set("*?["):
+            yield f"data.sources[{index}].sha256", f"belongs to one file, but path is a glob ({source.path})"
+    vocabulary = recipe.tokenizer.vocab_size or recipe.model.vocab_size
+    if recipe.data.token_dtype == "uint16" and isinstance(vocabulary, int) and vocabulary > 65536:
+        yield (
+            "data.token_dtype",
+            f"uint16 holds ids up to 65,535, the vocabulary has {vocabulary:,}; use auto or uint32",
+        )
+
+
+def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    train, batch, optim = recipe.train, recipe.batch, recipe.optim
+    given = [name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None]
+    if len(given) != 1:
+        yield "train", f"give exactly one of steps, tokens, epochs; found {', '.join(given) or 'none'}"
+    if batch.tokens_per_step < batch.sequence_length:
+        yield "batch.tokens_per_step", f"{batch.tokens_per_step} is less than one row of {batch.sequence_length} tokens"
+    steps = train.steps or (train.tokens // batch.tokens_per_step if train.tokens else None)
+    if steps is not None and optim.warmup_steps >= steps:
+        yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"
+    if optim.min_lr > optim.lr:
+        yield "optim.min_lr", f"{optim.min_lr:g} is above lr ({optim.lr:g})"
+    if optim.schedule != "constant" and optim.warmup_steps < 2:
+        yield "optim.warmup_steps", "DeepSpeed's decaying schedules warm up for at least 2 steps; give 2 or more"
+
+
+def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    zero = recipe.zero
+    if zero.stage in (0, 1, 2) and zero.offload_param in ("cpu", "nvme"):
+        yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {zero.stage}"
+    if zero.stage == 0 and zero.offload_optimizer in ("cpu", "nvme"):
+        yield "zero.offload_optimizer", "needs stage 1, 2 or 3"
+    if zero.stage in (1, 2) and zero.offload_optimizer == "nvme":
+        yield "zero.offload_optimizer", f"nvme needs stage 3, the stage is {zero.stage}"
+    if "nvme" in (zero.offload_param, zero.offload_optimizer) and zero.nvme_path is None:
+        yield "zero.nvme_path", "is required with nvme offload"
+    if zero.stage in (0, 1, 2):
+        for name, is_on in (
+            ("hpz_partition_size", zero.hpz_partition_size > 1),
+            ("quantized_weights", zero.quantized_weights),
+            ("quantized_gradients", zero.quantized_gradients),
+        ):
+            if is_on:
+                yield f"zero.{name}", f"ZeRO++ needs stage 3, the stage is {zero.stage}"

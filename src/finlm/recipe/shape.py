@@ -1,0 +1,65 @@
+"""Arithmetic of a Llama-shaped model: parameters and FLOPs from the recipe's numbers, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finlm.base.errors import UserError
+from finlm.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one decoder."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the input embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention, SwiGLU, two RMSNorms."""
+        kv_width = self.hidden // self.heads * self.kv_heads
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width
+        return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        head = 0 if self.tied else self.embedding_parameters
+        return self.embedding_parameters + head + self.layers * self.layer_parameters + self.hidden
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Training FLOPs a token: 6 (N - N_embedding) + 12 layers hidden sequence (PaLM, appendix B)."""
+        # A tied head multiplies too, so only the embedding look-up is left out.
+        matmul = self.parameters - (0 if self.tied else self.embedding_parameters)
+        return 6.0 * matmul + 12.0 * self.layers * self.hidden * sequence
+
+
+def of(recipe: Recipe, vocab_size: int | None = None) -> ModelShape:
+    """The shape of a recipe's model; vocab_size fills in `auto` (else the tokenizer's size to be trained)."""
+    model = recipe.model
+    vocab = model.vocab_size if model.vocab_size != "auto" else vocab_size or recipe.tokenizer.vocab_size
+    if vocab is None:
+        raise UserError(
+            "model.vocab_size is auto and the tokenizer is a file that is not read before `prepare`",
+            fix="write model.vocab_size, or run `finlm prepare` first",
+        )
+    return ModelShape(
+        hidden=model.hidden_size,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn=model.ffn_size,
+        vocab=vocab,
+        tied=model.tie_embeddings,
+    )
