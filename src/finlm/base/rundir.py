@@ -2,6 +2,7 @@
 
 runs/<name>-<time>/
     recipe.yaml  plan.json  ds_config.json  manifest.json   written before launch, never changed
+    origins.json  doctor.json  data.json   where values came from, findings before launch, document and token counts
     code/                    the source that runs
     env/<host>.env           KEY=VALUE lines applied on that host before torch is imported
     events.jsonl             one object per step, evaluation, checkpoint or incident: the only source of numbers
@@ -13,6 +14,7 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -34,6 +36,9 @@ class RunDir:
     plan = property(lambda self: self.path / "plan.json")
     ds_config = property(lambda self: self.path / "ds_config.json")
     manifest = property(lambda self: self.path / "manifest.json")
+    origins = property(lambda self: self.path / "origins.json")
+    doctor = property(lambda self: self.path / "doctor.json")
+    data = property(lambda self: self.path / "data.json")
     code = property(lambda self: self.path / "code")
     env = property(lambda self: self.path / "env")
     events = property(lambda self: self.path / "events.jsonl")
@@ -43,8 +48,9 @@ class RunDir:
     report = property(lambda self: self.path / "report.html")
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Add one row {"kind": ..., "time": unix seconds, ...} to events.jsonl."""
-        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **fields})
+        """Add one row {"kind": ..., "time": unix seconds, ...} to events.jsonl; NaN and infinity become null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **finite})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Rows of events.jsonl in order, all or of one kind."""

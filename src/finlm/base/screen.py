@@ -35,6 +35,13 @@ def say(text: str = "") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def heading(text: str) -> None:
+    """A bold line on a terminal, a plain one elsewhere."""
+    from rich.text import Text
+
+    console().print(Text(text, style="bold"))
+
+
 @contextmanager
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
     """A progress bar with elapsed and remaining time; one line at the start and one at the end when not a terminal."""

@@ -45,10 +45,16 @@ class Cluster:
         return all(host.gpu is None for host in self.hosts)
 
 
-def from_hardware(hardware: Hardware) -> Cluster:
-    """The cluster a recipe was written for."""
-    hosts = (Host(host.name, host.slots, host.gpu, host.memory) for host in hardware.hosts)
-    return Cluster(tuple(hosts), hardware.network_gbit)
+def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
+    """The cluster a recipe was written for, or the same hosts with another kind of GPU."""
+    return Cluster(tuple(_hosts(hardware, gpu)), hardware.network_gbit)
+
+
+def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
+    for host in hardware.hosts:
+        for number in range(1, host.count + 1):
+            name = host.name if host.count == 1 else f"{host.name}-{number}"
+            yield Host(name, host.slots, gpu or host.gpu, host.memory)
 
 
 def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None = None) -> Cluster:
@@ -61,7 +67,7 @@ def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"cannot read the hostfile {path}", evidence=str(error)) from None
-    known = {host.name: host for host in hardware.hosts} if hardware else {}
+    known = {host.name: host for host in _hosts(hardware)} if hardware else {}
     hosts: dict[str, Host] = {}
     mistakes = []
     for number, raw in enumerate(lines, 1):
@@ -78,12 +84,20 @@ def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None
         else:
             like = known.get(match[1])
             kind = gpu or (like.gpu if like else None)
-            hosts[match[1]] = Host(match[1], int(match[2]), kind, like.memory if like else None)
+            hosts[match[1]] = Host(match[1], int(match[2]), kind, like.memory_bytes if like else None)
     if mistakes:
         raise UserError(f"{len(mistakes)} mistake(s) in the hostfile {path}", evidence="\n".join(mistakes))
     if not hosts:
         raise UserError(f"the hostfile {path} names no host", fix="write one line a host: `name slots=N`")
     return Cluster(tuple(hosts.values()), hardware.network_gbit if hardware else 10.0)
+
+
+def default_hostfile() -> Path | None:
+    """hostfile.txt of the current directory, when any of its lines is more than a comment."""
+    path = Path("hostfile.txt")
+    if path.is_file() and any(line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()):
+        return path
+    return None
 
 
 def local(cpu_ranks: int) -> Cluster:

@@ -7,24 +7,21 @@ string, duplicate keys an error (PyYAML differs on all three).
 
 from __future__ import annotations
 
-import difflib
 import io
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from finlm.base.errors import UserError
-from finlm.recipe import rules
+from finlm.recipe import mistakes, rules
+from finlm.recipe.mistakes import Location
 from finlm.recipe.schema import Recipe
-
-Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     try:
         recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
-        problems = list(_sentences(error, document, str(path)))
+        for location, sentence in mistakes.sentences(error):
+            where = _line(document, location, str(path))
+            problems.append(f"{where}: {mistakes.dotted(location)}: {sentence}")
     else:
         for key, sentence in rules.problems(recipe):
             problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
@@ -62,7 +61,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         raise UserError(
             f"{count} in the recipe {path}", evidence="\n".join(problems), fix="`finlm plan RECIPE` checks again"
         )
-    leaves = {_dotted(location): where for location, where in document.lines.items() if _is_leaf(document, location)}
+    leaves = {
+        mistakes.dotted(location): where for location, where in document.lines.items() if _is_leaf(document, location)
+    }
     return Loaded(recipe, leaves, str(path))
 
 
@@ -91,8 +92,7 @@ def _read_with_base(path: Path) -> _Document:
             evidence=parent.lines[("base",)],
             fix="inheritance is one level deep: copy what you need",
         )
-    merged = _Document(_merge(parent.values, child.values), parent.lines | child.lines)
-    return merged
+    return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
@@ -146,6 +146,23 @@ def _merge(parent: Any, child: Any) -> Any:
     return child
 
 
+def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location, str]:
+    """The child's lines over the parent's, without the parent's lines inside what the child replaces."""
+    replaced = {location for location in child.lines if not isinstance(_at(child.values, location), dict)}
+    kept = {
+        location: line
+        for location, line in parent.items()
+        if not any(location[:length] in replaced for length in range(1, len(location)))
+    }
+    return kept | child.lines
+
+
+def _at(values: Any, location: Location) -> Any:
+    for part in location:
+        values = values[part] if isinstance(part, int) and isinstance(values, list) else values[str(part)]
+    return values
+
+
 def _override(document: _Document, text: str) -> None:
     key, separator, raw = text.partition("=")
     if not separator or not key:
@@ -156,12 +173,12 @@ def _override(document: _Document, text: str) -> None:
         value = raw  # a bare glob such as *.jsonl.gz is an alias to YAML, a string to its author
     parts = _split(key)
     node: Any = document.values
-    for part in parts[:-1]:
-        child = node.get(part) if isinstance(node, dict) else node[part] if isinstance(part, int) else None
-        if child is None:
-            child = node[part] = {}
-        node = child
     try:
+        for part in parts[:-1]:
+            child = node.get(part) if isinstance(node, dict) else node[part]
+            if child is None:
+                child = node[part] = {}
+            node = child
         node[parts[-1]] = value
     except (TypeError, IndexError, KeyError):
         raise UserError(f"--set {text}: {key} is not a place in the recipe") from None
@@ -176,11 +193,6 @@ def _split(key: str) -> Location:
     return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
-def _dotted(location: Location) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return text.removeprefix(".")
-
-
 def _line(document: _Document, location: Location, path: str) -> str:
     """file:line of the nearest written ancestor."""
     for length in range(len(location), 0, -1):
@@ -191,96 +203,3 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 def _is_leaf(document: _Document, location: Location) -> bool:
     return not any(len(other) > len(location) and other[: len(location)] == location for other in document.lines)
-
-
-def _sentences(error: ValidationError, document: _Document, path: str) -> Iterator[str]:
-    """One line per mistake; a union's several complaints about one value become one."""
-    seen = set()
-    for item in error.errors(include_url=False):
-        location = _known_part(item["loc"], item["type"])
-        if location in seen:
-            continue
-        seen.add(location)
-        yield f"{_line(document, location, path)}: {_dotted(location)}: {_sentence(item, location)}"
-
-
-def _known_part(location: Location, kind: str) -> Location:
-    """pydantic appends the tried type of a union to the location; cut it off."""
-    model: type[BaseModel] | None = Recipe
-    for index, part in enumerate(location):
-        if isinstance(part, int):
-            continue
-        if model is None or part not in model.model_fields:
-            last_is_key = kind == "extra_forbidden" and model is not None
-            return location[: index + 1] if last_is_key else location[:index]
-        model = _section(model.model_fields[part].annotation)
-    return location
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The Section inside Optional[...], tuple[...] or Annotated[...], if any."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in typing.get_args(annotation):
-        found = _section(inner)
-        if found is not None:
-            return found
-    return None
-
-
-def _sentence(item: Any, location: Location) -> str:
-    value, kind = item["input"], item["type"]
-    if kind == "extra_forbidden":
-        return f"unknown key{_did_you_mean(location)}"
-    if kind == "missing":
-        return f"is required ({_description(location)})"
-    if isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            pass
-        else:
-            return f"expected a number, got the string {value!r}; write it without quotes"
-    expected = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if "literal" in kind or "union" in kind:
-        expected = f"should be {item['ctx']['expected']}" if "expected" in item.get("ctx", {}) else expected
-        close = difflib.get_close_matches(str(value), expected.replace("'", " ").split(), n=1)
-        expected += f"; did you mean {close[0]!r}?" if close else ""
-    return f"{expected}, got {value!r} ({_description(location)})" if "got" not in expected else expected
-
-
-def _description(location: Location) -> str:
-    model: type[BaseModel] | None = Recipe
-    text = "a section"
-    for part in location:
-        if isinstance(part, str) and model is not None and part in model.model_fields:
-            text = model.model_fields[part].description or text
-            model = _section(model.model_fields[part].annotation)
-    return text.rstrip(".")
-
-
-def _did_you_mean(location: Location) -> str:
-    """A close key of the same section, else the same key in another one."""
-    model: type[BaseModel] | None = Recipe
-    for part in location[:-1]:
-        if isinstance(part, str) and model is not None and part in model.model_fields:
-            model = _section(model.model_fields[part].annotation)
-    name = str(location[-1])
-    close = difflib.get_close_matches(name, list(model.model_fields) if model else [], n=1)
-    if close:
-        return f"; did you mean {_dotted((*location[:-1], close[0]))}?"
-    keys = dict(_all_keys(Recipe, ()))
-    elsewhere = [dotted for dotted, last in keys.items() if last == name]
-    elsewhere = elsewhere or [
-        k for k, last in keys.items() if last in difflib.get_close_matches(name, keys.values(), 1)
-    ]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else ""
-
-
-def _all_keys(model: type[BaseModel], prefix: Location) -> Iterator[tuple[str, str]]:
-    for name, info in model.model_fields.items():
-        section = _section(info.annotation)
-        if section is None:
-            yield _dotted((*prefix, name)), name
-        else:
-            yield from _all_keys(section, (*prefix, name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finlm.recipe.schema import Recipe
+from finlm.recipe.schema import Optim, Recipe, Zero
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -59,29 +59,42 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if batch.tokens_per_step < batch.sequence_length:
         yield "batch.tokens_per_step", f"{batch.tokens_per_step} is less than one row of {batch.sequence_length} tokens"
     steps = train.steps or (train.tokens // batch.tokens_per_step if train.tokens else None)
-    if steps is not None and optim.warmup_steps >= steps:
-        yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"
+    if steps is not None:
+        yield from warmup_problems(optim, steps)
     if optim.min_lr > optim.lr:
         yield "optim.min_lr", f"{optim.min_lr:g} is above lr ({optim.lr:g})"
+    if optim.schedule == "constant" and optim.min_lr > 0:
+        yield "optim.min_lr", "has no effect: a constant schedule stays at lr; leave it out or choose another schedule"
     if optim.schedule != "constant" and optim.warmup_steps < 2:
         yield "optim.warmup_steps", "DeepSpeed's decaying schedules warm up for at least 2 steps; give 2 or more"
 
 
 def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
     zero = recipe.zero
-    if zero.stage in (0, 1, 2) and zero.offload_param in ("cpu", "nvme"):
-        yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {zero.stage}"
-    if zero.stage == 0 and zero.offload_optimizer in ("cpu", "nvme"):
-        yield "zero.offload_optimizer", "needs stage 1, 2 or 3"
-    if zero.stage in (1, 2) and zero.offload_optimizer == "nvme":
-        yield "zero.offload_optimizer", f"nvme needs stage 3, the stage is {zero.stage}"
+    if zero.stage != "auto":
+        yield from zero_problems(zero, zero.stage, zero.offload_optimizer, zero.offload_param)
     if "nvme" in (zero.offload_param, zero.offload_optimizer) and zero.nvme_path is None:
         yield "zero.nvme_path", "is required with nvme offload"
-    if zero.stage in (0, 1, 2):
-        for name, is_on in (
-            ("hpz_partition_size", zero.hpz_partition_size > 1),
-            ("quantized_weights", zero.quantized_weights),
-            ("quantized_gradients", zero.quantized_gradients),
-        ):
-            if is_on:
-                yield f"zero.{name}", f"ZeRO++ needs stage 3, the stage is {zero.stage}"
+
+
+def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param: str) -> Iterator[tuple[str, str]]:
+    """What DeepSpeed refuses or ignores at a ZeRO stage; also asked about the stage and offload the planner chose."""
+    if stage < 3 and offload_param in ("cpu", "nvme"):
+        yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {stage}"
+    if stage == 0 and offload_optimizer in ("cpu", "nvme"):
+        yield "zero.offload_optimizer", "needs stage 1, 2 or 3"
+    elif stage < 3 and offload_optimizer == "nvme":
+        yield "zero.offload_optimizer", f"nvme needs stage 3: DeepSpeed takes it for cpu at stage {stage}"
+    for name, is_on in (
+        ("hpz_partition_size", zero.hpz_partition_size > 1),
+        ("quantized_weights", zero.quantized_weights),
+        ("quantized_gradients", zero.quantized_gradients),
+    ):
+        if stage < 3 and is_on:
+            yield f"zero.{name}", f"ZeRO++ needs stage 3, the stage is {stage}"
+
+
+def warmup_problems(optim: Optim, steps: int) -> Iterator[tuple[str, str]]:
+    """A ramp as long as the run; also asked about the number of steps the planner computed."""
+    if optim.warmup_steps >= steps:
+        yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"

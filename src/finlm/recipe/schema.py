@@ -203,6 +203,7 @@ class HardwareHost(Section):
     slots: Positive = Field(description="GPUs (or CPU ranks) used.")
     gpu: str | None = Field(None, description="GPU kind of plan/gpus.yaml, e.g. A100-40G; absent = CPU ranks.")
     memory: Bytes | None = Field(None, description="Host RAM, e.g. 256GiB.")
+    count: Positive = Field(1, description="Identical hosts; more than 1 stands for name-1 to name-N.")
 
 
 class Hardware(Section):

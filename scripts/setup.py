@@ -1,0 +1,77 @@
+"""Create .venv and install requirements.txt into it; a stamp written last makes the next call take milliseconds.
+
+Standard library only: it runs before anything is installed. Checks first what would fail late: disk space, and the
+compiler with which DeepSpeed builds its CPU optimizer at first use.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "finlm-setup.txt"
+NEEDED_BYTES = 3 * 10**9  # measured: 1.6 GB installed with the CPU build of torch, and pip's unpacking beside it
+INPUTS = ("requirements.txt", "pyproject.toml")
+
+
+def main() -> int:
+    """Install unless the stamp says that exactly this was installed."""
+    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
+    if STAMP.exists() and STAMP.read_text() == f"{sys.version_info[:2]} {wanted}":
+        return 0
+    free = shutil.disk_usage(ROOT).free
+    if free < NEEDED_BYTES:
+        return fail(
+            "not enough disk space to install the packages",
+            f"{free / 1e9:.1f} GB free in {ROOT}, {NEEDED_BYTES / 1e9:.0f} GB needed (8 GB with CUDA builds)",
+            "free some space, or clone to another disk",
+        )
+    if shutil.which("g++") is None:
+        return fail(
+            "no C++ compiler: DeepSpeed builds its CPU optimizer (ZeRO-Offload) with g++ at first use",
+            "g++ is not on PATH",
+            "Debian/Ubuntu: apt-get install g++; RHEL: yum install gcc-c++; conda: conda install gxx_linux-64",
+        )
+    print(f"setting up {VENV.name} with Python {sys.version.split()[0]} (one to three minutes)", flush=True)
+    STAMP.unlink(missing_ok=True)
+    venv.create(VENV, with_pip=True, clear=not (VENV / "bin" / "python").exists())
+    python = VENV / "bin" / "python"
+    env = os.environ | {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # torch first: DeepSpeed's build script looks for it, and its pin keeps pip from fetching another build.
+    steps = (
+        ("torch", ["torch==" + pin("torch")]),
+        ("packages", ["-r", "requirements.txt"]),
+        ("finlm", ["--no-deps", "-e", "."]),
+    )
+    for number, (name, arguments) in enumerate(steps, 1):
+        print(f"[{number}/{len(steps)}] installing {name}", flush=True)
+        result = subprocess.run([python, "-m", "pip", "install", *arguments], cwd=ROOT, env=env, text=True, check=False)
+        if result.returncode != 0:
+            return fail(
+                f"pip could not install {name}",
+                f"pip install {' '.join(arguments)} exited with {result.returncode}; its message is above",
+                "check the network and the package index (pip config list), then run the same command again",
+            )
+    STAMP.write_text(f"{sys.version_info[:2]} {wanted}")
+    return 0
+
+
+def pin(package: str) -> str:
+    """The version requirements.txt pins."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return next(line.split("==")[1].split()[0] for line in lines if line.startswith(f"{package}=="))
+
+
+def fail(problem: str, evidence: str, fix: str) -> int:
+    """Print a mistake of the set-up and give its exit code."""
+    print(f"error: {problem}\n  evidence: {evidence}\n  fix:      {fix}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Run the tests: set-up, then pytest without the tests that need a GPU. As root the system packages they need are installed.
+#   bash scripts/test.sh [PYTEST ARGUMENTS ...]        for example: bash scripts/test.sh tests/recipe -q
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[[ "${1:-}" == "--help" ]] && { sed -n '2,3s/^# \{0,1\}//p' "$0"; exit 0; }
+packages=(g++ git iproute2 libaio-dev openssh-client openssh-server rsync)
+if [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
+  echo "installing system packages: ${packages[*]}"
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+fi
+bash scripts/setup.sh
+PATH="$PWD/.venv/bin:$PATH" exec .venv/bin/python -m pytest -m "not gpu" "$@"

@@ -1,0 +1,206 @@
+"""The command line: `python -m finlm COMMAND`. Exit 0 = done, 1 = ran and found a problem, 2 = a mistake of the user.
+
+Each command imports what it needs when it is chosen, so that --help answers in a tenth of a second and `prepare` never
+loads torch. Human text goes to stderr, one JSON document to stdout under --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+
+if TYPE_CHECKING:
+    from finlm.plan.plan import Plan
+    from finlm.recipe.recipe import Loaded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    options = parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except UserError as error:
+        screen.fail(error)
+        return 2
+    except KeyboardInterrupt:
+        screen.say("interrupted")
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    root = argparse.ArgumentParser(prog="finlm", description="Pretraining recipes for financial language models.")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    add = commands.add_parser
+
+    command = add("prepare", help="documents -> clean -> dedup -> tokenizer -> shards; skips what is unchanged")
+    _recipe_options(command)
+    command.set_defaults(run=_prepare)
+
+    command = add("plan", help="what a run would do: memory, ZeRO stage, micro-batch, time; needs no GPU")
+    _recipe_options(command)
+    _cluster_options(command)
+    command.add_argument("--json", action="store_true", help="print the plan as JSON on stdout")
+    command.set_defaults(run=_plan)
+
+    command = add("doctor", help="check this machine before a run")
+    _recipe_options(command)
+    _cluster_options(command)
+    command.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
+    command.set_defaults(run=_doctor)
+
+    command = add("train", help="prepare, plan, doctor, launch, export, report; resumes an unfinished run")
+    _recipe_options(command)
+    command.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: this machine")
+    command.add_argument("--runs", default="runs", help="directory of run directories (default: %(default)s)")
+    command.add_argument("--new", action="store_true", help="start afresh even if an unfinished run exists")
+    command.set_defaults(run=_train)
+
+    command = add("sync", help="copy this repository to every host of the hostfile and prove the copies equal")
+    command.add_argument("--hostfile", type=Path, default=Path("hostfile.txt"), help="default: %(default)s")
+    command.add_argument("--accept-new", action="store_true", help="record the ssh keys of new hosts")
+    command.add_argument("--dry-run", action="store_true", help="say what would be copied")
+    command.set_defaults(run=_sync)
+
+    command = add("eval", help="held-out perplexity of a checkpoint, per source")
+    command.add_argument("checkpoint", type=Path, help="runs/<run>/checkpoints/step-N")
+    command.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    command.set_defaults(run=_eval)
+
+    command = add("export", help="a checkpoint as a Hugging Face model, proved by reloading it")
+    command.add_argument("checkpoint", type=Path, help="runs/<run>/checkpoints/step-N")
+    command.add_argument("out", type=Path, help="new directory")
+    command.set_defaults(run=_export)
+
+    command = add("sample", help="continue a prompt with an exported model")
+    command.add_argument("model", type=Path, help="directory written by export")
+    command.add_argument("prompt", help="text to continue")
+    command.add_argument("--tokens", type=int, default=64, help="tokens at most (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
+    command.set_defaults(run=_sample)
+
+    command = add("report", help="build a run's report.html")
+    command.add_argument("run_dir", help="runs/<run>")
+    command.set_defaults(run=_report)
+    return root
+
+
+def _recipe_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", help="recipes/<family>/<stage>.yaml")
+    command.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", help="override a key; repeatable")
+
+
+def _cluster_options(command: argparse.ArgumentParser) -> None:
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: the recipe's hardware section")
+    where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
+    command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
+
+
+def _load(options: argparse.Namespace) -> Loaded:
+    from finlm.recipe import recipe
+
+    return recipe.load(options.recipe, options.set)
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from finlm.data import prepare
+
+    print(prepare.run(_load(options).recipe))
+    return 0
+
+
+def _make_plan(options: argparse.Namespace, loaded: Loaded) -> Plan:
+    from finlm.data import prepare
+    from finlm.plan import planner
+    from finlm.recipe import cluster, shape
+
+    recipe = loaded.recipe
+    if options.hostfile:
+        hosts = cluster.load(options.hostfile, recipe.hardware, options.gpu)
+    elif options.local:
+        hosts = cluster.local(recipe.train.cpu_ranks)
+    else:
+        hosts = cluster.from_hardware(recipe.hardware, options.gpu)
+    needs_data = recipe.train.epochs is not None or recipe.model.vocab_size == "auto"
+    prepared = prepare.locate(recipe) if needs_data else None
+    vocab, tokens = prepare.sizes(prepared) if prepared else (None, None)
+    return planner.make(recipe, hosts, shape.of(recipe, vocab), tokens)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from finlm.plan import show
+
+    loaded = _load(options)
+    plan = _make_plan(options, loaded)
+    show.plan(plan, loaded)
+    show.origins(loaded)
+    if options.json:
+        print(json.dumps(plan.to_json(), ensure_ascii=False))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from finlm.ops import doctor
+
+    loaded = _load(options)
+    findings = doctor.check_local(loaded.recipe, _make_plan(options, loaded))
+    doctor.show(findings)
+    if options.json:
+        print(json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False))
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from finlm import pipeline
+
+    return pipeline.train(_load(options), hostfile=options.hostfile, runs=Path(options.runs), new=options.new)
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from finlm.ops import sync
+
+    return sync.main(options.hostfile, options.accept_new, options.dry_run)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from finlm.evals import perplexity
+
+    result = perplexity.evaluate(options.checkpoint)
+    perplexity.show(result)
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from finlm import export
+
+    print(export.export(options.checkpoint, options.out))
+    return 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    from finlm import export
+
+    print(options.prompt + export.generate(options.model, options.prompt, options.tokens, options.seed))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from finlm.base.rundir import open_run
+    from finlm.record import report
+
+    print(report.build(open_run(options.run_dir)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

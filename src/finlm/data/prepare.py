@@ -1,0 +1,80 @@
+"""`finlm prepare`: a recipe's sources to a directory of token shards, in steps that are never done twice.
+
+Each step (chain.py) is a directory named by the hash of what it depends on (steps.py): a killed run continues with the
+finished steps, a changed setting redoes only what follows from it, and finding everything done takes milliseconds.
+20 MB of text with a tokenizer of 32,000 pieces take 9 s on two cores; with a tokenizer at hand 250 MB take 14 s.
+
+The shards directory alone is enough for training, export and report: it also holds tokenizer.model and documents.json,
+the counts of every source. No process group is open and no torch is imported here, so nothing can time out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.data import vocab
+from finlm.data.chain import Chain
+from finlm.data.shards import Shards
+from finlm.data.steps import Cache, NotPrepared
+from finlm.recipe.schema import Recipe
+
+
+def run(recipe: Recipe) -> Path:
+    """The recipe's shards directory, prepared where it is not yet. Raises UserError."""
+    if recipe.data.prepared is not None:
+        return _given(recipe, recipe.data.prepared)
+    cache = Cache(Path(recipe.data.cache_dir), build=True)
+    with cache.locked():
+        return _checked(Chain(recipe, cache).shards())
+
+
+def locate(recipe: Recipe) -> Path | None:
+    """The recipe's shards directory when it is complete, else None, also where the sources are not: does no work.
+
+    Raises UserError for a data.prepared that cannot be used, and for damaged shards.
+    """
+    if recipe.data.prepared is not None:
+        return _given(recipe, recipe.data.prepared)
+    try:
+        return _checked(Chain(recipe, Cache(Path(recipe.data.cache_dir), build=False)).shards())
+    except NotPrepared:
+        return None
+
+
+def sizes(shards: Path) -> tuple[int, int]:
+    """(pieces of the tokenizer, training tokens) of a shards directory."""
+    manifest = files.read_json(shards / "manifest.json")
+    return manifest["vocab_size"], sum(row["tokens"] for row in manifest["totals"]["train"].values())
+
+
+def summary(shards: Path) -> dict[str, Any]:
+    """What a run records about its data: the counts of documents and tokens by source, the tokenizer, the key."""
+    manifest = files.read_json(shards / "manifest.json")
+    names = ("key", "dtype", "vocab_size", "tokenizer_sha256", "add_bos", "totals")
+    counts: dict[str, Any] = files.read_json(shards / "documents.json")
+    return {name: manifest[name] for name in names} | counts
+
+
+def _checked(directory: Path) -> Path:
+    """Raises UserError for a file that is not as long as it was written."""
+    return Shards(directory).directory
+
+
+def _given(recipe: Recipe, prepared: str) -> Path:
+    """data.prepared after its checks. Raises UserError when it is incomplete or belongs to another tokenizer."""
+    directory = Path(prepared).expanduser()
+    shards = Shards(directory)
+    if recipe.tokenizer.path is not None:
+        tokenizer = Path(recipe.tokenizer.path).expanduser()
+        vocab.load(tokenizer)
+        found, wanted = vocab.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]
+        if found != wanted:
+            raise UserError(
+                "the tokenizer does not match the shards",
+                evidence=f"{tokenizer} has sha256 {found}\n{directory} was encoded with {wanted}",
+                fix=f"set tokenizer.path to {shards.tokenizer}, or drop data.prepared to encode again",
+            )
+    return directory

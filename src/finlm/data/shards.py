@@ -1,0 +1,183 @@
+"""Token shards as training reads them: flat memory-mapped streams, rows by index arithmetic, an order without a table.
+
+A shard is a stream of little-endian uint16 or uint32 ids, [<s>] document </s> after the other, so one set of shards
+serves every sequence length, and resuming is a seek. Reading rows of 2,048 costs a few microseconds each (hundreds of
+Mtoken/s from the page cache) and 2 bytes a token on disk.
+
+A row is a window of the stream: it may start inside a document and hold several. Nothing is padded but the end of a
+shard. Documents are not masked from each other here, and nothing here writes (encode.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files
+from finlm.base.errors import UserError
+
+Ids = npt.NDArray[np.int64]
+Split = Literal["train", "held_out"]
+IGNORED = -100  # the label that no loss counts, as in PyTorch's cross entropy
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One stream of tokens of one source."""
+
+    source: str
+    path: Path
+    tokens: int
+    documents: int
+    text_bytes: int
+    dtype: np.dtype[Any]
+
+    @cached_property
+    def ids(self) -> npt.NDArray[Any]:
+        """The memory-mapped ids: uint16 or uint32 [tokens]."""
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.uint64]:
+        """Where each document starts, and the end: uint64 [documents + 1]."""
+        index = self.path.with_suffix(".idx")
+        return np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,))
+
+
+class Shards:
+    """A directory of prepared shards. Raises UserError when it is not one, or when a file has not its recorded size."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not (self.directory / "manifest.json").is_file():
+            raise UserError(
+                f"{directory} holds no prepared shards",
+                evidence="manifest.json, which is written last, is missing",
+                fix="give the directory that `finlm prepare RECIPE` prints",
+            )
+        self.manifest: dict[str, Any] = files.read_json(self.directory / "manifest.json")
+        self.dtype: np.dtype[Any] = np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.bos_id: int = self.manifest["bos_id"]
+        self.eos_id: int = self.manifest["eos_id"]
+        self.tokenizer = self.directory / "tokenizer.model"
+        self._check_sizes()
+
+    def split(self, name: Split) -> list[Shard]:
+        """The shards of a split, by source in the recipe's order."""
+        return [
+            Shard(
+                item["source"],
+                self.directory / item["file"],
+                item["tokens"],
+                item["documents"],
+                item["text_bytes"],
+                self.dtype,
+            )
+            for item in self.manifest["shards"]
+            if item["split"] == name
+        ]
+
+    def _check_sizes(self) -> None:
+        for item in self.manifest["shards"]:
+            path = self.directory / item["file"]
+            wanted = {path: item["tokens"] * self.dtype.itemsize, path.with_suffix(".idx"): 8 * (item["documents"] + 1)}
+            for file, size in wanted.items():
+                found = file.stat().st_size if file.is_file() else None
+                if found != size:
+                    raise UserError(
+                        f"the shard {file} is damaged",
+                        evidence=f"{'missing' if found is None else f'{found:,} bytes'}, the manifest says {size:,}",
+                        fix=f"copy it again, or remove {self.directory} and run `finlm prepare`",
+                    )
+
+
+class Rows:
+    """Rows of sequence_length tokens over shards: row r of a shard is tokens [r * T, r * T + T], labels one further."""
+
+    def __init__(self, shards: Sequence[Shard], sequence_length: int) -> None:
+        self.shards = list(shards)
+        self.sequence_length = sequence_length
+        # A stream of n tokens has n - 1 (input, label) pairs.
+        self._labels = np.array([max(0, shard.tokens - 1) for shard in self.shards], dtype=np.int64)
+        self._ends = np.cumsum(-(-self._labels // sequence_length))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def supervised(self, rows: npt.NDArray[Any]) -> int:
+        """How many labels of these rows count (are not -100); reads no tokens."""
+        shard, row = self._locate(rows)
+        left = self._labels[shard] - row * self.sequence_length
+        return int(np.minimum(left, self.sequence_length).sum())
+
+    def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
+        """Inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label input 0, label -100."""
+        length = self.sequence_length
+        inputs = np.zeros((len(rows), length), dtype=np.int64)
+        labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
+        for place, (shard, row) in enumerate(zip(*self._locate(rows), strict=True)):
+            start = int(row) * length
+            window = self.shards[shard].ids[start : start + length + 1]
+            inputs[place, : len(window) - 1] = window[:-1]
+            labels[place, : len(window) - 1] = window[1:]
+        return inputs, labels
+
+    def _locate(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
+        """(shard number, row within the shard) of each row id."""
+        ids = np.asarray(rows).astype(np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
+            raise IndexError(f"row ids {ids.min()}..{ids.max()} of {len(self)} rows")
+        shard = np.searchsorted(self._ends, ids, side="right")
+        return shard, ids - np.concatenate(([0], self._ends))[shard]
+
+
+class Order:
+    """An endless order of row ids 0..count-1: position p belongs to epoch p // count, each epoch its own permutation.
+
+    A balanced Feistel network over the next even power of two, walked until it lands below count (Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002): a bijection computed per index in constant time, so the order needs
+    no table, no state and no agreement between ranks. Its values are frozen by a test.
+    """
+
+    ROUNDS = 8  # four make a bijection look random; small domains have short halves, and more rounds cost nothing here
+
+    def __init__(self, count: int, seed: int) -> None:
+        if count < 1:
+            raise ValueError(f"an order of {count} rows")
+        self.count = count
+        self.seed = seed
+        self._half_bits = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
+
+    def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
+        """Row ids int64 of the positions (any shape, any integer type)."""
+        shape = np.shape(positions)
+        flat = np.asarray(positions, dtype=np.uint64).ravel()
+        epoch, value = np.divmod(flat, np.uint64(self.count))
+        base = _mix(np.array([self.seed % 2**64], dtype=np.uint64)) + epoch
+        keys = [_mix(base + _mix(np.array([number], dtype=np.uint64))) for number in range(self.ROUNDS)]
+        value = self._permute(value, keys)
+        while (outside := np.flatnonzero(value >= self.count)).size:
+            value[outside] = self._permute(value[outside], [key[outside] for key in keys])
+        return value.astype(np.int64).reshape(shape)
+
+    def _permute(self, value: npt.NDArray[np.uint64], keys: list[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
+        mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
+        left, right = value >> self._half_bits, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << self._half_bits) | right
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea and Flood, 2014); wraps modulo 2**64."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,334 @@
+"""The facts of one company-year as text: what every file of the synthetic corpus quotes alike.
+
+Facts renders a figure the first time a sentence asks for it, so no document pays for figures it does not quote, and
+keeps it for the next one: up to 6,000 company-years, about 60 MB.
+
+It knows nothing about kinds of documents; those are in the filings, news, articles and exam modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date, timedelta
+from random import Random
+
+from finlm.data.synthetic_laws import BAND, BROKERS, SPREAD, coupon, hundredths_of_percent, rating
+from finlm.data.synthetic_world import YEARS, Books, Company, Dice, World
+
+Meta = dict[str, str | list[str]]
+Row = tuple[str, Meta]  # the meta without the source
+REPORT_YEARS = YEARS[1:]
+LAST_YEAR = YEARS[-1]
+_CACHED_FACTS = 6_000
+_STAGE = 4_000
+
+
+def per_share(amount: int, shares: int) -> int:
+    """万元 over 万股 in 分, rounded half up away from zero."""
+    rounded = (200 * abs(amount) + shares) // (2 * shares)
+    return rounded if amount >= 0 else -rounded
+
+
+def decimal(hundredths: int) -> str:
+    """1234 -> '12.34'."""
+    sign = "-" if hundredths < 0 else ""
+    whole, part = divmod(abs(hundredths), 100)
+    return f"{sign}{whole}.{part:02d}"
+
+
+def percent(part: int, whole: int) -> str:
+    return decimal(hundredths_of_percent(part, whole)) + "%"
+
+
+def in_yi(amount: int) -> str:
+    """万元 as the press prints them: 亿元 with two decimals from one 亿 on, 万元 below."""
+    if abs(amount) < 10_000:
+        return f"{amount:,}万元"
+    return decimal((abs(amount) + 50) // 100 * (1 if amount > 0 else -1)) + "亿元"
+
+
+def growth(now: int, before: int) -> str:
+    """The change of a figure in words; a percentage only where both years are positive."""
+    if now <= 0 or before <= 0:
+        if now > 0:
+            return "扭亏为盈"
+        if before > 0:
+            return "由盈转亏"
+        return "亏损收窄" if now > before else "亏损扩大"
+    change = hundredths_of_percent(now - before, before)
+    if change == 0:
+        return "持平"
+    return f"增长{decimal(change)}%" if change > 0 else f"下降{decimal(-change)}%"
+
+
+def growth_cell(now: int, before: int) -> str:
+    if now <= 0 or before <= 0:
+        return "不适用"
+    return percent(now - before, before)
+
+
+def points(now: int, before: int) -> str:
+    if now == before:
+        return "与上年持平"
+    return f"{'上升' if now > before else '下降'}{decimal(abs(now - before))}个百分点"
+
+
+def weekday(year: int, month: int, day: int) -> date:
+    """The first working day from that date on."""
+    found = date(year, month, day)
+    return found + timedelta(days=max(0, 7 - found.weekday()) if found.weekday() > 4 else 0)
+
+
+def chinese(day: date) -> str:
+    return f"{day.year}年{day.month}月{day.day}日"
+
+
+class Facts(dict[str, str]):
+    """What can be said about a company after its report for `year`: format_map asks by `name_form`.
+
+    Forms of amounts: w 1,234 / n 1234 / y 亿元 / g change in words / p change in a table; of ratios: r percent,
+    d plain, c change in points; of days: c 2025年3月28日 / m 3月28日 / i 2025-03-28. A trailing 1 means the year before.
+    """
+
+    def __init__(self, company: Company, year: int) -> None:
+        super().__init__(_names(company))
+        self.company = company
+        self.year = year
+        now, before = company.books[year - YEARS[0]], company.books[year - 1 - YEARS[0]]
+        self.books = now
+        self.numbers: dict[str, int] = dict(zip(Books._fields, now, strict=True))
+        self.numbers.update(zip(_YEAR_BEFORE, before, strict=True))
+        self.numbers.update(_ratios(now, company.shares, ""))
+        self.numbers.update(_ratios(before, company.shares, "1"))
+        self.update(y=str(year), y0=str(year - 1), yn=str(year + 1))
+        self.days: dict[str, date] = {}
+        random = Random(10_000 * company.salt + year).random
+        self._draws = [random() for _ in range(64)]
+        self._add_words()
+        self._add_events()
+
+    def __missing__(self, key: str) -> str:
+        name, _, form = key.rpartition("_")
+        value = self[key] = _FORMS[form](self, name)
+        return value
+
+    def with_others(self, others: dict[str, Facts]) -> Quoted:
+        """These facts, and those of others under their letter: `b_rev_y`."""
+        return Quoted(self, others)
+
+    def chance(self, name: int, size: int) -> int:
+        """A fixed number below size for this company, year and use (below 64)."""
+        return int(self._draws[name] * size)
+
+    def _add_words(self) -> None:
+        industry, n = self.company.industry, self.numbers
+        rising = n["rev"] >= n["rev1"]
+        causes = industry.up if rising else industry.down
+        first = self.chance(1, len(causes))
+        self["why"] = causes[first]
+        self["why2"] = causes[(first + 1) % len(causes)]
+        rose = n["net"] >= n["net1"]
+        causes = industry.up if rose else industry.down
+        other = first if rose == rising else self.chance(4, len(causes))
+        self["cause"] = causes[other]
+        self["cause2"] = causes[(other + 1) % len(causes)]
+        self["worry"] = industry.down[self.chance(2, len(industry.down))]
+        self["hope"] = industry.up[self.chance(3, len(industry.up))]
+        self["mood"] = ("稳中有进", "增势良好", "持续扩张")[first % 3] if rising else ("有所承压", "短期放缓", "面临调整")[first % 3]
+        grade = rating(n["dr"])
+        self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
+
+    def _add_events(self) -> None:
+        """What happens in the year after the report: days and sums that every file quotes alike."""
+        n, days, shares, year = self.numbers, self.days, self.company.shares, self.year + 1
+        days["report"] = weekday(year, 3 + self.chance(10, 2), 5 + self.chance(11, 20))
+        days["forecast"] = weekday(year, 1, 8 + self.chance(12, 18))
+        days["meeting"] = weekday(year, 5, 8 + self.chance(13, 20))
+        days["record"] = weekday(year, 6, 5 + self.chance(14, 22))
+        days["ex"] = days["record"] + timedelta(days=3 if days["record"].weekday() == 4 else 1)
+        for name, use in (("pledge", 15), ("contract", 16), ("buyback", 17), ("project", 18), ("board", 19)):
+            days[name] = weekday(year, 5 + self.chance(use, 7), 1 + self.chance(use + 29, 26))
+        pledged = max(1, self.company.held * (4 + self.chance(30, 30)) // 100)
+        n.update(shares=shares, held=self.company.held, pledged=pledged)
+        n["allpledged"] = pledged + self.company.held * self.chance(31, 40) // 100
+        n["held_of"] = hundredths_of_percent(self.company.held, shares)
+        n["pledged_of"] = hundredths_of_percent(pledged, self.company.held)
+        n["pledged_in"] = hundredths_of_percent(pledged, shares)
+        n["allpledged_of"] = hundredths_of_percent(n["allpledged"], self.company.held)
+        n["contract"] = max(100, n["rev"] * (3 + self.chance(32, 24)) // 10_000 * 100)
+        n["contract_of"] = hundredths_of_percent(n["contract"], n["rev"])
+        n["project"] = max(500, n["assets"] * (2 + self.chance(33, 12)) // 50_000 * 500)
+        n["project_of"] = hundredths_of_percent(n["project"], n["assets"])
+        n["backlow"] = max(10, n["assets"] * (4 + self.chance(34, 6)) // 100_000) * 100
+        n["backhigh"] = 2 * n["backlow"]
+        n["price"] = max(n["bps"], 100) * (90 + self.chance(35, 260)) // 100
+        n["backcap"] = n["price"] * (120 + self.chance(36, 25)) // 100
+        spread = max(abs(n["net"]) * (3 + self.chance(37, 7)) // 100, 20)
+        n["netlow"], n["nethigh"] = n["net"] - spread, n["net"] + spread * (10 + self.chance(38, 6)) // 10
+        self["months"] = str(12 + 6 * self.chance(39, 5))
+        self["broker"] = BROKERS[self.chance(40, len(BROKERS))] + "证券"
+        self["broker2"] = BROKERS[self.chance(40, len(BROKERS)) - 3] + "证券"
+        self["no"] = str(self.chance(41, 80) + 10)
+        self["directors"] = str(7 + 2 * self.chance(42, 3))
+        self._add_plan()
+        self._add_bond()
+
+    def _add_plan(self) -> None:
+        n = self.numbers
+        if not n["div"]:
+            self["plan"] = f"公司{self.year}年度拟不派发现金红利，也不以公积金转增股本，未分配利润结转下一年度。"
+            return
+        n["payout"] = hundredths_of_percent(n["div"], n["net"])
+        self["plan"] = (
+            f"公司拟以总股本{n['shares']:,}万股为基数，向全体股东每10股派发现金红利{decimal(10 * n['per10'])}元（含税），"
+            f"合计派发{n['div']:,}万元，占当年净利润的{decimal(n['payout'])}%。"
+        )
+
+    def _add_bond(self) -> None:
+        n, day = self.numbers, weekday(self.year + 1, 9 + self.chance(50, 3), 2 + self.chance(51, 24))
+        term = (3, 5, 7, 10)[self.chance(52, 4)]
+        n["bond"] = max(1, n["equity"] * (5 + self.chance(53, 16)) // 1_000_000) * 10_000
+        n["cpn"] = coupon(self["grade"], term)
+        n["spread"] = SPREAD[self["grade"]]
+        n["premium"] = 10 * term
+        # A bond is a whole number of 亿元, so its yearly interest is a whole number of 万元.
+        n["interest"] = n["bond"] // 10_000 * n["cpn"]
+        n["allinterest"] = term * n["interest"]
+        self.days["bond"] = day
+        self.days["due"] = day.replace(year=day.year + term)
+        self["term"] = str(term)
+
+
+_ISSUES = {"forecast": 3, "report": 20, "record": 45, "pledge": 60, "contract": 75, "board": 85, "bond": 95}
+_YEAR_BEFORE = tuple(name + "1" for name in Books._fields)
+
+
+def _names(company: Company) -> dict[str, str]:
+    board, industry = company.board, company.industry
+    return {
+        "short": company.short,
+        "full": company.full,
+        "code": company.code,
+        "exch": board.exchange,
+        "board": board.name,
+        "prefix": board.prefix,
+        "limit": str(board.limit_percent),
+        "ind": industry.name,
+        "reg": industry.regulator,
+        "risk": industry.risk,
+        "rate": str(industry.tax_percent),
+        "city": company.city,
+        "prov": company.province,
+        "prod": company.product,
+        "prod2": company.second_product,
+        "founded": str(company.founded),
+        "listed": str(company.listed),
+        "chair": company.chair,
+        "ceo": company.ceo,
+        "cfo": company.cfo,
+        "sec": company.secretary,
+        "auditor": company.auditor,
+        "holder": company.brand + "投资控股有限公司",
+    }
+
+
+def _ratios(books: Books, shares: int, suffix: str) -> dict[str, int]:
+    """Ratios in 0.01 %, and figures per share in 分."""
+    return {
+        "gm" + suffix: hundredths_of_percent(books.rev - books.cost, books.rev),
+        "nm" + suffix: hundredths_of_percent(books.net, books.rev),
+        "dr" + suffix: hundredths_of_percent(books.debts, books.assets),
+        "roe" + suffix: hundredths_of_percent(books.net, books.equity),
+        "rd" + suffix: hundredths_of_percent(books.rnd, books.rev),
+        "eps" + suffix: per_share(books.net, shares),
+        "bps" + suffix: per_share(books.equity, shares),
+    }
+
+
+_FORMS: dict[str, Callable[[Facts, str], str]] = {
+    "w": lambda f, k: f"{f.numbers[k]:,}",
+    "n": lambda f, k: str(f.numbers[k]),
+    "y": lambda f, k: in_yi(f.numbers[k]),
+    "g": lambda f, k: growth(f.numbers[k], f.numbers[k + "1"]),
+    "p": lambda f, k: growth_cell(f.numbers[k], f.numbers[k + "1"]),
+    "r": lambda f, k: decimal(f.numbers[k]) + "%",
+    "d": lambda f, k: decimal(f.numbers[k]),
+    "k": lambda f, k: points(f.numbers[k], f.numbers[k + "1"]),
+    "t": lambda f, k: decimal(10 * f.numbers[k]),
+    "l": lambda f, k: ("净利润" if f.numbers[k] >= 0 else "净亏损") + in_yi(abs(f.numbers[k])),
+    "c": lambda f, k: chinese(f.days[k]),
+    "m": lambda f, k: f"{f.days[k].month}月{f.days[k].day}日",
+    "i": lambda f, k: f.days[k].isoformat(),
+    "o": lambda f, k: f"{f.days[k].year}-{_ISSUES[k] + f.chance(60, 10):03d}",
+}
+
+
+class Quoted(dict[str, str]):
+    """Facts of one company with those of others beside them; extra words may be added."""
+
+    def __init__(self, facts: Facts, others: dict[str, Facts]) -> None:
+        super().__init__()
+        self.facts = facts
+        self.others = others
+
+    def __missing__(self, key: str) -> str:
+        other = self.others.get(key[0]) if key[1:2] == "_" else None
+        return self.facts[key] if other is None else other[key[2:]]
+
+
+class Archive:
+    """A world and its facts, kept while there is room."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._facts: dict[tuple[int, int], Facts] = {}
+
+    def facts(self, company: Company, year: int) -> Facts:
+        """What can be said about the company after its report for that year."""
+        key = (company.index, year)
+        found = self._facts.get(key)
+        if found is None:
+            if len(self._facts) >= _CACHED_FACTS:
+                self._facts.clear()
+            found = self._facts[key] = Facts(company, year)
+        return found
+
+    def customer(self, facts: Facts) -> Facts:
+        """The company on the other side of the year's contract: another one, mostly of another industry."""
+        companies = self.world.companies
+        step = 1 + facts.chance(61, len(companies) - 1)
+        return self.facts(companies[(facts.company.index + step) % len(companies)], facts.year)
+
+    def peer(self, facts: Facts, dice: Dice, but: Company | None = None) -> Facts:
+        """Another company of the same industry in the same year; every industry has at least three."""
+        others = [c for c in self._neighbours(facts.company) if c is not facts.company and c is not but]
+        return self.facts(dice.pick(others), facts.year)
+
+    def _neighbours(self, company: Company) -> list[Company]:
+        """Up to eight peers around the company: who is compared with whom stays the same over the years."""
+        peers = self.world.peers[company.industry.name]
+        start = self.world.rank[company.index] // 8 * 8
+        return peers[max(0, min(start, len(peers) - 8)) : start + 8]
+
+
+class Stage:
+    """The company-years a source writes about at a time: 4,000, which leave one by one after some 60 draws.
+
+    In a world above 64 MB a uniform draw over all company-years would render nearly every document's facts anew.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._facts: list[Facts] = []
+
+    def draw(self, dice: Dice) -> Facts:
+        """A company-year to write about."""
+        place = int(dice.random() * _STAGE)
+        if place < len(self._facts) and dice.random() > 1 / 60:
+            return self._facts[place]
+        facts = self._archive.facts(dice.pick(self._archive.world.companies), dice.pick(REPORT_YEARS))
+        if place < len(self._facts):
+            self._facts[place] = facts
+        else:
+            self._facts.append(facts)
+        return facts

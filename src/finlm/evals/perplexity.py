@@ -1,0 +1,37 @@
+"""Held-out perplexity of a checkpoint outside a training run, on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finlm.base import screen
+from finlm.train import heldout, trained
+from finlm.train.model import summed_loss
+
+
+def evaluate(checkpoint: Path) -> dict[str, Any]:
+    """Loss, perplexity and bits per byte of each held-out source. Raises UserError when checkpoint is not complete."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = trained.load(checkpoint)
+    model = loaded.model.to(device)
+    return heldout.evaluate(
+        lambda inputs, labels: summed_loss(model, inputs, labels),
+        loaded.shards,
+        loaded.plan.sequence_length,
+        loaded.plan.micro_batch,
+        loaded.recipe.eval.max_tokens_per_source,
+        device,
+    )
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line a source on stderr."""
+    for name, source in result["sources"].items():
+        screen.say(
+            f"{name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}  "
+            f"bits/byte {source['bits_per_byte']:.4f}  ({source['tokens']:,} tokens)"
+        )
+    screen.say(f"{'all':<24} loss {result['loss']:.4f}  perplexity {result['perplexity']:,.2f}")

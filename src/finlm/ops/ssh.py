@@ -1,0 +1,210 @@
+"""Run one command on one host over OpenSSH, and say in plain words why it did not run.
+
+Every call stands alone: 0.2 s on a local network for never having a stale master connection to clean up. Nothing is
+ever asked at a prompt, a dead host is given up after 8 s, a host that dies during a command after 15 to 20 s.
+
+It does not switch host key checking off, choose keys or ports (~/.ssh/config does), or retry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finlm.base.errors import UserError
+
+CONNECT_SECONDS = 8
+ALIVE_SECONDS = 5
+ALIVE_COUNT = 3
+FAILED = 255  # ssh's own exit code for everything that is not the remote command's
+_NOT_FOUND = 127
+
+# ssh's words in the C locale -> (problem, fix); the first match wins. {host} is filled in.
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"Could not resolve hostname",
+        "the name {host} does not resolve",
+        "correct the name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config on this machine",
+    ),
+    (
+        r"IDENTIFICATION HAS CHANGED|host key .* has changed|REVOKED HOST KEY",
+        "the host key of {host} has changed: another machine answers under this name, or it was installed anew",
+        "on the console of {host}, compare: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub\n"
+        "if the fingerprint is the one in the evidence: ssh-keygen -R {name}, then connect once: ssh {host}",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "the host key of {host} is not known here",
+        "connect once and compare the fingerprint: ssh {host}\n"
+        "or, on a network you trust, store the keys of new hosts unseen: --accept-new",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "{host} does not let this user in without a password",
+        "ssh-copy-id {host}   (no key yet? ssh-keygen -t ed25519 first), then check: ssh {host} true",
+    ),
+    (
+        r"Connection refused",
+        "{host} refuses ssh connections",
+        "start its ssh server (sudo systemctl enable --now ssh), or give its port in ~/.ssh/config",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|not responding|Host is down",
+        "{host} does not answer",
+        "check that it is switched on and on this network, and that no firewall drops port 22: ping {name}",
+    ),
+    (
+        r"Connection (reset|closed)|closed by remote host|Broken pipe|kex_exchange_identification",
+        "{host} closed the connection",
+        "read its ssh server's log: journalctl -u ssh   (MaxStartups, AllowUsers, a reboot)",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a remote command left: its exit code and its output."""
+
+    host: str
+    code: int
+    stdout: str
+    stderr: str
+
+
+def check_host(host: str) -> str:
+    """The host as given: [user@]name with letters, digits, '.', '_' and '-'. Raises UserError on anything else."""
+    word = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+    if re.fullmatch(rf"({word}@)?{word}", host) is None:
+        raise UserError(
+            f"{host!r} is not a host name",
+            evidence="a name is made of letters, digits, '.', '_' and '-', starts with none of the last two, "
+            "and may have user@ before it",
+            fix="correct it in the hostfile; an IPv6 address or a port gets a name in ~/.ssh/config",
+        )
+    return host
+
+
+def options(accept_new: bool = False) -> list[str]:
+    """OpenSSH's options for a connection nobody watches; accept_new stores unknown host keys, never changed ones."""
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ServerAliveInterval": ALIVE_SECONDS,
+        "ServerAliveCountMax": ALIVE_COUNT,
+        "StrictHostKeyChecking": "accept-new" if accept_new else "yes",
+        "ClearAllForwardings": "yes",  # a LocalForward in ~/.ssh/config would collide with itself
+        "LogLevel": "ERROR",  # login banners are not errors
+    }
+    return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+
+
+def command(host: str, argv: Sequence[str], *, accept_new: bool = False) -> list[str]:
+    """The local command line that runs argv on host, every argument quoted for the remote shell."""
+    return ["ssh", *options(accept_new), "--", check_host(host), shlex.join(argv)]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with ssh's and the resolver's messages in English, as explain() reads them."""
+    return os.environ | {"LC_ALL": "C"}
+
+
+def run(
+    host: str,
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    timeout_seconds: float = 60,
+    accept_new: bool = False,
+    check: bool = True,
+) -> Result:
+    """Run argv on host and return its output.
+
+    Raises UserError when ssh fails, when the program is not there, on the timeout and, with `check`, on exit codes
+    other than 0.
+    """
+    line = command(host, argv, accept_new=accept_new)
+    try:
+        done = subprocess.run(line, input=stdin, capture_output=True, timeout=timeout_seconds, env=environment())
+    except FileNotFoundError:
+        raise UserError(
+            "ssh is not installed on this machine", evidence="no `ssh` on PATH", fix="apt-get install openssh-client"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{host} did not finish `{argv[0]}` within {timeout_seconds:.0f} seconds",
+            evidence=shlex.join(line),
+            fix=f"look at the load and the disks of {host}: ssh {host} uptime",
+        ) from None
+    result = Result(host, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    if result.code in (FAILED, _NOT_FOUND) or (check and result.code):
+        raise explain(host, result.code, result.stderr, argv[0])
+    return result
+
+
+def explain(host: str, code: int, stderr: str, program: str) -> UserError:
+    """The failure of `program` on host as problem / evidence / fix, from ssh's exit code and messages."""
+    evidence = last_lines(stderr) or f"exit code {code}, no message"
+    if code == _NOT_FOUND:
+        return UserError(
+            f"{program} is not installed on {host}",
+            evidence=evidence,
+            fix=f"ssh {host} sudo apt-get install {program}   (dnf, yum or zypper on other systems)",
+        )
+    if code == FAILED:
+        for pattern, problem, fix in _REASONS:
+            if re.search(pattern, stderr):
+                names = {"host": host, "name": host.rpartition("@")[2]}
+                return UserError(problem.format(**names), evidence=evidence, fix=fix.format(**names))
+    return UserError(
+        f"{program} failed on {host} with exit code {code}", evidence=evidence, fix=f"try by hand: ssh {host}"
+    )
+
+
+def last_lines(text: str, count: int = 12) -> str:
+    """The last lines that say something; ssh frames its warnings with lines of @."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n".join([line for line in lines if line.strip("@ ")][-count:])
+
+
+def is_this_machine(host: str) -> bool:
+    """True when host names the machine this runs on: localhost, its own name, or a name of one of its addresses.
+
+    A name that ~/.ssh/config sends to another port of this machine is another host: a container or a tunnel.
+    """
+    name = check_host(host).rpartition("@")[2]
+    own = os.uname().nodename
+    if name in {"localhost", own, own.partition(".")[0]}:
+        return True
+    settings = _settings(host)
+    if settings.get("port", "22") != "22":
+        return False
+    try:
+        found = socket.getaddrinfo(settings.get("hostname", name), 22, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_own_address(family, address) for family, _, _, _, address in found)
+
+
+def _settings(host: str) -> dict[str, str]:
+    """What ~/.ssh/config makes of the name; nothing is contacted."""
+    try:
+        done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, timeout=10, env=environment())
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = (line.partition(" ") for line in done.stdout.splitlines())
+    return {key: value for key, _, value in pairs}
+
+
+def _is_own_address(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
+    """Only an address of this machine can be bound; asked this way, no list of interfaces needs parsing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True

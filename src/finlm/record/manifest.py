@@ -1,0 +1,231 @@
+"""What a run was made of, written before launch: code, data, packages, machine, command, environment.
+
+Takes about 0.3 s, nearly all of it for listing the installed packages and asking git. The hashes let `reproduce` say
+whether two runs had the same recipe, plan, code, tokenizer and shards.
+
+Does not copy the whole environment: only variables that change a training run are kept, and values that look like
+credentials are replaced by "[redacted]". Files git does not track count as dirty and are covered by the code hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import finlm
+from finlm.base import files
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe as recipes
+from finlm.recipe.schema import Recipe
+
+PACKAGE = Path(finlm.__file__).resolve().parent
+REDACTED = "[redacted]"
+_KEPT_PREFIXES = (
+    *("DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "CUBLAS_", "OMP_", "MKL_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "SLURM_", "UCX_", "FI_", "PDSH_", "MASTER_", "FINLM_"),
+)
+_KEPT_NAMES = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "LOCAL_SIZE", "RANK", "WORLD_SIZE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "NUMEXPR_MAX_THREADS", "KMP_AFFINITY"),
+)
+_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH", re.IGNORECASE)
+_RECIPE_KEY = re.compile(r"(?!env\.)[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def make(
+    recipe: Recipe,
+    plan: Plan,
+    shards: Path | None,
+    *,
+    code_sha256: str | None = None,
+    command: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The manifest of a run that is about to start.
+
+    `shards` is the directory of prepared data; `command` and `environment` are this process's unless given. The
+    recipe's hash is that of the bytes of recipe.yaml, the plan's is files.sha256_json of the object in plan.json.
+    """
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "finlm": {"version": version(), "code_sha256": code_sha256 or code_hash(), "git": git_state(PACKAGE)},
+        "recipe": {"name": recipe.name, "sha256": hashlib.sha256(recipes.dump(recipe).encode()).hexdigest()},
+        "plan": {"sha256": files.sha256_json(plan.to_json())},
+        "shards": _shards(shards),
+        "seeds": _seeds(recipe),
+        "hosts": [{"name": host.name, "slots": host.slots, "gpu": host.gpu} for host in plan.hosts],
+        "command": redact_command(sys.orig_argv if command is None else command),
+        "directory": str(Path.cwd()),
+        "environment": redact_environment(os.environ if environment is None else environment),
+        "machine": _machine(),
+        "packages": packages(),
+    }
+
+
+def version() -> str:
+    """finlm's version, from the installed metadata or, in a plain checkout, from pyproject.toml."""
+    try:
+        return importlib.metadata.version("finlm")
+    except importlib.metadata.PackageNotFoundError:
+        project = PACKAGE.parents[1] / "pyproject.toml"
+    if not project.exists():
+        return "unknown"
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+
+
+def copy_code(destination: Path, recipe_files: Iterable[Path] = ()) -> str:
+    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); its tree hash.
+
+    Recipe files go to destination/recipes under their own names.
+    """
+    for path in _source_files():
+        target = destination / "finlm" / path.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    for path in recipe_files:
+        target = destination / "recipes" / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    copied = [path for path in (destination / "finlm").rglob("*") if path.is_file()]
+    return files.tree_hash(destination / "finlm", copied)
+
+
+def code_hash() -> str:
+    """Tree hash of the running package, equal to what copy_code returns."""
+    return files.tree_hash(PACKAGE, _source_files())
+
+
+def _source_files() -> list[Path]:
+    """Everything in the package but caches, hidden files and editors' leftovers."""
+    found = []
+    for path in PACKAGE.rglob("*"):
+        parts = path.relative_to(PACKAGE).parts
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        if path.is_file() and not hidden and path.suffix not in (".pyc", ".so") and not path.name.endswith("~"):
+            found.append(path)
+    return sorted(found)
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit, dirty flag and hash of the uncommitted changes; None outside a checkout that tracks the package."""
+    tracked = _git(directory, "ls-files", "--error-unmatch", "__init__.py")
+    commit = _git(directory, "rev-parse", "HEAD")
+    if tracked is None or commit is None:  # a venv inside somebody else's checkout is not our history
+        return None
+    changes = _git(directory, "status", "--porcelain") or b""
+    diff = _git(directory, "diff", "HEAD", "--binary") or b""
+    return {
+        "commit": commit.decode().strip(),
+        "dirty": bool(changes.strip()),
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+    }
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    try:
+        return subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _shards(directory: Path | None) -> dict[str, Any] | None:
+    """Path and hash of the prepared shards, with the tokenizer's hash as their own manifest tells it."""
+    if directory is None:
+        return None
+    file = directory / "manifest.json"
+    if not file.exists():
+        return {"path": str(directory), "sha256": None, "tokenizer_sha256": None}
+    content = files.read_json(file)
+    return {
+        "path": str(directory),
+        "sha256": files.sha256_file(file),
+        "tokenizer_sha256": content.get("tokenizer_sha256"),
+    }
+
+
+def _seeds(recipe: Recipe) -> dict[str, int]:
+    seeds = {"train.seed": recipe.train.seed}
+    for index, source in enumerate(recipe.data.sources):
+        if source.synthetic is not None:
+            seeds[f"data.sources[{index}].synthetic.seed"] = source.synthetic.seed
+    return seeds
+
+
+def packages() -> dict[str, str]:
+    """Every installed distribution and its version, by name."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and name not in found:  # the first one on sys.path is the one that is imported
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _machine() -> dict[str, Any]:
+    uname = platform.uname()
+    return {
+        "hostname": uname.node,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "cpus": os.cpu_count(),
+        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, driver and memory of every GPU nvidia-smi lists; empty without one."""
+    keys = ("name", "driver_version", "memory.total", "uuid")
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
+
+
+def redact(name: str, value: str) -> str:
+    """value, or a stand-in when the name is that of a secret; logins inside URLs are cut out."""
+    return REDACTED if _SECRET_NAME.search(name) else _URL_LOGIN.sub(REDACTED, value)
+
+
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that can change a training run, sorted, without credentials."""
+    kept = (name for name in environment if name.startswith(_KEPT_PREFIXES) or name in _KEPT_NAMES)
+    return {name: redact(name, environment[name]) for name in sorted(kept)}
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """The arguments without credentials. A recipe's own keys (batch.tokens_per_step) are no secrets, env.* may be."""
+    result: list[str] = []
+    for argument in command:
+        name, separator, value = argument.partition("=")
+        if result and _is_secret_option(result[-1]):
+            result.append(REDACTED)
+        elif separator and (name.startswith("-") or not _RECIPE_KEY.fullmatch(name)):
+            result.append(f"{name}={redact(name, value)}")
+        else:
+            result.append(_URL_LOGIN.sub(REDACTED, argument))
+    return result
+
+
+def _is_secret_option(argument: str) -> bool:
+    """True for --api-key and the like; --tokens is a count everywhere in finlm."""
+    is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
+    return is_option and _SECRET_NAME.search(argument) is not None

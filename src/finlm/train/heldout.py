@@ -1,0 +1,63 @@
+"""Held-out loss, perplexity and bits per byte of each source.
+
+Sums of log-likelihoods over sums of tokens: token-weighted, independent of micro-batch and world size. Every rank makes
+the same number of forward passes, because ZeRO-3 gathers parameters in each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from finlm.data.shards import Rows, Shards
+from finlm.train.model import IGNORED
+
+LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def evaluate(
+    loss_sum: LossSum, shards: Shards, sequence_length: int, micro_batch: int, max_tokens: int, device: torch.device
+) -> dict[str, Any]:
+    """{"loss", "perplexity", "sources": {name: {loss, perplexity, bits_per_byte, tokens}}} over the held-out split.
+
+    loss_sum maps (inputs, labels), each int64 [batch, sequence], to the summed negative log-likelihood.
+    """
+    rank, world_size = (
+        (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    )
+    by_source: dict[str, list[Any]] = {}
+    for shard in shards.split("held_out"):
+        by_source.setdefault(shard.source, []).append(shard)
+    sources = {}
+    for name, parts in sorted(by_source.items()):
+        rows = Rows(parts, sequence_length)
+        count = min(len(rows), max(1, max_tokens // sequence_length))
+        nll, tokens = torch.zeros(2, dtype=torch.float64, device=device)
+        for start in range(0, count, micro_batch * world_size):
+            wanted = np.arange(start + rank * micro_batch, start + (rank + 1) * micro_batch)
+            inputs, labels = rows.read(np.minimum(wanted, count - 1))
+            labels[wanted >= count] = IGNORED  # a rank past the end computes along without counting
+            batch = torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)
+            with torch.no_grad():
+                nll += loss_sum(*batch).double()
+            tokens += int((labels != IGNORED).sum())
+        if world_size > 1:
+            distributed.all_reduce(nll)
+            distributed.all_reduce(tokens)
+        bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)
+        sources[name] = _summary(float(nll), int(tokens)) | {
+            "bits_per_byte": float(nll) / float(tokens) / math.log(2) / bytes_per_token,
+            "tokens": int(tokens),
+        }
+    total = sum(source["loss"] * source["tokens"] for source in sources.values())
+    return _summary(total, sum(source["tokens"] for source in sources.values())) | {"sources": sources}
+
+
+def _summary(nll: float, tokens: int) -> dict[str, float]:
+    loss = nll / tokens
+    return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}

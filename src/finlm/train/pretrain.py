@@ -1,0 +1,178 @@
+"""Pretraining: the plan of a run directory, executed by a plain DeepSpeed loop.
+
+Everything was decided before launch; here it is carried out and recorded in events.jsonl. The loss of a step is the sum
+over all ranks and micro-steps divided by the supervised tokens of all ranks and micro-steps, so micro-batch,
+accumulation and world size change memory and speed but not the gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import transformers
+from torch import distributed
+
+from finlm.base import files
+from finlm.base.rundir import RunDir, open_run
+from finlm.data.shards import Rows, Shards
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe as recipes
+from finlm.recipe.schema import Recipe
+from finlm.train import checkpoint, heldout
+from finlm.train.batches import Batches
+from finlm.train.model import build, llama_config, summed_loss
+
+
+@dataclass
+class Setup:
+    """What the loop works with."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    shards: Shards
+    engine: Any
+    batches: Batches
+    device: torch.device
+    rank: int
+
+
+def main(run_path: Path) -> int:
+    """Train the run to its last step; the process's exit code."""
+    started = time.monotonic()
+    s = prepare(run_path)
+    step = checkpoint.resume(s.engine, s.run)
+    record(s, "start", step=step, **versions(s))
+    if step == 0:
+        evaluate(s, step)
+    gc.collect()
+    gc.freeze()  # the long-lived objects of set-up never need scanning again
+    while step < s.plan.steps:
+        begun = time.monotonic()
+        lr = s.engine.get_lr()[0]
+        supervised = s.batches.supervised(step)
+        scale = s.plan.world_size * s.plan.gradient_accumulation_steps / supervised
+        loss = torch.zeros((), device=s.device)
+        for inputs, labels in s.batches.read(step):
+            summed = summed_loss(s.engine, inputs, labels)
+            s.engine.backward(summed * scale)  # DeepSpeed divides by micro-steps and averages over ranks
+            s.engine.step()
+            loss += summed.detach()
+        step += 1
+        mean_loss = log_step(s, step, loss, supervised, lr, time.monotonic() - begun)
+        if not math.isfinite(mean_loss):
+            record(s, "incident", step=step, what="loss is not finite", detail=f"loss {mean_loss}, lr {lr:.3g}")
+            record(s, "end", step=step, status="failed", seconds=round(time.monotonic() - started, 1), exit_code=1)
+            return 1
+        last = step == s.plan.steps
+        if last or is_due(step, s.recipe.checkpoint.every_steps):
+            checkpoint.save(s.engine, s.run, step, s.recipe.checkpoint.keep_last)
+        if last or is_due(step, s.recipe.eval.every_steps):
+            evaluate(s, step)
+    record(s, "end", step=step, status="finished", seconds=round(time.monotonic() - started, 1), exit_code=0)
+    distributed.barrier()
+    return 0
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """True at multiples of every; never when it is None."""
+    return every is not None and step % every == 0
+
+
+def prepare(run_path: Path) -> Setup:
+    """Process group, model, engine and data of this rank."""
+    run = open_run(run_path)
+    plan = Plan.read(run.plan)
+    recipe = recipes.load(run.recipe).recipe
+    ds_config = files.read_json(run.ds_config)
+    if plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        # DeepSpeed compiles a shared-memory collective for CPU ranks at every first start (25-48 s, needs g++ and
+        # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo", verbose=False)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if world_size != plan.world_size:
+        raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
+    torch.manual_seed(recipe.train.seed)
+    shards = Shards(Path(files.read_json(run.manifest)["shards"]["path"]))
+    model = build(recipe, plan, ds_config, llama_config(recipe, plan, shards.bos_id, shards.eos_id))
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    rows = Rows(shards.split("train"), plan.sequence_length)
+    batches = Batches(rows, plan, recipe.train.seed, rank)
+    return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank)
+
+
+def record(s: Setup, kind: str, **fields: Any) -> None:
+    """One row in events.jsonl, from rank 0."""
+    if s.rank == 0:
+        s.run.append_event(kind, **fields)
+
+
+def versions(s: Setup) -> dict[str, Any]:
+    """Software and size facts of the start row."""
+    return {
+        "world_size": s.plan.world_size,
+        "device": torch.cuda.get_device_name() if s.plan.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "transformers": transformers.__version__,
+        "parameters": s.plan.parameters,
+    }
+
+
+def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, seconds: float) -> float:
+    """Record one optimizer step; the mean loss over all ranks. The only place where the host waits for the device."""
+    if s.plan.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    mine = torch.tensor([loss.item(), memory], dtype=torch.float64, device=s.device)
+    every = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
+    distributed.all_gather(every, mine)
+    mean_loss = sum(float(one[0]) for one in every) / supervised
+    if not s.engine.was_step_applied():
+        record(s, "incident", step=step, what="step skipped", detail="gradient overflow; the loss scale was lowered")
+    tokens_per_second = supervised / seconds
+    norm = s.engine.get_global_grad_norm()
+    flops = s.plan.flops_per_token * tokens_per_second
+    record(
+        s,
+        "step",
+        step=step,
+        loss=mean_loss,
+        lr=lr,
+        grad_norm=None if norm is None else float(norm),
+        loss_scale=float(s.engine.optimizer.cur_scale) if s.plan.precision == "fp16" else None,
+        tokens=supervised,
+        seconds=round(seconds, 4),
+        tokens_per_second=round(tokens_per_second, 1),
+        mfu=None if s.plan.peak_flops is None else round(flops / s.plan.world_size / s.plan.peak_flops, 4),
+        memory_bytes=int(max(float(one[1]) for one in every)),
+    )
+    return mean_loss
+
+
+def evaluate(s: Setup, step: int) -> None:
+    """Held-out perplexity of each source, recorded."""
+    s.engine.eval()
+    result = heldout.evaluate(
+        lambda inputs, labels: summed_loss(s.engine, inputs, labels),
+        s.shards,
+        s.plan.sequence_length,
+        s.plan.micro_batch,
+        s.recipe.eval.max_tokens_per_source,
+        s.device,
+    )
+    s.engine.train()
+    record(s, "eval", step=step, **result)

@@ -1,0 +1,126 @@
+"""Rows to documents: what is read, what is set aside, when preparation stops."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.data import documents
+from finlm.data.sources import Input
+
+
+def row(text: Any, **meta: Any) -> bytes:
+    return json.dumps({"text": text, "meta": meta}, ensure_ascii=False).encode()
+
+
+def read(
+    directory: Path, path: Path, allowed: float = 1.0, field: str = "text", processes: int = 1
+) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(manifest, all texts, broken rows) of one file."""
+    out = directory / "step"
+    out.mkdir()
+    manifest = documents.write(out, [Input("news", path, "share", field)], processes, allowed, directory)
+    texts = [
+        text
+        for chunk in documents.chunks(out, manifest)
+        for text in documents.read_texts(chunk.path, np.ones(chunk.rows.stop - chunk.rows.start, dtype=np.bool_))
+    ]
+    return manifest, texts, list(files.read_json_lines(out / "broken.jsonl"))
+
+
+def test_rows_are_read_whatever_their_meta_newlines_or_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    rows = [row("第一篇", source="a"), row("第二篇", other=[1, {"x": None}]), b"", b"   ", b'{"text": "third"}']
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(rows))
+    manifest, texts, broken = read(tmp_path, path)
+    assert texts == ["第一篇", "第二篇", "third"]
+    assert manifest["inputs"][0]["rows"] == 3 and broken == []
+
+
+BROKEN = {
+    b'{"text": "cut': "not JSON: Unterminated string starting at at character 10",
+    b"[1, 2]": "not an object but a list",
+    b'{"content": "x"}': "no field 'text', only 'content'",
+    b'{"text": 7}': "field 'text' is a number, not a string",
+    b'{"text": null}': "field 'text' is null, not a string",
+    b'{"text": "\xff\xfe"}': "not UTF-8: byte 0xff at byte 11",
+    b'{"text": "\\ud83d"}': "half of a surrogate pair in the text",
+    b"[" * 100_000: "nested too deeply",
+}
+
+
+def test_every_kind_of_broken_row_is_set_aside_with_its_line_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(b"\n".join(part for line in BROKEN for part in (row("好的文档"), line)))
+    manifest, texts, broken = read(tmp_path, path)
+    assert texts == ["好的文档"] * len(BROKEN)
+    assert [(item["line"], item["reason"]) for item in broken] == [
+        (2 * number + 2, reason) for number, reason in enumerate(BROKEN.values())
+    ]
+    assert all(item["file"] == str(path) and len(item["start"]) <= 200 for item in broken)
+    assert manifest["inputs"][0]["broken"] == len(BROKEN)
+
+
+def test_too_many_broken_rows_stop_with_examples_and_keep_them_beside_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(b"\n".join([row("好的文档")] * 97 + [b"oops"] * 3))
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, path, allowed=0.02)
+    kept = tmp_path / "broken-news.jsonl"
+    assert "3 of 100 rows" in caught.value.problem and "data.max_broken_fraction" in caught.value.problem
+    assert f"{path}:98: not JSON" in caught.value.evidence and len(caught.value.evidence.splitlines()) == 3
+    assert str(kept) in caught.value.fix
+    assert len(list(files.read_json_lines(kept))) == 3
+
+
+def test_broken_rows_within_the_limit_are_counted_only(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(b"\n".join([row("好的文档")] * 97 + [b"oops"] * 3))
+    manifest, texts, broken = read(tmp_path, path, allowed=0.03)
+    assert len(texts) == 97 and len(broken) == 3 and manifest["inputs"][0]["rows"] == 100
+    assert not (tmp_path / "broken-news.jsonl").exists()
+
+
+def test_a_cut_archive_stops_by_default_and_gives_what_it_has_when_allowed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    whole = [f"{number} {rng.bytes(40).hex()}" for number in range(5000)]
+    path = tmp_path / "news.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join(map(row, whole)))[:-20_000])
+    with pytest.raises(UserError, match=r"1 of \d,\d+ rows cannot be read .* what follows them is lost") as caught:
+        read(tmp_path, path, allowed=0.001)
+    assert "damaged or cut short" in caught.value.evidence
+    (tmp_path / "again").mkdir()
+    _, texts, broken = read(tmp_path / "again", path, allowed=0.01)
+    assert texts == whole[: len(texts)] and len(texts) > 3000
+    assert [item["line"] for item in broken] == [len(texts) + 1]
+
+
+def test_chunks_do_not_depend_on_workers_and_lines_may_be_longer_than_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 4096)
+    whole = [str(number) + "字" * (number % 90) for number in range(300)] + ["长" * 20_000, "尾巴"]
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(b"\n".join(map(row, whole)))
+    seen = []
+    for processes in (1, 3):
+        directory = tmp_path / str(processes)
+        directory.mkdir()
+        manifest, texts, _ = read(directory, path, processes=processes)
+        assert texts == whole and len(manifest["chunks"]) > 5
+        chunks = sorted((directory / "step" / "chunks").iterdir())
+        seen.append((manifest, [(chunk.name, chunk.read_bytes()) for chunk in chunks]))
+    assert seen[0] == seen[1]
+
+
+def test_gzip_is_known_by_content_and_the_text_field_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(gzip.compress(b'{"content": "\\u6b63\\u6587"}\n') + gzip.compress(b'{"content": "second member"}'))
+    assert read(tmp_path, path, field="content")[1] == ["正文", "second member"]

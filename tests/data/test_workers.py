@@ -1,0 +1,116 @@
+"""Worker processes: the limit that binds is said, results keep their order, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.data import workers
+
+SOURCE = Path(workers.__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "expected"),
+    [
+        (1024, {"2 cores": 2, "memory": 40, "files": 300}, (2, "1024 workers asked, 2 used: 2 cores")),
+        (1024, {"2 cores": 200, "memory": 40, "files": 12}, (12, "1024 workers asked, 12 used: files")),
+        (8, {"cores": 64, "0.5 GiB": -1}, (1, "8 workers asked, 1 used: 0.5 GiB")),
+        (2, {"cores": 2, "memory": 40}, (2, "")),
+        (1, {"cores": 2, "memory": 0}, (1, "")),
+    ],
+)
+def test_the_binding_limit_is_named(asked: int, limits: dict[str, int], expected: tuple[int, str]) -> None:
+    assert workers.bounded(asked, limits) == expected
+
+
+def test_the_limits_of_this_machine_are_real_numbers() -> None:
+    found = workers.limits(4)
+    assert len(found) == 3 and min(found.values()) >= 1
+    assert workers.available_cores() <= len(os.sched_getaffinity(0))
+    assert 0 < workers.available_memory() < 2**50
+
+
+def double(value: int) -> int:
+    if value == 99:
+        os._exit(9)
+    time.sleep(0.05 * (value % 2))
+    return 2 * value
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_come_in_the_order_of_their_tasks_with_few_in_flight(count: int) -> None:
+    taken = 0
+
+    def tasks() -> Iterator[int]:
+        nonlocal taken
+        for value in range(12):
+            taken += 1
+            yield value
+
+    with workers.pool(count) as pool:
+        for done, result in enumerate(workers.in_order(pool, count, double, tasks())):
+            assert result == 2 * done and taken <= done + count + 4
+
+
+def test_a_killed_worker_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="a worker process was killed"), workers.pool(2) as pool:
+        list(workers.in_order(pool, 2, double, [99, 1]))
+
+
+SCRIPT = """
+import os, resource, signal, sys, time
+from finlm.data import workers
+
+def work(number):
+    return os.getpid()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "files":
+        found = workers.limits(1024)
+        count, _ = workers.bounded(1024, {name: most for name, most in found.items() if "files" in name})
+        with workers.pool(count) as pool:
+            list(workers.in_order(pool, count, work, range(2 * count)))
+        print(count)
+    else:
+        with workers.pool(2) as pool:
+            print(*set(workers.in_order(pool, 2, work, range(50))), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def script(tmp_path: Path, what: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    command = ["bash", "-c", f"{prefix} exec {sys.executable} {path} {what}"]
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_as_many_workers_as_64_open_files_allow_do_run(tmp_path: Path) -> None:
+    result = script(tmp_path, "files", "ulimit -n 64;")
+    assert result.returncode == 0, result.stderr
+    assert 2 <= int(result.stdout) <= 16
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    result = script(tmp_path, "orphans")
+    assert result.returncode == -9
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in result.stdout.split() if running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.05)
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

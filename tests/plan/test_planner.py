@@ -1,0 +1,186 @@
+"""The planner: what it chooses, what it never changes, what it says when nothing fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm.plan import planner
+from finlm.plan.plan import Plan, PlanError
+from finlm.recipe import cluster, recipe, shape
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+QUICKSTART = RECIPES / "quickstart/pretrain.yaml"
+SEEDS = RECIPES / "llama2-7b-fincorpus/pretrain.yaml"
+SIX_B = RECIPES / "xuanyuan-6b/pretrain.yaml"
+AUTO = ["zero.stage=auto", "zero.offload_optimizer=auto", "zero.offload_param=auto", "train.recompute=auto"]
+AUTO += ["batch.micro_batch=auto", "train.precision=auto"]
+
+
+def host(**fields: Any) -> str:
+    return f"hardware.hosts=[{json.dumps({'name': 'h', **fields})}]"
+
+
+def make(path: Path, *overrides: str, train_tokens: int | None = None) -> Plan:
+    wanted = recipe.load(path, overrides).recipe
+    return planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted), train_tokens)
+
+
+def test_the_quickstart_plans_two_cpu_ranks() -> None:
+    plan = make(QUICKSTART)
+    assert (plan.device, plan.precision, plan.zero_stage) == ("cpu", "fp32", 1)
+    assert (plan.micro_batch, plan.gradient_accumulation_steps, plan.steps) == (8, 2, 250)
+    assert plan.tokens_per_second is None
+    assert plan.days is None
+    assert plan.peak_flops is None
+    assert plan.fits
+    assert plan.gpu_bytes == sum(plan.gpu_bytes_items.values()) < plan.gpu_memory_bytes
+
+
+def test_a_plan_survives_json() -> None:
+    plan = make(SEEDS)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_explicit_values_are_never_changed() -> None:
+    plan = make(SEEDS)
+    assert (plan.zero_stage, plan.offload_optimizer, plan.offload_param) == (3, "cpu", "cpu")
+    assert (plan.recompute, plan.micro_batch, plan.tokens_per_step) == ("full", 1, 16384)
+
+
+def test_the_seeds_run_does_not_fit_without_offload_and_the_error_says_what_would() -> None:
+    for rows in (4, 1):
+        tokens = 4 * 4096 * rows
+        with pytest.raises(PlanError) as caught:
+            make(
+                SEEDS,
+                "zero.offload_optimizer=none",
+                "zero.offload_param=none",
+                f"batch.micro_batch={rows}",
+                f"batch.tokens_per_step={tokens}",
+            )
+        assert "of 32.0 GiB a GPU" in caught.value.evidence
+        assert "zero.offload_optimizer: cpu" in caught.value.fix
+
+
+def test_a_v100_makes_the_whole_cluster_fp16_and_says_which_host() -> None:
+    plan = make(SEEDS)
+    assert plan.precision == "fp16"
+    assert "fp16: host v100 has V100-32G, compute capability 7.0 < 8.0" in plan.reasons
+
+
+def test_the_smallest_memory_binds_a_mixed_cluster() -> None:
+    plan = make(SEEDS)
+    assert plan.gpu_memory_bytes == 32 * 2**30
+    assert any(reason.startswith("mixed GPUs") for reason in plan.reasons)
+
+
+def test_auto_finds_a_faster_plan_for_the_seeds_than_the_record() -> None:
+    plan, theirs = make(SEEDS, *AUTO), make(SEEDS)
+    assert plan.fits
+    assert (plan.tokens_per_second or 0) > 1.3 * (theirs.tokens_per_second or 0)
+    assert plan.zero_stage < 3  # stage 3 gathers the weights over the network in every micro-step
+
+
+def test_bf16_on_a_v100_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"compute capability 7\.0 < 8\.0"):
+        make(SEEDS, "train.precision=bf16")
+
+
+def test_fp16_on_cpu_is_refused() -> None:
+    with pytest.raises(PlanError, match="fp16 does not run on CPU"):
+        make(QUICKSTART, "train.precision=fp16")
+
+
+def test_fp16_with_a_high_learning_rate_is_warned_about() -> None:
+    warned = make(SIX_B, host(slots=8, gpu="V100-32G", memory="1TiB"), *AUTO)
+    assert any("Current loss scale already at minimum" in reason for reason in warned.reasons)
+    calm = make(SEEDS)
+    assert not any("loss scale" in reason for reason in calm.reasons)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "slots"), [("H200", 1), ("H200", 4), ("A800-80G", 8), ("A100-40G", 8), ("RTX-4090", 8)]
+)
+def test_auto_fits_every_host_it_is_given(gpu: str, slots: int) -> None:
+    plan = make(SIX_B, host(slots=slots, gpu=gpu, memory="512GiB"), *AUTO)
+    assert plan.fits
+    assert plan.gpu_bytes <= plan.gpu_memory_bytes
+    assert plan.host_bytes <= 0.9 * 512 * 2**30
+    assert plan.zero_stage > 0
+
+
+def test_more_memory_means_less_machinery() -> None:
+    large = make(SIX_B, host(slots=8, gpu="H200", memory="1TiB"), *AUTO)
+    small = make(SIX_B, host(slots=8, gpu="V100-16G", memory="1TiB"), *AUTO)
+    assert (large.zero_stage, large.offload_optimizer, large.recompute) == (1, "none", "none")
+    assert (small.zero_stage, small.recompute) > (1, "none")
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    with pytest.raises(PlanError) as caught:
+        make(SEEDS, host(slots=1, gpu="T4", memory="32GiB"), *AUTO)
+    assert "host memory" in caught.value.evidence
+    assert caught.value.fix.startswith("use ")
+
+
+def test_what_fits_nowhere_says_how_many_hosts_would_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        make(RECIPES / "xuanyuan-70b/pretrain.yaml", host(slots=8, gpu="A100-40G", memory="256GiB"), *AUTO)
+    assert "such hosts instead of 1" in caught.value.fix
+
+
+def test_rounding_of_tokens_per_step_is_said() -> None:
+    plan = make(QUICKSTART, "batch.tokens_per_step=8000", "batch.micro_batch=3")
+    assert plan.tokens_per_step == 2 * 15 * 256
+    assert any("tokens_per_step 8,000 rounded to 7,680" in reason for reason in plan.reasons)
+    assert not any("rounded" in reason for reason in make(QUICKSTART).reasons)
+
+
+@pytest.mark.parametrize("tokens", [512, 1024, 5120, 7680, 65536])
+def test_the_cpu_micro_batch_is_a_power_of_two_that_divides_the_rows(tokens: int) -> None:
+    plan = make(QUICKSTART, f"batch.tokens_per_step={tokens}")
+    assert plan.micro_batch in (1, 2, 4, 8)
+    assert plan.tokens_per_step == tokens == 2 * plan.micro_batch * plan.gradient_accumulation_steps * 256
+
+
+def test_length_comes_from_steps_tokens_or_epochs() -> None:
+    assert make(QUICKSTART, "train.steps=null", "train.tokens=4M").steps == 4_000_000 // 8192
+    epochs = ["train.steps=null", "train.epochs=1.5"]
+    assert make(QUICKSTART, *epochs, train_tokens=819_200).steps == 150
+    with pytest.raises(PlanError, match=r"train\.epochs needs"):
+        make(QUICKSTART, *epochs)
+    with pytest.raises(PlanError, match="warmup_steps"):
+        make(QUICKSTART, *epochs, train_tokens=100_000)
+
+
+def test_unknown_host_memory_is_not_checked_and_said() -> None:
+    plan = make(SIX_B, host(slots=8, gpu="A800-80G"))
+    assert plan.fits
+    assert any("memory of some hosts is unknown" in reason for reason in plan.reasons)
+
+
+def test_a_host_without_gpu_among_gpu_hosts_is_refused() -> None:
+    hosts = "[{name: a, slots: 2, gpu: H200}, {name: b, slots: 2}]"
+    with pytest.raises(PlanError, match="some hosts have GPUs"):
+        make(SIX_B, f"hardware.hosts={hosts}")
+
+
+def test_nvidia_smi_names_become_kinds() -> None:
+    plan = make(SIX_B, host(slots=8, gpu="NVIDIA A800-SXM4-80GB", memory="1TiB"))
+    assert {one.gpu for one in plan.hosts} == {"A800-80G"}
+
+
+def test_a_hundred_hosts_plan_in_a_second() -> None:
+    plan = make(RECIPES / "xuanyuan-70b/pretrain.yaml")
+    assert (len(plan.hosts), plan.world_size, plan.gradient_accumulation_steps) == (100, 800, 1)
+    assert plan.hosts[99].name == "a800-100"
+
+
+def test_stage_0_in_16_bits_is_warned_about_and_never_chosen() -> None:
+    plan = make(SIX_B, host(slots=1, gpu="B200", memory="1TiB"), "zero.stage=0", "batch.micro_batch=1")
+    assert any("step on zero gradients" in reason for reason in plan.reasons)
+    assert make(SIX_B, host(slots=1, gpu="B200", memory="1TiB"), *AUTO).zero_stage == 1

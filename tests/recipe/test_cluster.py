@@ -1,0 +1,96 @@
+"""Hostfiles and hardware: DeepSpeed's format, mistakes with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.recipe import cluster
+from finlm.recipe.schema import Hardware, HardwareHost
+
+SEEDS = Hardware(
+    hosts=(
+        HardwareHost(name="a", slots=2, gpu="A100-40G", memory="256GiB"),  # type: ignore[arg-type]
+        HardwareHost(name="b", slots=2, gpu="V100-32G"),
+    ),
+    network_gbit=25.0,
+)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "hostfile.txt"
+    path.write_text(text)
+    return path
+
+
+def test_a_hostfile_is_read_in_order_with_kinds_from_hardware(tmp_path: Path) -> None:
+    found = cluster.load(write(tmp_path, "# two hosts\nb slots=2  # V100\n\na slots=1\n"), SEEDS)
+    assert [(host.name, host.slots, host.gpu) for host in found.hosts] == [("b", 2, "V100-32G"), ("a", 1, "A100-40G")]
+    assert found.hosts[1].memory_bytes == 256 * 2**30
+    assert (found.world_size, found.network_gbit, found.is_cpu) == (3, 25.0, False)
+
+
+def test_the_gpu_option_wins_and_unknown_hosts_are_cpu_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=1\nc slots=4\n")
+    assert [host.gpu for host in cluster.load(path, SEEDS).hosts] == ["A100-40G", None]
+    assert [host.gpu for host in cluster.load(path, SEEDS, gpu="H200").hosts] == ["H200", "H200"]
+    assert cluster.load(path).is_cpu
+
+
+def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=2\nb\nc slots=0\na slots=1\nd slots=two\n")
+    with pytest.raises(UserError) as caught:
+        cluster.load(path)
+    lines = caught.value.evidence.splitlines()
+    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5"]
+    assert "expected `name slots=N`, got 'b'" in lines[0]
+    assert "0 slots" in lines[1]
+    assert "appears twice" in lines[2]
+
+
+def test_empty_and_missing_hostfiles_are_user_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names no host"):
+        cluster.load(write(tmp_path, "# nothing\n"))
+    with pytest.raises(UserError, match="cannot read the hostfile"):
+        cluster.load(tmp_path / "gone.txt")
+
+
+def test_a_count_stands_for_identical_hosts(tmp_path: Path) -> None:
+    hardware = Hardware(hosts=(HardwareHost(name="node", slots=8, gpu="A800-80G", count=3),))
+    found = cluster.from_hardware(hardware)
+    assert [host.name for host in found.hosts] == ["node-1", "node-2", "node-3"]
+    assert found.world_size == 24
+    assert cluster.load(write(tmp_path, "node-2 slots=8\n"), hardware).hosts[0].gpu == "A800-80G"
+    alone = Hardware(hosts=(HardwareHost(name="node", slots=8),))
+    assert [host.name for host in cluster.from_hardware(alone).hosts] == ["node"]
+
+
+def test_this_machine_has_the_ranks_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: [])
+    found = cluster.local(3)
+    assert (found.world_size, found.is_cpu, found.hosts[0].name) == (3, True, "localhost")
+    assert (found.hosts[0].memory_bytes or 0) > 2**28
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: ["NVIDIA H200"] * 4)
+    assert (cluster.local(3).world_size, cluster.local(3).hosts[0].gpu) == (4, "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("0,2", ["A", "C"]), ("2,0", ["C", "A"]), ("1,9,0", ["B"]), ("", []), ("-1", []), ("GPU-abc", ["A"])],
+)
+def test_cuda_visible_devices_limits_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf 'A\\nB\\nC\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cluster.visible_gpus() == names
+
+
+def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cluster.visible_gpus() == []

@@ -1,0 +1,191 @@
+"""The loader: every mistake at once, each at its line, with what was probably meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.recipe import recipe
+from finlm.recipe.recipe import Loaded
+from finlm.recipe.schema import Recipe
+
+MINIMAL = """\
+name: tiny
+hardware: {hosts: [{name: localhost, slots: 2}]}
+model: {hidden_size: 64, layers: 2, heads: 2, ffn_size: 128}
+tokenizer: {vocab_size: 512}
+data: {sources: corpus/*.jsonl}
+batch: {sequence_length: 64, tokens_per_step: 1024}
+optim:
+  lr: 3e-4
+  warmup_steps: 10
+train: {steps: 100}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to write recipes in, which is also the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(MINIMAL)
+    return tmp_path
+
+
+def load(text: str, *overrides: str) -> Loaded:
+    Path("recipe.yaml").write_text(text)
+    return recipe.load("recipe.yaml", overrides)
+
+
+def mistakes(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(text, *overrides)
+    return [caught.value.problem, *caught.value.evidence.splitlines()]
+
+
+def test_numbers_are_read_as_their_author_means_them(write: Path) -> None:
+    read = load(MINIMAL.replace("tokens_per_step: 1024", "tokens_per_step: 1e6")).recipe
+    assert (read.optim.lr, read.batch.tokens_per_step) == (3e-4, 1_000_000)
+    assert load(MINIMAL, "train.steps=null", "train.tokens=3.9M").recipe.train.tokens == 3_900_000
+    assert load(MINIMAL, "hardware.hosts=[{name: a, slots: 1, memory: 1.5GiB}]").recipe.hardware.hosts[0].memory == (
+        1536 * 2**20
+    )
+
+
+def test_an_unknown_key_is_refused_at_its_line_with_the_nearest_one(write: Path) -> None:
+    found = mistakes(MINIMAL.replace("warmup_steps", "warmup_step"))
+    assert found[1] == "recipe.yaml:9: optim.warmup_step: unknown key; did you mean optim.warmup_steps?"
+
+
+def test_a_key_in_the_wrong_section_is_recognised(write: Path) -> None:
+    assert mistakes(MINIMAL, "lr=1e-4")[1] == "--set: lr: unknown key; did you mean optim.lr?"
+    assert mistakes(MINIMAL, "batch.lr=1e-4")[1].endswith("did you mean optim.lr?")
+
+
+def test_an_unrecognisable_key_gets_the_list_of_known_ones(write: Path) -> None:
+    assert "known here: sequence_length, tokens_per_step, micro_batch" in mistakes(MINIMAL, "batch.zzz=1")[1]
+
+
+def test_a_wrong_type_says_what_is_expected_and_what_it_is_for(write: Path) -> None:
+    found = mistakes(MINIMAL.replace("layers: 2", "layers: two"))
+    assert found[1] == "recipe.yaml:3: model.layers: should be a whole number, got 'two' (Number of decoder layers)"
+    assert "should be true or false, got 'no'" in mistakes(MINIMAL, "model.tie_embeddings=no")[1]
+
+
+@pytest.mark.parametrize("value", ["foo", "1.5", "true"])
+def test_a_union_names_all_it_accepts(write: Path, value: str) -> None:
+    sentence = mistakes(MINIMAL, f"batch.micro_batch={value}")[1]
+    assert "batch.micro_batch: should be a whole number or 'auto'" in sentence
+    assert sentence.endswith("(Rows a GPU holds at once)")
+
+
+def test_a_misspelt_choice_gets_a_suggestion(write: Path) -> None:
+    assert "got 'cosin'; did you mean 'cosine'?" in mistakes(MINIMAL, "optim.schedule=cosin")[1]
+    assert "got 'atuo'; did you mean 'auto'?" in mistakes(MINIMAL, "batch.micro_batch=atuo")[1]
+
+
+def test_a_quoted_number_is_not_a_number(write: Path) -> None:
+    found = mistakes(MINIMAL.replace("lr: 3e-4", 'lr: "3e-4"'))
+    assert found[1] == "recipe.yaml:8: optim.lr: expected a number, got the string '3e-4'; write it without quotes"
+
+
+def test_a_duplicate_key_is_an_error(write: Path) -> None:
+    found = mistakes(MINIMAL + "name: other\n")
+    assert found[0].startswith("recipe.yaml:11: not valid YAML")
+    assert "duplicate key" in found[0]
+
+
+def test_several_mistakes_come_at_once(write: Path) -> None:
+    text = MINIMAL.replace("lr: 3e-4", 'lr: "3e-4"').replace("layers: 2", "layer: 2").replace("steps: 100", "steps: -1")
+    found = mistakes(text)
+    assert found[0] == "4 mistakes in the recipe recipe.yaml"
+    assert sorted(line.split(":")[2].strip() for line in found[1:]) == [
+        "model.layer",
+        "model.layers",
+        "optim.lr",
+        "train.steps",
+    ]
+
+
+def test_one_bad_item_is_one_mistake(write: Path) -> None:
+    found = mistakes(MINIMAL, "hardware.hosts=[{name: a, slots: 1, gpus: H200}]")
+    assert found[1:] == ["--set: hardware.hosts[0].gpus: unknown key; did you mean hardware.hosts[0].gpu?"]
+
+
+def test_lists_of_the_wrong_length_are_named(write: Path) -> None:
+    assert "a list of at least 1" in mistakes(MINIMAL, "data.sources=[]")[1]
+    assert "a list of at most 2" in mistakes(MINIMAL, "optim.betas=[0.9, 0.95, 0.99]")[1]
+    assert "should be a list, got 0.9" in mistakes(MINIMAL, "optim.betas=0.9")[1]
+
+
+def test_a_mistake_inside_env_is_at_its_key(write: Path) -> None:
+    found = mistakes(MINIMAL + "env:\n  NCCL_DEBUG: 1\n")
+    assert found[1].startswith("recipe.yaml:12: env.NCCL_DEBUG: should be text, got 1")
+
+
+def test_sections_left_out_or_flattened_are_named(write: Path) -> None:
+    assert "optim: is required" in mistakes(MINIMAL.replace("optim:\n  lr: 3e-4\n  warmup_steps: 10\n", ""))[1]
+    assert "should be a section of keys, got 3" in mistakes(MINIMAL, "train=3")[1]
+
+
+def test_base_is_inherited_and_overridden_with_origins(write: Path) -> None:
+    text = "base: tiny.yaml\nname: child\noptim:\n  lr: 1.0e-3\n"
+    loaded = load(text, "train.seed=5")
+    assert (loaded.recipe.name, loaded.recipe.optim.lr, loaded.recipe.optim.warmup_steps) == ("child", 1e-3, 10)
+    assert loaded.origins["optim.lr"] == "recipe.yaml:4"
+    assert loaded.origins["optim.warmup_steps"] == "tiny.yaml:9"
+    assert loaded.origins["train.seed"] == "--set"
+    assert "optim" not in loaded.origins
+
+
+def test_a_list_replaces_the_bases_list_with_its_origins(write: Path) -> None:
+    two = MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a.jsonl}, {path: b.jsonl}]")
+    (write / "two.yaml").write_text(two)
+    loaded = load("base: two.yaml\ndata:\n  sources: [{path: c.jsonl}]\n")
+    assert [source.path for source in loaded.recipe.data.sources] == ["c.jsonl"]
+    assert [key for key in loaded.origins if key.startswith("data.")] == ["data.sources[0].path"]
+    assert loaded.origins["data.sources[0].path"] == "recipe.yaml:3"
+
+
+def test_a_mistake_in_the_base_is_shown_in_the_base(write: Path) -> None:
+    (write / "tiny.yaml").write_text(MINIMAL.replace("lr: 3e-4", "lr: fast"))
+    assert mistakes("base: tiny.yaml\nname: child\n")[1].startswith("tiny.yaml:8: optim.lr: should be a number")
+
+
+def test_a_base_of_a_base_is_refused(write: Path) -> None:
+    (write / "middle.yaml").write_text("base: tiny.yaml\nname: middle\n")
+    found = mistakes("base: middle.yaml\nname: child\n")
+    assert found[0] == "recipe.yaml:1: base: middle.yaml itself has a base"
+    assert found[1] == "middle.yaml:1"
+
+
+def test_a_missing_base_names_the_line_that_asks_for_it(write: Path) -> None:
+    assert mistakes("base: gone.yaml\n")[0].startswith("recipe.yaml:1: base: cannot read gone.yaml")
+
+
+def test_set_reads_yaml_and_reaches_into_lists(write: Path) -> None:
+    loaded = load(MINIMAL, "optim.betas=[0.8, 0.9]", "data.sources=*.jsonl.gz", "model.vocab_size=600")
+    assert loaded.recipe.optim.betas == (0.8, 0.9)
+    assert loaded.recipe.data.sources[0].path == "*.jsonl.gz"
+    assert loaded.origins["data.sources"] == "--set"
+    nested = load(MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a}]"), "data.sources[0].path=b")
+    assert nested.recipe.data.sources[0].path == "b"
+
+
+@pytest.mark.parametrize("text", ["optim.lr", "=3", "data.sources[3].path=a", "train.steps.x=1"])
+def test_an_impossible_set_is_a_user_mistake(write: Path, text: str) -> None:
+    assert mistakes(MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a}]"), text)[0].startswith("--set ")
+
+
+def test_files_that_are_no_recipes_are_user_mistakes(write: Path) -> None:
+    assert "not valid YAML" in mistakes("name: [")[0]
+    assert "a recipe is a mapping" in mistakes("- 1\n")[0]
+    with pytest.raises(UserError, match=r"cannot read the recipe gone\.yaml"):
+        recipe.load("gone.yaml")
+
+
+def test_a_dumped_recipe_loads_as_the_same_recipe(write: Path) -> None:
+    first: Recipe = load(MINIMAL).recipe
+    Path("dumped.yaml").write_text(recipe.dump(first))
+    assert recipe.load("dumped.yaml").recipe == first

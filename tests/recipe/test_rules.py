@@ -1,0 +1,53 @@
+"""Checks over several keys: each inconsistency is reported at the key that should change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.recipe import recipe
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/pretrain.yaml"
+NVME = "zero.nvme_path=nvme"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "word"),
+    [
+        (["model.heads=5"], "model.heads", "do not divide"),
+        (["model.heads=64"], "model.heads", "is odd"),
+        (["model.kv_heads=4"], "model.kv_heads", "does not divide"),
+        (["tokenizer.path=tokenizer.model"], "tokenizer", "either path"),
+        (["model.vocab_size=4000"], "model.vocab_size", "fewer than the tokenizer's 4096"),
+        (["data.sources=[{text_field: x}]"], "data.sources[0]", "either path or synthetic"),
+        (["data.sources=[{path: '*.jsonl', sha256: ab}]"], "data.sources[0].sha256", "is a glob"),
+        (["data.token_dtype=uint16", "tokenizer.vocab_size=70000"], "data.token_dtype", "65,535"),
+        (["train.tokens=1M"], "train", "exactly one"),
+        (["train.steps=null"], "train", "found none"),
+        (["batch.tokens_per_step=100"], "batch.tokens_per_step", "less than one row"),
+        (["optim.warmup_steps=250"], "optim.warmup_steps", "not less than the 250 steps"),
+        (["optim.min_lr=1"], "optim.min_lr", "above lr"),
+        (["optim.warmup_steps=1"], "optim.warmup_steps", "at least 2 steps"),
+        (["optim.schedule=constant"], "optim.min_lr", "has no effect"),
+        (["zero.offload_param=cpu"], "zero.offload_param", "needs stage 3"),
+        (["zero.stage=0", "zero.offload_optimizer=cpu"], "zero.offload_optimizer", "needs stage 1"),
+        (["zero.stage=2", "zero.offload_optimizer=nvme", NVME], "zero.offload_optimizer", "nvme needs stage 3"),
+        (["zero.stage=3", "zero.offload_optimizer=nvme"], "zero.nvme_path", "is required"),
+        (["zero.hpz_partition_size=2"], "zero.hpz_partition_size", "needs stage 3"),
+        (["zero.stage=2", "zero.quantized_weights=true"], "zero.quantized_weights", "needs stage 3"),
+        (["zero.stage=0", "zero.quantized_gradients=true"], "zero.quantized_gradients", "needs stage 3"),
+    ],
+)
+def test_an_inconsistency_is_one_mistake_at_its_key(overrides: list[str], key: str, word: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe.load(QUICKSTART, overrides)
+    (line,) = caught.value.evidence.splitlines()
+    assert f": {key}: " in line
+    assert word in line
+
+
+def test_what_the_planner_decides_is_not_judged_at_load() -> None:
+    loaded = recipe.load(QUICKSTART, ["zero.stage=auto", "zero.offload_param=cpu", "zero.quantized_weights=true"])
+    assert loaded.recipe.zero.stage == "auto"

@@ -1,0 +1,86 @@
+"""Every shipped recipe loads, plans on its own hardware, and its documents say what the plan says."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from finlm import config
+from finlm.base.units import format_bytes, format_duration
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, recipe, shape
+from finlm.recipe.schema import Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PATHS = sorted((ROOT / "recipes").glob("*/*.yaml"))
+every_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+
+
+@cache
+def planned(path: Path) -> tuple[Recipe, Plan]:
+    wanted = recipe.load(path).recipe
+    return wanted, planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
+
+
+def test_there_are_recipes() -> None:
+    names = {path.parent.name for path in PATHS}
+    assert {"quickstart", "xuanyuan-6b", "xuanyuan-13b", "xuanyuan-70b", "llama2-7b-fincorpus"} <= names
+
+
+@every_recipe
+def test_it_fits_its_own_hardware(path: Path) -> None:
+    _, plan = planned(path)
+    assert plan.fits
+    assert plan.gpu_bytes <= plan.gpu_memory_bytes
+
+
+@every_recipe
+def test_its_deepspeed_file_is_current(path: Path) -> None:
+    file = ROOT / "configs/ds" / f"{path.parent.name}-{path.stem}.json"
+    assert json.loads(file.read_text(encoding="utf-8")) == config.deepspeed(*planned(path)), (
+        "stale: run `python -m finlm.config`"
+    )
+
+
+@every_recipe
+def test_its_name_and_folder_agree(path: Path) -> None:
+    assert planned(path)[0].name == path.parent.name
+
+
+@every_recipe
+def test_its_page_repeats_the_plans_numbers_and_commands(path: Path) -> None:
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    _, plan = planned(path)
+    relative = path.relative_to(ROOT).as_posix()
+    wanted = [f"bash scripts/pretrain_run.sh {relative}", f"python -m finlm plan {relative}"]
+    wanted += [format_bytes(plan.gpu_bytes), f"configs/ds/{path.parent.name}-{path.stem}.json"]
+    if plan.days is not None and plan.tokens_per_second is not None:
+        wanted += [f"{format_duration(plan.days * 86400)} at {plan.tokens_per_second:,.0f} tokens/s"]
+        wanted += [f"{plan.steps:,} steps"]
+    assert [text for text in wanted if text not in page] == []
+
+
+@every_recipe
+def test_what_is_not_public_is_marked(path: Path) -> None:
+    if path.parent.name != "quickstart":
+        assert "chosen by us" in path.read_text(encoding="utf-8")
+    assert "chosen by us" in (path.parent / "README.md").read_text(encoding="utf-8").casefold()
+
+
+def test_the_numbers_of_the_seeds_page_come_from_the_planner() -> None:
+    path = ROOT / "recipes/llama2-7b-fincorpus/pretrain.yaml"
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    auto = ["zero.stage=auto", "zero.offload_optimizer=auto", "zero.offload_param=auto"]
+    wanted = recipe.load(path, auto).recipe
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
+    assert plan.days is not None
+    assert f"{plan.tokens_per_second:,.0f} tokens/s, {format_duration(plan.days * 86400)}" in page
+    assert any("33.1 GiB of 32.0 GiB" in reason for reason in plan.reasons)
+    theirs = planned(path)[1]
+    assert theirs.tokens_per_second is not None
+    night = 700 * theirs.tokens_per_step / theirs.tokens_per_second / 3600
+    assert f"{night:.1f} hours here" in page

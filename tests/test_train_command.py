@@ -1,0 +1,78 @@
+"""`finlm train` from a recipe to its report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from conftest import QUICKSTART, finlm, sets
+from finlm.base import files
+from finlm.base.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_ends_with_everything_a_user_needs(finished: tuple[RunDir, str]) -> None:
+    run, printed = finished
+    for word in ("run directory", "held-out loss", "tokens/s", "report", "try next"):
+        assert word in printed
+    assert run.report.stat().st_size > 10_000
+    assert [event["status"] for event in run.read_events("end")] == ["finished"]
+    evals = list(run.read_events("eval"))
+    assert [event["step"] for event in evals] == [0, 10, 20]
+    assert evals[-1]["loss"] < evals[0]["loss"]
+    assert set(evals[-1]["sources"]) == {"announcement", "fin_news", "fin_articles", "fin_exam"}
+    assert (run.code / "finlm" / "train" / "pretrain.py").exists()
+
+
+def test_the_export_loads_in_plain_transformers_and_generates(finished: tuple[RunDir, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = finished
+    tokenizer, model = AutoTokenizer.from_pretrained(run.export), AutoModelForCausalLM.from_pretrained(run.export)
+    ids = tokenizer("公司", return_tensors="pt").input_ids
+    assert ids[0, 0] == tokenizer.bos_token_id
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    assert out.shape[1] > ids.shape[1]
+
+
+def test_eval_of_the_last_checkpoint_equals_the_training_runs_own(finished: tuple[RunDir, str]) -> None:
+    run, _ = finished
+    result = finlm("eval", run.complete_checkpoints()[-1][1], "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["loss"] == pytest.approx(list(run.read_events("eval"))[-1]["loss"], abs=1e-4)
+
+
+def test_a_second_run_reuses_the_prepared_data_and_starts_a_new_directory(
+    finished: tuple[RunDir, str], tiny: tuple[str, ...]
+) -> None:
+    run, _ = finished
+    result = finlm("train", QUICKSTART, *sets((*tiny, "train.steps=6")), "--runs", run.path.parent)
+    assert result.returncode == 0, result.stderr
+    assert "reused" in result.stderr
+    newest = max(run.path.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+    shards = [files.read_json(RunDir(path).manifest)["shards"]["path"] for path in (run.path, newest)]
+    assert newest != run.path and shards[0] == shards[1]
+
+
+def test_the_report_can_be_built_again(finished: tuple[RunDir, str]) -> None:
+    run, _ = finished
+    run.report.unlink()
+    assert finlm("report", run.path).returncode == 0
+    assert run.report.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("eval", "runs/none/checkpoints/step-5"), "not a complete checkpoint"),
+        (("report", "nowhere"), "not a run directory"),
+        (("export", "nowhere", "out"), "not a complete checkpoint"),
+    ],
+)
+def test_mistakes_on_the_command_line_exit_2_without_a_traceback(arguments: Any, words: str) -> None:
+    result = finlm(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,111 @@
+"""Real launches of two CPU ranks through the DeepSpeed launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.ops import launch
+from finlm.plan.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+
+def train(run: RunDir) -> list[dict[str, Any]]:
+    """Run to the end; the step rows."""
+    launch.run_ranks(run, Plan.read(run.plan))
+    return list(run.read_events("step"))
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[str, list[float]]:
+    """Losses by name, shared so that one reference run serves all comparisons."""
+    return {}
+
+
+def reference(make_run: Any, curves: dict[str, list[float]]) -> list[float]:
+    """The losses of the tiny recipe at ZeRO-1."""
+    if "reference" not in curves:
+        curves["reference"] = [row["loss"] for row in train(make_run())]
+    return curves["reference"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("zero.stage=0",),
+        ("zero.stage=2",),
+        ("zero.stage=3",),
+        ("zero.stage=2", "zero.offload_optimizer=cpu"),
+        ("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
+        ("train.recompute=full",),
+    ],
+    ids=lambda value: " ".join(value).replace("zero.", ""),
+)
+def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
+    make_run: Any, curves: dict[str, list[float]], overrides: tuple[str, ...]
+) -> None:
+    expected = reference(make_run, curves)
+    assert expected[-1] < 0.9 * expected[0]
+    losses = [row["loss"] for row in train(make_run(*overrides))]
+    assert losses == pytest.approx(expected, abs=1e-3)
+
+
+def test_two_runs_give_bit_identical_losses(make_run: Any, curves: dict[str, list[float]]) -> None:
+    expected = reference(make_run, curves)
+    assert [row["loss"] for row in train(make_run())] == expected
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (2, 1)])
+def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(
+    make_run: Any, ranks: int, micro_batch: int
+) -> None:
+    base = train(make_run("train.steps=6", "batch.micro_batch=8"))
+    other = train(make_run("train.steps=6", f"batch.micro_batch={micro_batch}", ranks=ranks))
+    assert [row["tokens"] for row in other] == [row["tokens"] for row in base]
+    assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in base], abs=1e-4)
+    assert [row["grad_norm"] for row in other] == pytest.approx([row["grad_norm"] for row in base], rel=1e-3)
+
+
+def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
+    make_run: Any, curves: dict[str, list[float]]
+) -> None:
+    run = make_run()
+    killer = threading.Thread(target=_kill_a_rank_after_the_checkpoint, args=(run,))
+    killer.start()
+    with pytest.raises(UserError, match="crashed"):
+        train(run)
+    killer.join()
+    assert not _ranks_of(run), "no rank is left behind"
+    assert [step for step, _ in run.complete_checkpoints()] == [10]
+    rows = train(run)
+    assert [row["loss"] for row in rows if row["step"] > 10][-10:] == reference(make_run, curves)[10:]
+
+
+def _ranks_of(run: RunDir) -> list[int]:
+    """Process ids of the ranks of a run, by their command line."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with Path(f"/proc/{pid}/cmdline").open("rb") as file:
+                command = file.read().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(run.path) in command and "finlm.train" in command and "deepspeed.launcher.launch" not in command:
+            found += [int(pid)] if "deepspeed.launcher.runner" not in command else []
+    return found
+
+
+def _kill_a_rank_after_the_checkpoint(run: RunDir) -> None:
+    deadline = time.monotonic() + 120
+    while not run.complete_checkpoints() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(_ranks_of(run)[-1], signal.SIGKILL)
