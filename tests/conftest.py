@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,35 +14,7 @@ from finlm.ops import launch
 from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
 
-ROOT = Path(__file__).resolve().parent.parent
-QUICKSTART = ROOT / "recipes/quickstart/pretrain.yaml"
-TINY = (
-    "model.hidden_size=64",
-    "model.layers=2",
-    "model.heads=2",
-    "model.ffn_size=128",
-    "tokenizer.vocab_size=1024",
-    "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}]",
-    "batch.sequence_length=64",
-    "batch.tokens_per_step=1024",
-    "train.steps=20",
-    "optim.warmup_steps=4",
-    "checkpoint.every_steps=10",
-    "eval.every_steps=10",
-    "eval.max_tokens_per_source=2000",
-)
-
-
-def finlm(*arguments: str | Path, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`python -m finlm ...` as a user runs it."""
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "finlm", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def sets(overrides: Sequence[str]) -> list[str]:
-    """The --set options of overrides."""
-    return [part for override in overrides for part in ("--set", override)]
+from helpers import QUICKSTART, TINY, finlm, sets
 
 
 @pytest.fixture(scope="session")

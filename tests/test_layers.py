@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, finlm
+from helpers import ROOT, finlm
 
 PACKAGE = ROOT / "src" / "finlm"
 LIGHT = ("base", "recipe", "plan", "config", "record", "ops", "data")

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from conftest import QUICKSTART, finlm, sets
 from finlm.base import files
 from finlm.base.rundir import RunDir
+
+from helpers import QUICKSTART, finlm, sets
 
 pytestmark = pytest.mark.slow
 

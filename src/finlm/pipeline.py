@@ -40,7 +40,7 @@ def train(loaded: Loaded, hostfile: str | None, runs: Path, new: bool) -> int:
         )
     ds_config = config.deepspeed(wanted, plan)
     show.plan(plan, loaded)
-    findings = doctor.check_local(wanted, plan)
+    findings = doctor.check_local(wanted, plan, runs)
     doctor.show(findings)
     if any(finding.level == "error" for finding in findings):
         return 1
@@ -69,7 +69,7 @@ def _unfinished(loaded: Loaded, plan: Plan, shards: Path, runs: Path) -> RunDir 
         if any(event["status"] == "finished" for event in run.read_events("end")):
             continue
         if same_data and Plan.read(run.plan) == plan:
-            step = (run.complete_checkpoints() or [(0, None)])[-1][0]
+            step = max((step for step, _ in run.complete_checkpoints()), default=0)
             screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
             return run
     return None
@@ -111,14 +111,15 @@ def _finish(run: RunDir) -> None:
     """What the user wants to know at the end, and what to try next."""
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
     speeds = sorted(step["tokens_per_second"] for step in steps)
-    first, last = evals[0], evals[-1]
     screen.say()
     screen.say(f"run directory   {_shown(run.path)}")
     screen.say(f"training loss   {steps[-1]['loss']:.4f} after {len(steps):,} steps")
-    fall = 100 * (1 - last["loss"] / first["loss"])
-    screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({fall:.1f} % lower)")
-    for name, source in last["sources"].items():
-        screen.say(f"  {name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}")
+    if evals:
+        first, last = evals[0], evals[-1]
+        fall = 100 * (1 - last["loss"] / first["loss"])
+        screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({fall:.1f} % lower)")
+        for name, source in last["sources"].items():
+            screen.say(f"  {name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}")
     screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
     sample = list(run.read_events("sample"))[-1]
     screen.say(f"sample          {sample['prompt']}{sample['text']}")

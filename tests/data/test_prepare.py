@@ -103,7 +103,7 @@ def test_every_document_is_in_the_shards_once_and_decodes_to_itself(make: Make, 
     for item in manifest["shards"]:
         assert files.sha256_file(directory / item["file"]) == item["sha256"]
     assert prepare.sizes(directory) == (400, sum(shard.tokens for shard in shards.split("train")))
-    assert prepare.summary(directory)["sources"] == counts["sources"]
+    assert prepare.summary(directory)["documents"] == counts["sources"]
 
 
 def test_a_second_run_does_nothing_and_locate_finds_the_same(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,20 +342,22 @@ def test_a_full_disk_is_told_before_and_cleaned_up_after(
 
 
 def test_the_embedded_corpus_brings_its_own_held_out_world(make: Make) -> None:
-    source = "{synthetic: {size: 400KB, held_out_size: 60KB, seed: 3}}"
-    directory = prepare.run(make(f"data.sources=[{source}]"))
+    source = "{synthetic: {size: 400KB, held_out_size: 100KB, seed: 3}}"
+    directory = prepare.run(make(f"data.sources=[{source}]", "tokenizer.vocab_size=1500"))
     counts = files.read_json(directory / "documents.json")
     assert len(counts["sources"]) == 4
     shards = Shards(directory)
     assert 300_000 < sum(shard.text_bytes for shard in shards.split("train")) < 440_000
-    assert 45_000 < sum(shard.text_bytes for shard in shards.split("held_out")) < 70_000
-    again = make(f"data.sources=[{source}]", cache="again")
+    assert 85_000 < sum(shard.text_bytes for shard in shards.split("held_out")) < 115_000
+    again = make(f"data.sources=[{source}]", "tokenizer.vocab_size=1500", cache="again")
     assert contents(prepare.run(again)) == contents(directory)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no real finance text at {REAL}")
 def test_the_real_corpus_is_read_to_the_last_row(make: Make) -> None:
-    directory = prepare.run(make(f"data.sources={REAL}/*.jsonl.gz", "tokenizer.vocab_size=8000"))
+    directory = prepare.run(
+        make(f"data.sources={REAL}/*.jsonl.gz", "tokenizer.vocab_size=6000", "tokenizer.sample_bytes=500KB")
+    )
     total = files.read_json(directory / "documents.json")["total"]
     assert total["rows"] == 47_543 and total["broken"] == 0
     assert total["kept"] + total["held_out"] + total["duplicate"] + total["too_short"] == 47_543

@@ -93,7 +93,7 @@ def test_reading_shards_loads_neither_sentencepiece_nor_torch() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 16, 17, 1000, 4096, 4097, 2**20 + 7])
 def test_an_epoch_of_the_order_visits_every_row_once(count: int) -> None:
     order = Order(count, seed=7)
-    for epoch in (0, 1, 5):
+    for epoch in (0, 5):
         rows = order[np.arange(count) + epoch * count]
         assert np.array_equal(np.sort(rows), np.arange(count))
 

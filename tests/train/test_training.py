@@ -54,7 +54,7 @@ def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
     make_run: Any, curves: dict[str, list[float]], overrides: tuple[str, ...]
 ) -> None:
     expected = reference(make_run, curves)
-    assert expected[-1] < 0.9 * expected[0]
+    assert expected[-1] < expected[0] - 0.3
     losses = [row["loss"] for row in train(make_run(*overrides))]
     assert losses == pytest.approx(expected, abs=1e-3)
 

@@ -17,9 +17,11 @@ import numpy as np
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError
 from finlm.data import clean, dedup, documents, encode, sources, vocab, workers
-from finlm.data.sources import Input
+from finlm.data.sources import Input, Split
 from finlm.data.steps import Cache, NotPrepared, Step
 from finlm.recipe.schema import Recipe
+
+SYNTHETIC_SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 class Chain:
@@ -50,22 +52,22 @@ class Chain:
             assert source.synthetic is not None  # recipe.rules asks for one of the two
             step = self._synthetic(source.synthetic.size, source.synthetic.held_out_size, source.synthetic.seed)
             prefix = f"{source.name}-" if source.name else ""
-            for name in sorted(step.manifest["files"]["train"]):
-                for split in ("train", "held_out"):
+            for name in step.manifest["files"]["train"]:
+                for split in SYNTHETIC_SPLITS:
                     path = step.path / split / step.manifest["files"][split][name]
-                    found.append(Input(f"{prefix}{name}", path, split, "text"))
+                    found.append(Input(sources.safe(f"{prefix}{name}"), path, split, "text"))
         hashes = self.cache.fingerprints([item.path for item in sources.checked(found)])
         return [sources.verified(item, hashes[item.path]) for item in found]
 
     def _synthetic(self, size: int, held_out_size: int, seed: int) -> Step:
-        from finlm.data import synthetic  # only recipes without files of their own load the generator
-
         def make(directory: Path) -> dict[str, Any]:
-            written = {}
-            for split, wanted in (("train", size), ("held_out", held_out_size)):
-                paths = synthetic.write(directory / split, wanted, seed, split)
-                written[split] = {name: path.name for name, path in paths.items()}
-            return {"files": written}
+            from finlm.data import synthetic  # only recipes without files of their own load the generator
+
+            written = {
+                "train": synthetic.write(directory / "train", size, seed, "train"),
+                "held_out": synthetic.write(directory / "held_out", held_out_size, seed, "held_out"),
+            }
+            return {"files": {split: {name: p.name for name, p in paths.items()} for split, paths in written.items()}}
 
         code = sorted(Path(__file__).parent.glob("synthetic*.py"))
         depends_on = {
@@ -179,7 +181,7 @@ class Chain:
             entries = encode.write(directory, tasks, self._processes(), self.data.shard_tokens, text_bytes)
             shutil.copyfile(model, directory / "tokenizer.model")
             read_files = [
-                {name: item[name] for name in ("source", "file", "sha256")} for item in read.manifest["inputs"]
+                {name: item[name] for name in ("source", "split", "file", "sha256")} for item in read.manifest["inputs"]
             ]
             counts = {name: chosen.manifest[name] for name in ("sources", "total")}
             files.write_json(directory / "documents.json", counts | {"files": read_files})

@@ -51,11 +51,20 @@ def sizes(shards: Path) -> tuple[int, int]:
 
 
 def summary(shards: Path) -> dict[str, Any]:
-    """What a run records about its data: the counts of documents and tokens by source, the tokenizer, the key."""
-    manifest = files.read_json(shards / "manifest.json")
-    names = ("key", "dtype", "vocab_size", "tokenizer_sha256", "add_bos", "totals")
-    counts: dict[str, Any] = files.read_json(shards / "documents.json")
-    return {name: manifest[name] for name in names} | counts
+    """What a run records about its data: counts of documents and tokens by source, the files, the tokenizer."""
+    manifest, counts = files.read_json(shards / "manifest.json"), files.read_json(shards / "documents.json")
+    train, held_out = manifest["totals"]["train"], manifest["totals"].get("held_out", {})
+    tokens = {
+        source: {
+            "train_tokens": row["tokens"],
+            "held_out_tokens": held_out.get(source, {}).get("tokens", 0),
+            "bytes_per_token": row["text_bytes"] / row["tokens"],
+        }
+        for source, row in train.items()
+    }
+    names = ("key", "dtype", "vocab_size", "tokenizer_sha256", "add_bos")
+    about = {name: manifest[name] for name in names}
+    return about | {"documents": counts["sources"], "shards": tokens, "files": counts["files"]}
 
 
 def _checked(directory: Path) -> Path:

@@ -89,10 +89,13 @@ def stem(path: Path) -> str:
     return re.sub(r"(\.jsonl?)?(\.gz)?$", "", path.name) or path.name
 
 
-def _name(given: str | None, path: Path, alone: bool) -> str:
-    """A name that is also a part of file names."""
-    name = stem(path) if given is None else given if alone else f"{given}-{stem(path)}"
+def safe(name: str) -> str:
+    """The name as a part of file names."""
     return re.sub(r"[^\w.-]+", "_", name)
+
+
+def _name(given: str | None, path: Path, alone: bool) -> str:
+    return safe(stem(path) if given is None else given if alone else f"{given}-{stem(path)}")
 
 
 def _beside(pattern: str) -> str:

@@ -1,7 +1,7 @@
 """The facts of one company-year as text: what every file of the synthetic corpus quotes alike.
 
 Facts renders a figure the first time a sentence asks for it, so no document pays for figures it does not quote, and
-keeps it for the next one: up to 6,000 company-years, about 60 MB.
+keeps it for the next one. A company-year takes about 70 microseconds to draw up and 10 KB to keep.
 
 It knows nothing about kinds of documents; those are in the filings, news, articles and exam modules.
 """
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date, timedelta
-from random import Random
+from hashlib import blake2b
+from struct import unpack
 
 from finlm.data.synthetic_laws import BAND, BROKERS, SPREAD, coupon, hundredths_of_percent, rating
-from finlm.data.synthetic_world import YEARS, Books, Company, Dice, World
+from finlm.data.synthetic_world import YEARS, Books, Company
 
 Meta = dict[str, str | list[str]]
 Row = tuple[str, Meta]  # the meta without the source
 REPORT_YEARS = YEARS[1:]
 LAST_YEAR = YEARS[-1]
-_CACHED_FACTS = 6_000
-_STAGE = 4_000
 
 
 def per_share(amount: int, shares: int) -> int:
@@ -30,13 +29,12 @@ def per_share(amount: int, shares: int) -> int:
 
 
 def decimal(hundredths: int) -> str:
-    """1234 -> '12.34'."""
-    sign = "-" if hundredths < 0 else ""
-    whole, part = divmod(abs(hundredths), 100)
-    return f"{sign}{whole}.{part:02d}"
+    """1234 -> '12.34'; the quotient is never near a tie of two decimals, so floating point cannot misround it."""
+    return f"{hundredths / 100:.2f}"
 
 
 def percent(part: int, whole: int) -> str:
+    """part / whole as '12.34%'."""
     return decimal(hundredths_of_percent(part, whole)) + "%"
 
 
@@ -62,32 +60,37 @@ def growth(now: int, before: int) -> str:
 
 
 def growth_cell(now: int, before: int) -> str:
+    """The change of a figure as a table prints it."""
     if now <= 0 or before <= 0:
         return "不适用"
     return percent(now - before, before)
 
 
 def points(now: int, before: int) -> str:
+    """The change of a ratio (in 0.01 %) in words."""
     if now == before:
         return "与上年持平"
     return f"{'上升' if now > before else '下降'}{decimal(abs(now - before))}个百分点"
 
 
 def weekday(year: int, month: int, day: int) -> date:
-    """The first working day from that date on."""
+    """The first working day from that date on; the day of the month is 26 at most."""
     found = date(year, month, day)
-    return found + timedelta(days=max(0, 7 - found.weekday()) if found.weekday() > 4 else 0)
+    late = found.weekday() - 4
+    return found if late <= 0 else date(year, month, day + 3 - late)
 
 
 def chinese(day: date) -> str:
+    """The day as prose writes it."""
     return f"{day.year}年{day.month}月{day.day}日"
 
 
 class Facts(dict[str, str]):
     """What can be said about a company after its report for `year`: format_map asks by `name_form`.
 
-    Forms of amounts: w 1,234 / n 1234 / y 亿元 / g change in words / p change in a table; of ratios: r percent,
-    d plain, c change in points; of days: c 2025年3月28日 / m 3月28日 / i 2025-03-28. A trailing 1 means the year before.
+    Forms of amounts: w 1,234 / n 1234 / y 亿元 / g change in words / p change in a table / l 净利润 or 净亏损;
+    of ratios: r percent, d plain, k change in points; t dividend; of days: c 2025年3月28日 / m 3月28日 / i 2025-03-28,
+    o number of that day's announcement. A name ending in 1 means the year before.
     """
 
     def __init__(self, company: Company, year: int) -> None:
@@ -102,14 +105,14 @@ class Facts(dict[str, str]):
         self.numbers.update(_ratios(before, company.shares, "1"))
         self.update(y=str(year), y0=str(year - 1), yn=str(year + 1))
         self.days: dict[str, date] = {}
-        random = Random(10_000 * company.salt + year).random
-        self._draws = [random() for _ in range(64)]
+        # A hash is five times as fast as seeding a stream for the sixty numbers that follow.
+        key = f"{company.code}{company.salt}:{year}".encode()
+        self._draws: tuple[int, ...] = unpack("<64H", blake2b(key).digest() + blake2b(key + b"+").digest())
         self._add_words()
         self._add_events()
 
     def __missing__(self, key: str) -> str:
-        name, _, form = key.rpartition("_")
-        value = self[key] = _FORMS[form](self, name)
+        value = self[key] = _FORMS[key[-1]](self, key[:-2])
         return value
 
     def with_others(self, others: dict[str, Facts]) -> Quoted:
@@ -118,7 +121,7 @@ class Facts(dict[str, str]):
 
     def chance(self, name: int, size: int) -> int:
         """A fixed number below size for this company, year and use (below 64)."""
-        return int(self._draws[name] * size)
+        return self._draws[name] * size >> 16
 
     def _add_words(self) -> None:
         industry, n = self.company.industry, self.numbers
@@ -134,7 +137,11 @@ class Facts(dict[str, str]):
         self["cause2"] = causes[(other + 1) % len(causes)]
         self["worry"] = industry.down[self.chance(2, len(industry.down))]
         self["hope"] = industry.up[self.chance(3, len(industry.up))]
-        self["mood"] = ("稳中有进", "增势良好", "持续扩张")[first % 3] if rising else ("有所承压", "短期放缓", "面临调整")[first % 3]
+        self["mood"] = (
+            ("稳中有进", "增势良好", "持续扩张")[first % 3]
+            if rising
+            else ("有所承压", "短期放缓", "面临调整")[first % 3]
+        )
         grade = rating(n["dr"])
         self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
 
@@ -180,7 +187,8 @@ class Facts(dict[str, str]):
             return
         n["payout"] = hundredths_of_percent(n["div"], n["net"])
         self["plan"] = (
-            f"公司拟以总股本{n['shares']:,}万股为基数，向全体股东每10股派发现金红利{decimal(10 * n['per10'])}元（含税），"
+            f"公司拟以总股本{n['shares']:,}万股为基数，"
+            f"向全体股东每10股派发现金红利{decimal(10 * n['per10'])}元（含税），"
             f"合计派发{n['div']:,}万元，占当年净利润的{decimal(n['payout'])}%。"
         )
 
@@ -267,68 +275,11 @@ class Quoted(dict[str, str]):
     """Facts of one company with those of others beside them; extra words may be added."""
 
     def __init__(self, facts: Facts, others: dict[str, Facts]) -> None:
-        super().__init__()
+        super().__init__(facts)  # a copy: looking up twice costs more than the 2 microseconds it takes
         self.facts = facts
         self.others = others
 
     def __missing__(self, key: str) -> str:
-        other = self.others.get(key[0]) if key[1:2] == "_" else None
-        return self.facts[key] if other is None else other[key[2:]]
-
-
-class Archive:
-    """A world and its facts, kept while there is room."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._facts: dict[tuple[int, int], Facts] = {}
-
-    def facts(self, company: Company, year: int) -> Facts:
-        """What can be said about the company after its report for that year."""
-        key = (company.index, year)
-        found = self._facts.get(key)
-        if found is None:
-            if len(self._facts) >= _CACHED_FACTS:
-                self._facts.clear()
-            found = self._facts[key] = Facts(company, year)
-        return found
-
-    def customer(self, facts: Facts) -> Facts:
-        """The company on the other side of the year's contract: another one, mostly of another industry."""
-        companies = self.world.companies
-        step = 1 + facts.chance(61, len(companies) - 1)
-        return self.facts(companies[(facts.company.index + step) % len(companies)], facts.year)
-
-    def peer(self, facts: Facts, dice: Dice, but: Company | None = None) -> Facts:
-        """Another company of the same industry in the same year; every industry has at least three."""
-        others = [c for c in self._neighbours(facts.company) if c is not facts.company and c is not but]
-        return self.facts(dice.pick(others), facts.year)
-
-    def _neighbours(self, company: Company) -> list[Company]:
-        """Up to eight peers around the company: who is compared with whom stays the same over the years."""
-        peers = self.world.peers[company.industry.name]
-        start = self.world.rank[company.index] // 8 * 8
-        return peers[max(0, min(start, len(peers) - 8)) : start + 8]
-
-
-class Stage:
-    """The company-years a source writes about at a time: 4,000, which leave one by one after some 60 draws.
-
-    In a world above 64 MB a uniform draw over all company-years would render nearly every document's facts anew.
-    """
-
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-        self._facts: list[Facts] = []
-
-    def draw(self, dice: Dice) -> Facts:
-        """A company-year to write about."""
-        place = int(dice.random() * _STAGE)
-        if place < len(self._facts) and dice.random() > 1 / 60:
-            return self._facts[place]
-        facts = self._archive.facts(dice.pick(self._archive.world.companies), dice.pick(REPORT_YEARS))
-        if place < len(self._facts):
-            self._facts[place] = facts
-        else:
-            self._facts.append(facts)
-        return facts
+        if key[1] == "_":
+            return self.others[key[0]][key[2:]]
+        return self.facts[key]

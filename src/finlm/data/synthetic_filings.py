@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finlm.data.synthetic_facts import LAST_YEAR, Archive, Facts, Meta, Row, Stage
-from finlm.data.synthetic_grammar import Bank, Form, Paragraph, by_weight, compiled, forms, phrases
+from finlm.data.synthetic_archive import Archive, Stage
+from finlm.data.synthetic_facts import LAST_YEAR, Facts, Meta, Row
+from finlm.data.synthetic_grammar import Form, Paragraph, Press, Readings, by_weight, forms, phrases
 from finlm.data.synthetic_world import Dice
 
 
-def _table(rows: str) -> Bank:
+def _table(rows: str) -> Readings:
     """A table of this year, the year before and the change in several layouts; rows are `label=name`."""
     cells = [row.split("=") for row in rows.split()]
     tables = []
@@ -26,7 +27,7 @@ def _table(rows: str) -> Bank:
                 lines = [head]
                 lines += [(label, f"{{{k}_{number}}}", f"{{{k}1_{number}}}", f"{{{k}_p}}") for label, k in cells]
                 tables.append("\n" + "\n".join(edge + gap.join(line) + end for line in lines) + "\n")
-    return tuple(compiled(table) for table in tables)
+    return tuple(tables)
 
 
 _TABLES = {
@@ -43,9 +44,9 @@ _TABLES = {
 _BODIES = forms(
     """
 == annual 24 report
-* 
+*
 - {full}{y}年年度报告摘要|{full}关于{y}年年度报告的公告|{short}：{y}年年度报告（摘要）
-* 
+*
 - (本摘要|本公告)(摘自|内容来自)年度报告全文，(投资者欲了解详情，请查阅全文|详细情况请查阅全文)。(董事会保证所载内容真实、准确、完整。|)
 | 公司(董事会|第{no}次董事会会议)(审议通过了|已批准){y}年年度报告，现将(主要内容|要点)(披露|公告)如下。
 # 公司基本情况|公司概况|公司简介|基本信息
@@ -84,9 +85,9 @@ _BODIES = forms(
 | {ind}行业(普遍面临|的典型风险是){risk}。(公司将加强预算与库存管理，|公司已建立风险预警机制，|)(积极应对可能出现的{worry}|提请关注{worry}带来的影响)。
 
 == payout 12 record
-* 
+*
 - {full}{y}年年度权益分派实施公告|{short}：{y}年度现金红利派发公告|{full}关于实施{y}年度利润分配的公告
-* 
+*
 - (本次|{y}年度)利润分配方案已(经|获){meeting_c}召开的股东大会审议通过，现将(实施事项|有关事宜|具体安排)公告如下。
 # 分配方案|利润分派方案|本次分派内容
 - 本次分派以公司总股本{shares_w}万股为基数，每10股派发现金红利{per10_t}元（含税），(合计派发现金红利|共计派发现金){div_w}万元，(占{y}年度净利润{net_w}万元的{payout_r}|分红金额占净利润的{payout_r})。
@@ -107,9 +108,9 @@ _BODIES = forms(
 - (咨询部门|联系部门)：公司证券事务部，联系人为董事会秘书{sec}，办公地址在{prov}{city}。|投资者可(联系|咨询)公司证券事务部（{city}），由董事会秘书{sec}(负责解答|负责接待)。
 
 == pledge 11 pledge
-* 
+*
 - {full}关于控股股东部分股份质押的公告|{short}：关于控股股东股份质押的公告|{full}关于股东股份质押情况的公告
-* 
+*
 - 公司(近日|日前)(收到|接到)控股股东{holder}的(通知|函告)，(获悉|得知)其将所持(部分|部分公司)股份(办理了质押|用于质押融资)，(具体情况|有关情况)如下。
 # 本次质押情况|股份质押的基本情况|质押登记情况
 - {holder}于{pledge_c}将{pledged_w}万股(质押给|出质给){broker}，占其所持股份的{pledged_of_r}，占公司总股本的{pledged_in_r}。|出质人：{holder}\\n质权人：{broker}\\n质押股数：{pledged_w}万股\\n质押日期：{pledge_c}\\n占其所持股份比例：{pledged_of_r}\\n占总股本比例：{pledged_in_r}\\n
@@ -127,9 +128,9 @@ _BODIES = forms(
 - 公司股票在{exch}{board}上市，代码{code}以{prefix}开头，单日涨跌幅限制为{limit}%。|公司将持续关注(质押变动|股份质押的进展)，(依规|及时)履行披露义务(，敬请投资者注意风险|)。
 
 == bond 12 bond
-* 
+*
 - {full}{yn}年公司债券发行公告|{full}关于公开发行公司债券的公告|{short}：{yn}年公司债券发行结果公告
-* 
+*
 - 公司于{bond_c}(完成公司债券的发行|发行公司债券)，现将(发行情况|主要条款)公告如下。|(经股东大会授权|根据董事会决议)，公司{yn}年公司债券于{bond_c}发行(完毕|完成)，(有关情况|主要内容)如下。
 # 债券主要条款|本期债券基本情况|发行要素
 - 本期债券(发行规模|发行总额)为{bond_w}万元，期限{term}年，票面利率为{cpn_r}，按年付息、到期一次还本，起息日为{bond_c}，到期日为{due_c}。|发行规模：{bond_w}万元\\n债券期限：{term}年\\n票面利率：{cpn_r}\\n起息日：{bond_c}\\n到期日：{due_c}\\n还本付息方式：按年付息，到期一次还本\\n
@@ -151,9 +152,9 @@ _BODIES = forms(
 - (投资者应关注|本期债券的主要风险来自){ind}行业的{risk}，(以及利率波动带来的影响|以及发行人现金流的变化)。
 
 == rating 8 board
-* 
+*
 - {full}{yn}年主体信用评级公告|{short}：关于主体信用评级结果的公告|{full}信用评级跟踪公告
-* 
+*
 - (根据评级机构出具的跟踪报告|评级机构近日完成跟踪评级)，公司{yn}年主体信用等级为{grade}，(现公告如下|具体情况如下)。
 # 评级结论|跟踪评级结果
 - 以{y}年末财务数据为依据，公司资产负债率为{dr_r}，处于{band}区间，主体信用等级确定为{grade}；上一次评级所依据的资产负债率为{dr1_r}，对应{grade1}。
@@ -172,9 +173,9 @@ _BODIES = forms(
 - 本次评级结果不影响存续债券的还本付息。|
 
 == forecast 9 forecast
-* 
+*
 - {full}{y}年度业绩预告|{short}：{y}年年度业绩预告公告|{full}关于{y}年度业绩预计情况的公告
-* 
+*
 - (本公告所载数据未经审计|以下数据为初步测算结果，未经审计)，(请以年度报告披露的数据为准|最终数据以{y}年年度报告为准)。
 # 业绩预告情况|本期业绩预计
 - 预计{y}年度净利润为{netlow_w}万元至{nethigh_w}万元，上年同期为{net1_w}万元。|\\n业绩预告期间：{y}年1月1日至12月31日\\n预计净利润：{netlow_w}万元至{nethigh_w}万元\\n上年同期净利润：{net1_w}万元\\n
@@ -192,9 +193,9 @@ _BODIES = forms(
 - (年度报告预计于|公司拟于){report_c}披露(年度报告|)，{ind}行业的{risk}(可能影响最终结果|值得投资者关注)。
 
 == contract 10 contract
-* 
+*
 - {full}关于签订重大合同的公告|{short}：重大经营合同公告|{full}签订{prod}合同的公告
-* 
+*
 - 公司于{contract_c}与{b_full}（以下简称“{b_short}”）(签订|签署)了{prod}合同，(现将有关情况公告如下|主要内容如下)。
 # 合同主要内容|合同基本情况
 - (合同标的为|标的产品为){prod}，合同金额{contract_w}万元（含税），履行期限为{months}个月，(分批交付、按进度结算|先预付后按月结算|验收合格后分期付款)。|合同标的：{prod}\\n合同金额：{contract_w}万元（含税）\\n履行期限：{months}个月\\n签订日期：{contract_c}\\n
@@ -214,9 +215,9 @@ _BODIES = forms(
 - (合同履行期较长|合同在执行中)，(可能受{risk}影响|存在{worry}等不确定因素)，(提请投资者注意|敬请投资者谨慎决策)。
 
 == board 14 board
-* 
+*
 - {full}董事会决议公告|{full}第{no}次董事会会议决议公告|{short}：董事会决议公告
-* 
+*
 - 公司第{no}次董事会会议于{board_c}在{city}(以现场方式|以现场结合通讯的方式)召开，应到董事{directors}人，实到{directors}人，会议由董事长{chair}主持，总经理{ceo}(列席|参加)会议。
 # 关于{prod}扩产项目的议案|关于投资建设{prod}项目的议案
 - (同意|会议同意)公司在{city}投资{project_w}万元建设{prod}项目，(建设期|建设周期)为{months}个月，(资金来源为自有资金和银行贷款|所需资金由公司自筹)。项目投资额(占{y}年末资产总计的{project_of_r}|相当于{y}年末资产总计{assets_w}万元的{project_of_r})。
@@ -242,7 +243,7 @@ _HEADER = (
     "证券代码：{code}　证券简称：{short}　公告编号：{@_o}|证券代码：{code}    证券简称：{short}    编号：{@_o}"
     "|股票代码：{code}　股票简称：{short}　公告编号：{@_o}"
 )
-_CLOSING = "特此公告。\n{full}董事会\n{@_c}|特此公告。\n\n{full}\n董事会\n{@_c}|{full}董事会\n{@_c}"
+_CLOSING = "特此公告。\n{full}董事会\n{@_c}|特此公告。\n{full}\n董事会\n{@_c}|{full}董事会\n{@_c}"
 
 
 def _framed(form: Form) -> Form:
@@ -252,9 +253,9 @@ def _framed(form: Form) -> Form:
     return form._replace(paragraphs=(title, header, *body, closing))
 
 
-_FORMS = tuple(_framed(form) for form in _BODIES)
-_BY_NAME = {form.name: form for form in _FORMS}
-_DRAW = by_weight(_FORMS)
+_PRESSES = tuple(Press(_framed(form)) for form in _BODIES)
+_BY_NAME = {press.name: press for press in _PRESSES}
+_DRAW = by_weight(_PRESSES, _BODIES)
 
 
 def filings(archive: Archive, dice: Dice, stride: int) -> Iterator[Row]:
@@ -269,13 +270,14 @@ def filings(archive: Archive, dice: Dice, stride: int) -> Iterator[Row]:
             yield _filing(archive, dice, _BY_NAME["annual"], archive.facts(companies[due], LAST_YEAR))
         else:
             facts = stage.draw(dice)
-            form = dice.pick(_DRAW)
-            if form.name == "payout" and not facts.books.div:
-                form = _BY_NAME["board"]
-            yield _filing(archive, dice, form, facts)
+            press = dice.pick(_DRAW)
+            if press.name == "payout" and not facts.books.div:
+                press = _BY_NAME["board"]
+            yield _filing(archive, dice, press, facts)
 
 
-def _filing(archive: Archive, dice: Dice, form: Form, facts: Facts) -> Row:
-    words = facts.with_others({"b": archive.customer(facts)}) if form.name == "contract" else facts
-    meta: Meta = {"code": facts["code"], "company": facts["full"], "date": facts[form.label + "_i"]}
-    return form.render(dice, words), meta
+def _filing(archive: Archive, dice: Dice, press: Press, facts: Facts) -> Row:
+    words = facts.with_others({"b": archive.customer(facts)}) if press.name == "contract" else facts
+    meta: Meta = {"code": facts["code"], "company": facts["full"], "date": facts[press.label + "_i"]}
+    # A table that ends its paragraph brings a line break of its own.
+    return press.render(dice, words).replace("\n\n", "\n"), meta

@@ -1,7 +1,7 @@
 """The phrase grammar of the synthetic corpus: choices, paragraphs and forms.
 
-A phrase is written once with its choices, `(全年|报告期内)实现营业收入{rev_y}`, and expanded in full on import (about 0.1 s
-for all modules); a sentence is then one pick and one `%` with an itemgetter, 2.5 times as fast as format_map.
+A phrase is written once with its choices, `(全年|报告期内)实现营业收入{rev_y}`, and expanded in full on import (about
+0.1 s for all modules); a sentence is then one pick and one `%` with an itemgetter, 2.5 times as fast as format_map.
 
 It knows no words and no facts; those are in the filings, news, articles and facts modules.
 """
@@ -16,49 +16,58 @@ from typing import Any, NamedTuple
 from finlm.data.synthetic_world import Dice
 
 Words = Mapping[str, str]
+Readings = tuple[str, ...]
 # A %s-format and what fetches its values: a tuple, or the string itself where there is one; None where there is none.
 Phrase = tuple[str, Callable[[Any], Any] | None]
 Bank = tuple[Phrase, ...]
-_FIELD = re.compile(r"{(\w+)}")
 _NUMERALS = "一二三四五六七八九十"
+_FIELD = re.compile(r"{(\w+)}")
 
 
 class Paragraph(NamedTuple):
     """Sentences printed as one paragraph."""
 
-    headings: Bank  # numbered in print; empty for a plain paragraph
-    sentences: tuple[Bank, ...]  # one of each, in order
+    headings: Readings  # numbered in print; empty for a plain paragraph
+    sentences: tuple[Readings, ...]  # one of each, in order
     share: float  # of the documents that have this paragraph
 
 
 class Form(NamedTuple):
-    """One kind of document."""
+    """One kind of document as it is written down."""
 
     name: str
     weight: int  # how often it is drawn against its neighbours
     label: str
     paragraphs: tuple[Paragraph, ...]
 
+
+class Press:
+    """A form ready to print."""
+
+    def __init__(self, form: Form) -> None:
+        self.name = form.name
+        self.label = form.label
+        self._paragraphs = [
+            (heads, [_bank(r) for r in sentences], share) for heads, sentences, share in form.paragraphs
+        ]
+
     def render(self, dice: Dice, words: Words) -> str:
         """One reading filled with words; the first paragraph is the title."""
         random = dice.random
-        lines: list[str] = []
+        parts: list[str] = []
         headings = 0
-        for heads, sentences, share in self.paragraphs:
+        for heads, banks, share in self._paragraphs:
             if share < 1 and random() >= share:
                 continue
             if heads:
-                lines.append(f"{_NUMERALS[headings]}、{fill(dice, heads, words)}")
+                parts.append(f"{_NUMERALS[headings]}、{heads[int(random() * len(heads))].format_map(words)}\n")
                 headings += 1
-            if len(sentences) == 1:
-                lines.append(fill(dice, sentences[0], words))
-                continue
-            parts = []
-            for bank in sentences:
+            for bank in banks:
                 text, values = bank[int(random() * len(bank))]
                 parts.append(text if values is None else text % values(words))
-            lines.append("".join(parts))
-        return "\n".join(lines)
+            parts.append("\n")
+        parts.pop()
+        return "".join(parts)
 
 
 def fill(dice: Dice, bank: Bank, words: Words) -> str:
@@ -67,21 +76,29 @@ def fill(dice: Dice, bank: Bank, words: Words) -> str:
     return text if values is None else text % values(words)
 
 
-def phrases(template: str) -> Bank:
-    """Every reading of the template: (甲|乙) is a choice, which may be empty and may nest; 甲|乙 works at the top too."""
-    found, end = _alternatives(template, 0)
-    if end != len(template):
-        raise ValueError(f"unbalanced ) in {template!r}")
-    return tuple(compiled(text) for text in found)
+def bank(template: str) -> Bank:
+    """The readings of the template, ready for `fill`."""
+    return _bank(phrases(template))
 
 
-def compiled(text: str) -> Phrase:
-    """The text with its {fields} ready to be filled."""
+def _bank(readings: Readings) -> Bank:
+    return tuple(_compiled(text) for text in readings)
+
+
+def _compiled(text: str) -> Phrase:
     pieces = _FIELD.split(text)
     names = pieces[1::2]
     if not names:
         return text, None
     return "%s".join(piece.replace("%", "%%") for piece in pieces[::2]), itemgetter(*names)
+
+
+def phrases(template: str) -> Readings:
+    """Every reading of the template: (甲|乙) is a choice, may be empty, may nest; 甲|乙 works at the top."""
+    found, end = _alternatives(template, 0)
+    if end != len(template):
+        raise ValueError(f"unbalanced ) in {template!r}")
+    return tuple(found)
 
 
 def _alternatives(text: str, at: int) -> tuple[list[str], int]:
@@ -104,7 +121,7 @@ def _alternatives(text: str, at: int) -> tuple[list[str], int]:
     return done + current, at
 
 
-def forms(text: str, tables: Mapping[str, Bank] | None = None) -> tuple[Form, ...]:
+def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form, ...]:
     """Read forms: `== name weight label` opens one, `# headings 70%` a numbered and `* 70%` a plain paragraph (the
     share may be left out), `- phrase` adds a sentence, `| phrase` another wording of it, `@name` a table."""
     found: list[Form] = []
@@ -112,7 +129,7 @@ def forms(text: str, tables: Mapping[str, Bank] | None = None) -> tuple[Form, ..
         head, *lines = block.strip().splitlines()
         name, weight, label = head.split()
         paragraphs: list[Paragraph] = []
-        banks: list[Bank] = []
+        banks: list[Readings] = []
         for line in lines:
             mark, rest = line[0], line[1:].strip()
             if mark in "#*":
@@ -135,6 +152,6 @@ def forms(text: str, tables: Mapping[str, Bank] | None = None) -> tuple[Form, ..
     return tuple(found)
 
 
-def by_weight(found: tuple[Form, ...]) -> tuple[Form, ...]:
-    """Each form as often as it weighs, for one uniform pick."""
-    return tuple(form for form in found for _ in range(form.weight))
+def by_weight(presses: tuple[Press, ...], found: tuple[Form, ...]) -> tuple[Press, ...]:
+    """Each press as often as its form weighs, for one uniform pick."""
+    return tuple(press for press, form in zip(presses, found, strict=True) for _ in range(form.weight))

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 
 class Board(NamedTuple):
+    """A market segment and the first digits of its codes."""
+
     prefix: str
     exchange: str
     name: str
@@ -20,6 +22,8 @@ class Board(NamedTuple):
 
 
 class Industry(NamedTuple):
+    """What all companies of an industry have in common."""
+
     name: str
     words: tuple[str, ...]
     regulator: str
@@ -150,7 +154,6 @@ RATINGS = (
 )
 SPREAD = {grade: spread for grade, _, spread, _ in RATINGS}
 BAND = {grade: band for grade, _, _, band in RATINGS}
-
 
 
 def hundredths_of_percent(part: int, whole: int) -> int:

@@ -18,6 +18,7 @@ from finlm.data.synthetic_laws import AUDITORS, BOARDS, CITIES, INDUSTRIES, Boar
 T = TypeVar("T")
 YEARS = (2019, 2020, 2021, 2022, 2023, 2024)  # the first is only ever quoted as the year before
 SPLITS = ("train", "held_out")
+GROUP = 4  # so many neighbours share an industry
 MAX_COMPANIES = 12_000  # codes of the largest board run out soon after
 
 
@@ -31,7 +32,13 @@ class Dice:
         self.random = Random(":".join(map(str, name))).random
 
     def pick(self, options: Sequence[T]) -> T:
+        """One of the options, all alike likely."""
         return options[int(self.random() * len(options))]
+
+    def shuffled(self, options: Sequence[T]) -> list[T]:
+        """The options in a random order."""
+        keys = [self.random() for _ in options]
+        return [options[place] for place in sorted(range(len(options)), key=keys.__getitem__)]
 
     def between(self, low: int, high: int) -> int:
         """A whole number from low to high, both included."""
@@ -52,13 +59,14 @@ _BRAND_FIRST = {
     "train": "澜霁珩峤沅槿屹翊朔汀苇棠岑泓璟洵聿臻祺韬樾楹溯漪澄潇濯煦琮瑾璞碧穗筠粼绛翎荻萤蓼",
     "held_out": "栎砚淼嵘弈恺憬昊昭晏晟曜曦杉枫栩桦梓梧槐橙沐泠浔涵渊滢烁皓昕湉滟骁婺俪旌穹阙黛瑶",
 }
-_BRAND_SECOND = (
-    "岭原屿舟岳峰岩石林森野禾谷达信诚远拓弘盛锐联同和利丰润景辉骏腾翔越凌云霖洲湾桥门关台轩庭维程章方"
-)
+_BRAND_SECOND = "岭原屿舟岳峰岩石林森野禾谷达信诚远拓弘盛锐联同和利丰润景辉骏腾翔越凌云霖洲湾桥门关台轩庭维程章方"
 _REAL_BRANDS = frozenset(("溯联", "璞石", "汀原", "梧桐", "昭和", "晏维", "霁云", "骁骏"))
 _PRODUCT_FIRST = {"train": "星磐鲸燕雀鹿犀鲤鸿麒鹤蜂貂鹰", "held_out": "月鲲麦鸢麟狮鹭豹鹏鸥隼螺鲟驼"}
 _PRODUCT_SECOND = "影脉图核翼帆芯源流轮桥塔弦衡尺锋镜羽"
-_SURNAMES = "赵钱孙李周吴郑冯陈褚卫蒋沈韩杨朱秦许何吕施张孔曹严金魏陶姜戚谢邹章苏潘葛范彭鲁韦马苗方任袁柳史唐薛雷贺倪汤罗毕郝邬常"
+_SURNAMES = (
+    "赵钱孙李周吴郑冯陈褚卫蒋沈韩杨朱秦许何吕施张孔曹严金魏陶姜戚"
+    "谢邹章苏潘葛范彭鲁韦马苗方任袁柳史唐薛雷贺倪汤罗毕郝邬常"
+)
 _GIVEN_FIRST = {
     "train": "承砚知屿槐序牧昀疏澈樵蔚翊彦弘霄岱钧",
     "held_out": "淮予越初晏川简栖棹矜绍沛汝骁恪珂衍鹭",
@@ -92,7 +100,9 @@ class Books(NamedTuple):
 
 
 class Company(NamedTuple):
-    index: int
+    """Everything that does not change over the years, and the books that do."""
+
+    number: int
     salt: int
     brand: str
     short: str
@@ -128,12 +138,6 @@ class World:
         self._brands = _shuffled_brands(split, seed)
         self._taken = dict.fromkeys((board.prefix for board in BOARDS), 0)
         self.companies = [self._company(index) for index in range(min(companies, MAX_COMPANIES))]
-        self.peers: dict[str, list[Company]] = {}
-        self.rank: list[int] = []  # of each company among its peers
-        for company in self.companies:
-            peers = self.peers.setdefault(company.industry.name, [])
-            self.rank.append(len(peers))
-            peers.append(company)
         dice = Dice(split, seed, "writers")
         self.writers = [self._person(dice) for _ in range(40)]
 
@@ -151,9 +155,9 @@ class World:
         dice = Dice(self.split, self.seed, "company", index)
         lap, place = divmod(index, len(self._brands))
         brand = self._brands[place]
-        # Four neighbours share an industry, so that even a small world has peers to compare; the lap moves a reused
-        # brand on to another industry, which keeps short names unique.
-        industry = INDUSTRIES[(place // 4 + lap) % len(INDUSTRIES)]
+        # Neighbours share an industry, so that even a small world has peers to compare; the lap moves a reused brand
+        # on to another industry, which keeps short names unique.
+        industry = INDUSTRIES[(place // GROUP + lap) % len(INDUSTRIES)]
         short = brand + dice.pick(industry.words)
         board = dice.pick((*BOARDS, BOARDS[0], BOARDS[2]))
         city, province = dice.pick(CITIES)
@@ -163,7 +167,7 @@ class World:
         revenue = 40_000 + int(1_400_000 * dice.random() * dice.random() * dice.random())
         shares = max(60, revenue // dice.between(400, 1600)) * 100
         return Company(
-            index=index,
+            number=index,
             salt=dice.between(1, 10**6),
             brand=brand,
             short=short,
@@ -193,9 +197,8 @@ class World:
 
 def _shuffled_brands(split: str, seed: int) -> list[str]:
     brands = [a + b for a in _BRAND_FIRST[split] for b in _BRAND_SECOND if a + b not in _REAL_BRANDS]
-    dice = Dice(split, seed, "brands")
-    keys = [dice.random() for _ in brands]
-    return [brands[i] for i in sorted(range(len(brands)), key=keys.__getitem__)]
+    # Whole groups only, so that a lap through the brands never begins within a group.
+    return Dice(split, seed, "brands").shuffled(brands)[: len(brands) // GROUP * GROUP]
 
 
 def _books(dice: Dice, industry: Industry, revenue: int, shares: int) -> tuple[Books, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finlm.base import screen
+from finlm.base.errors import UserError
 from finlm.train import heldout, trained
 from finlm.train.model import summed_loss
 
@@ -16,6 +17,12 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
     """Loss, perplexity and bits per byte of each held-out source. Raises UserError when checkpoint is not complete."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = trained.load(checkpoint)
+    if not loaded.shards.split("held_out"):
+        raise UserError(
+            f"{loaded.shards.directory} has no held-out documents",
+            evidence="data.held_out_fraction was 0",
+            fix="set data.held_out_fraction, for example 0.01, and train again",
+        )
     model = loaded.model.to(device)
     return heldout.evaluate(
         lambda inputs, labels: summed_loss(model, inputs, labels),

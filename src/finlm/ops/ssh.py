@@ -22,7 +22,7 @@ CONNECT_SECONDS = 8
 ALIVE_SECONDS = 5
 ALIVE_COUNT = 3
 FAILED = 255  # ssh's own exit code for everything that is not the remote command's
-_NOT_FOUND = 127
+NOT_FOUND = 127  # the remote shell's
 
 # ssh's words in the C locale -> (problem, fix); the first match wins. {host} is filled in.
 _REASONS: tuple[tuple[str, str, str], ...] = (
@@ -59,7 +59,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "check that it is switched on and on this network, and that no firewall drops port 22: ping {name}",
     ),
     (
-        r"Connection (reset|closed)|closed by remote host|Broken pipe|kex_exchange_identification",
+        r"Connection (reset|closed)|closed by remote host|send disconnect|kex_exchange_identification",
         "{host} closed the connection",
         "read its ssh server's log: journalctl -u ssh   (MaxStartups, AllowUsers, a reboot)",
     ),
@@ -141,7 +141,7 @@ def run(
             fix=f"look at the load and the disks of {host}: ssh {host} uptime",
         ) from None
     result = Result(host, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
-    if result.code in (FAILED, _NOT_FOUND) or (check and result.code):
+    if result.code in (FAILED, NOT_FOUND) or (check and result.code):
         raise explain(host, result.code, result.stderr, argv[0])
     return result
 
@@ -149,20 +149,25 @@ def run(
 def explain(host: str, code: int, stderr: str, program: str) -> UserError:
     """The failure of `program` on host as problem / evidence / fix, from ssh's exit code and messages."""
     evidence = last_lines(stderr) or f"exit code {code}, no message"
-    if code == _NOT_FOUND:
+    if code == NOT_FOUND:
         return UserError(
             f"{program} is not installed on {host}",
             evidence=evidence,
             fix=f"ssh {host} sudo apt-get install {program}   (dnf, yum or zypper on other systems)",
         )
-    if code == FAILED:
-        for pattern, problem, fix in _REASONS:
-            if re.search(pattern, stderr):
-                names = {"host": host, "name": host.rpartition("@")[2]}
-                return UserError(problem.format(**names), evidence=evidence, fix=fix.format(**names))
-    return UserError(
+    known = reason(host, stderr) if code == FAILED else None
+    return known or UserError(
         f"{program} failed on {host} with exit code {code}", evidence=evidence, fix=f"try by hand: ssh {host}"
     )
+
+
+def reason(host: str, stderr: str) -> UserError | None:
+    """Why ssh did not get through, from its messages; None when they are not ssh's own."""
+    for pattern, problem, fix in _REASONS:
+        if re.search(pattern, stderr):
+            names = {"host": host, "name": host.rpartition("@")[2]}
+            return UserError(problem.format(**names), evidence=last_lines(stderr), fix=fix.format(**names))
+    return None
 
 
 def last_lines(text: str, count: int = 12) -> str:

@@ -11,81 +11,39 @@ leaves .venv, cache and runs of a host alone.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import re
 import secrets
-import shlex
 import shutil
-import subprocess
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.ops import ssh, sync_remote, sync_trees
+from finlm.ops.sync_host import HostResult, Job, sync_host
 from finlm.ops.sync_trees import Tree
-from finlm.recipe import cluster
 
 HOSTS_AT_ONCE = 16  # more only divide this machine's network link
-SLOWEST_HASH = 20e6  # bytes per second below which a host's disk counts as stuck
-RSYNC_SILENCE_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class HostResult:
-    """What sync did on one host; status is "equal", "this machine", "shared" or, after a dry run, "would change"."""
-
-    host: str
-    status: str
-    tree: str = ""
-    sent_files: int = 0
-    sent_bytes: int = 0
-    removed_files: int = 0
-    repaired: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.status == "this machine":
-            return f"{self.host}: this machine, nothing to copy"
-        if self.status == "would change":
-            return f"{self.host}: {self.sent_files:,} files would be copied, {self.removed_files:,} removed"
-        if self.status == "shared":
-            return f"{self.host}: sees the same directory (shared file system), equal, tree {self.tree[:12]}"
-        done = f"{self.sent_files:,} files sent ({format_bytes(self.sent_bytes)}), {self.removed_files:,} removed"
-        mended = f", repaired {', '.join(self.repaired[:3])}{' ...' * (len(self.repaired) > 3)}" * bool(self.repaired)
-        return f"{self.host}: equal, tree {self.tree[:12]}, {done}{mended}, {self.seconds:.1f} s"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What is the same for every host."""
-
-    root: Path
-    trees: tuple[Tree, ...]
-    token: str
-    accept_new: bool
-    dry_run: bool
-    arrived: Callable[[float], None]  # bytes since the last call
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tree.size_bytes for tree in self.trees)
 
 
 def main(hostfile: Path, accept_new: bool, dry_run: bool) -> int:
     """`finlm sync`: the repository around the working directory to the hosts of the hostfile. The exit code."""
+    from finlm.recipe import cluster  # brings pydantic: 0.3 s that a caller of sync() has no use for
+
+    if hostfile.is_file() and not _names_a_host(hostfile.read_text(encoding="utf-8")):
+        screen.say(f"{hostfile} names no host, so runs use this machine: nothing to sync")
+        return 0
     hosts = [host.name for host in cluster.load(hostfile).hosts]
     sync(repository_root(), hosts, accept_new=accept_new, dry_run=dry_run)
     return 0
+
+
+def _names_a_host(hostfile: str) -> bool:
+    return any(line.partition("#")[0].strip() for line in hostfile.splitlines())
 
 
 def repository_root() -> Path:
@@ -140,7 +98,7 @@ def _only_one(root: Path) -> Iterator[str]:
     path = root / sync_remote.LOCK
     try:
         lock = path.open("a+", encoding="ascii")
-    except PermissionError:  # a source that cannot be written cannot be shared with a target that is
+    except OSError:  # not writable here, so no target that can be written shares it
         yield ""
         return
     with lock:
@@ -175,8 +133,8 @@ def _all_hosts(
             with one_at_a_time:
                 advance(amount)
 
-        job = _Job(root, trees, token, accept_new, dry_run, arrived)
-        running = {pool.submit(_one_host, host, job): host for host in hosts}
+        job = Job(root, trees, token, accept_new, dry_run, arrived)
+        running = {pool.submit(sync_host, host, job): host for host in hosts}
         for future in as_completed(running):
             host = running[future]
             try:
@@ -201,92 +159,3 @@ def _failure(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
         evidence="\n".join(f"{host}: {error.problem}\n{error.evidence}".rstrip() for host, error in failed),
         fix="\n".join(f"{', '.join(names)}: {fix}" for fix, names in fixes.items() if fix),
     )
-
-
-def _one_host(host: str, job: _Job) -> HostResult:
-    """Claim, copy, prove; what the proof finds different is sent again whole, once."""
-    started = time.monotonic()
-    reply = _ask(host, job, "prepare", job.trees)
-    if reply["state"] in ("foreign", "taken"):
-        raise _refusal(host, job.root, reply)
-    if reply["state"] == "ready" and not reply["rsync"]:
-        raise ssh.explain(host, 127, f"no `rsync` on the PATH of {host}", "rsync")
-    if job.dry_run:
-        state = reply["state"] if reply["state"] == "shared" else "would change"
-        return HostResult(host, state, job.trees[0].sha256, reply.get("changed", 0), 0, reply.get("removed", 0))
-    files = size = 0
-    if reply["state"] == "ready":
-        for tree in job.trees:
-            sent = _copy(host, job, tree, list(tree.files))
-            files, size = files + sent[0], size + sent[1]
-    differing = _differing(host, job, job.trees)
-    repaired = []
-    for tree in job.trees if reply["state"] == "ready" else ():
-        if differing[tree]:
-            sent = _copy(host, job, tree, differing[tree], whole=True)
-            files, size = files + sent[0], size + sent[1]
-            repaired += differing[tree]
-    if repaired:
-        differing = _differing(host, job, job.trees)
-    still = [str(tree.path / name) for tree, names in differing.items() for name in names]
-    if still:
-        raise UserError(
-            f"{len(still)} files on {host} differ from this machine's after copying",
-            evidence="\n".join(still[:10]),
-            fix="were they edited meanwhile? run finlm sync again; the same files again mean a failing disk or memory",
-        )
-    status = "shared" if reply["state"] == "shared" else "equal"
-    seconds = time.monotonic() - started
-    removed = reply.get("removed", 0)
-    return HostResult(host, status, job.trees[0].sha256, files, size, removed, tuple(repaired), seconds)
-
-
-def _refusal(host: str, root: Path, reply: dict[str, Any]) -> UserError:
-    names = ", ".join(reply["names"]) + (f" and {reply['count'] - 5} more" if reply["count"] > 5 else "")
-    if reply["state"] == "foreign":
-        return UserError(
-            f"{root} on {host} is not empty and was not written by finlm sync",
-            evidence=f"it has {names}, and no {sync_remote.RECORD}",
-            fix=f"look at it, then remove it: ssh {host} rm -r {shlex.quote(shlex.quote(str(root)))}\n"
-            "or keep it and work in another directory on this machine: sync uses the same path on every host",
-        )
-    return UserError(
-        f"files on {host} that finlm sync did not put there are in the way",
-        evidence=f"they differ from this machine's: {names}",
-        fix=f"rename or remove them on {host}; nothing has been changed there",
-    )
-
-
-def _ask(host: str, job: _Job, what: str, trees: Sequence[Tree]) -> dict[str, Any]:
-    """Run sync_remote on host with one request and return its reply."""
-    request = {
-        "do": what,
-        "root": sync_remote.decode(os.fsencode(job.root)),
-        "source": f"{os.uname().nodename}:{job.root}",
-        "token": job.token,
-        "dry_run": job.dry_run,
-        "trees": [tree.to_json() for tree in trees],
-    }
-    source = Path(sync_remote.__file__).read_text(encoding="utf-8")
-    script = f"{source}\n\nanswer({ascii(json.dumps(request))})\n".encode()
-    patience = 120 + job.size_bytes / SLOWEST_HASH
-    result = ssh.run(host, ["python3", "-"], stdin=script, timeout_seconds=patience, accept_new=job.accept_new)
-    _, mark, line = result.stdout.rpartition(sync_remote.MARK)
-    reply: dict[str, Any] = json.loads(line) if mark else {"error": "no answer in its output"}
-    if "error" in reply:
-        raise UserError(
-            f"{host} cannot {what} {job.root}", evidence=reply["error"], fix=f"mend it on {host}, then run sync again"
-        )
-    return reply
-
-
-def _differing(host: str, job: _Job, trees: Sequence[Tree]) -> dict[Tree, list[str]]:
-    """Names in each tree that are not equal on host."""
-    found = _ask(host, job, "verify", trees)["trees"]
-    result = {}
-    for tree in trees:
-        reply = found[tree.key]
-        if not reply["differing"] and reply["tree"] != tree.sha256:
-            raise AssertionError(f"{host}: equal files but tree hash {reply['tree']} instead of {tree.sha256}")
-        result[tree] = reply["differing"]
-    return result

@@ -1,10 +1,10 @@
 """The far end of sync, piped to `ssh host python3 -`; sync itself imports its hash, so both ends have one formula.
 
-One self-contained file, standard library only, Python 3.8 syntax: a bare host can run it. It answers with one line of
-JSON after MARK, whatever a login script printed before. Paths travel as text with surrogate escapes and are used as
-bytes, so a host's locale does not matter.
+One self-contained file, standard library only, Python 3.8: a bare host can run it. It answers with one line of JSON
+after MARK, whatever a login script printed before. Paths travel as UTF-8 text with surrogate escapes, so that neither
+a host's locale nor a name that is not UTF-8 matters.
 
-It does not copy anything (rsync does) and touches only files that an earlier sync recorded.
+It does not copy anything (rsync does) and removes only files that an earlier sync recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 RECORD = ".finlm-sync.json"  # on a target: the files that sync put there
@@ -34,16 +35,26 @@ def decode(path: bytes) -> str:
     return path.decode("utf-8", "surrogateescape")
 
 
-def digest(path: bytes, follow: bool) -> str | None:
+def local(*parts: str) -> Path:
+    """The path of such texts in this host's own encoding."""
+    return Path(*(os.fsdecode(encode(part)) for part in parts))
+
+
+def text(path: str | Path) -> str:
+    """A path of this host as such text."""
+    return decode(os.fsencode(path))
+
+
+def digest(path: Path, follow: bool) -> str | None:
     """Hex sha256 of a file's bytes, or of a symlink's target unless followed; None when there is no such file."""
     result = hashlib.sha256()
     try:
-        if os.path.islink(path) and not follow:
-            result.update(b"-> " + os.readlink(path))
-        elif not os.path.isfile(path):
+        if path.is_symlink() and not follow:
+            result.update(b"-> " + os.fsencode(os.readlink(path)))  # noqa: PTH115 - not in Python 3.8
+        elif not path.is_file():
             return None
         else:
-            with open(path, "rb") as file:  # noqa: PTH123 - bytes paths
+            with path.open("rb") as file:
                 for block in iter(lambda: file.read(1 << 20), b""):
                     result.update(block)
     except FileNotFoundError:
@@ -54,7 +65,7 @@ def digest(path: bytes, follow: bool) -> str | None:
 def digests(root: str, names: list[str], follow: bool) -> dict[str, str | None]:
     """digest() of every name under root; four at a time, since hashlib releases the interpreter lock."""
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: digest(os.path.join(encode(root), encode(name)), follow), names)
+        found = pool.map(lambda name: digest(local(root, name), follow), names)
         return dict(zip(names, found))  # noqa: B905 - `strict` is not in Python 3.8
 
 
@@ -70,36 +81,36 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     `state`: "ready", "shared" (the source's own disk), "foreign" (a directory sync did not write) or "taken" (files
     in the way that sync did not put there). With `dry_run` nothing is written and `changed` counts the differing files.
     """
-    root = encode(request["root"])
-    if request["token"] and _read(os.path.join(root, encode(LOCK))) == encode(request["token"]):
+    root = local(request["root"])
+    if _is_shared(request):
         return {"state": "shared"}
-    text = _read(os.path.join(root, encode(RECORD)))
-    record = json.loads(text) if text else {"trees": {}}
-    entries = sorted(decode(name) for name in os.listdir(root)) if os.path.isdir(root) else []
+    record = _record(root)
+    entries = sorted(text(name) for name in os.listdir(root)) if root.is_dir() else []
     strangers = [name for name in entries if name not in UNTOUCHED and not name.startswith(RECORD)]
-    if not text and strangers:
+    if record is None and strangers:
         return {"state": "foreign", "names": strangers[:5], "count": len(strangers)}
-    taken, gone, changed = [], {}, 0
+    record = record or {"trees": {}}
+    taken, gone, changed = [], [], 0
     for tree in request["trees"]:
-        former = set(record["trees"].get(tree["path"], {}).get("files", []))
-        unsure = [name for name in tree["files"] if request["dry_run"] or name not in former]
-        present = digests(tree["path"], unsure, False)
-        other = [name for name in unsure if present[name] != tree["files"][name]]
+        path, files = tree["path"], tree["files"]
+        former = set(record["trees"].get(path, {}).get("files", []))
+        unsure = [name for name in files if request["dry_run"] or name not in former]
+        present = digests(path, unsure, False)
+        other = [name for name in unsure if present[name] != files[name]]
         changed += len(other)
-        taken += [os.path.join(tree["path"], n) for n in other if n not in former and _exists(tree["path"], n)]
-        gone[tree["path"]] = sorted(former - set(tree["files"]))
+        leaving = [name for name in sorted(former - set(files)) if _may_go(path, name)]
+        taken += [text(local(path, n)) for n in other if n not in former and _in_the_way(path, n, set(leaving))]
+        gone += [(path, name) for name in leaving]
     if taken:
         return {"state": "taken", "names": sorted(taken)[:5], "count": len(taken)}
-    removed = sum(_is_ours(path, name) for path, names in gone.items() for name in names)
     if not request["dry_run"]:
-        for path, names in gone.items():
-            for name in names:
-                _remove(path, name)
+        for path, name in gone:
+            _remove(path, name)
         for tree in request["trees"]:
-            os.makedirs(encode(tree["path"]), exist_ok=True)
-            _adopt_cut_transfers(tree["path"], list(tree["files"]))
+            local(tree["path"]).mkdir(parents=True, exist_ok=True)
+            _adopt_cut_transfers(tree["path"], set(tree["files"]))
         _write_record(request, record, None)  # before the first byte: a cut first sync may go on
-    return {"state": "ready", "removed": removed, "changed": changed, "rsync": shutil.which("rsync") is not None}
+    return {"state": "ready", "removed": len(gone), "changed": changed, "rsync": shutil.which("rsync") is not None}
 
 
 def verify(request: dict[str, Any]) -> dict[str, Any]:
@@ -109,82 +120,86 @@ def verify(request: dict[str, Any]) -> dict[str, Any]:
         present = digests(tree["path"], list(tree["files"]), tree["follow"])
         differing = sorted(name for name, value in present.items() if value != tree["files"][name])
         found[tree["path"]] = {"tree": tree_hash(present), "differing": differing}
-    if request["record"] and not any(tree["differing"] for tree in found.values()):
-        record = json.loads(_read(os.path.join(encode(request["root"]), encode(RECORD))) or b'{"trees": {}}')
-        _write_record(request, record, found)
+    if not _is_shared(request) and not any(tree["differing"] for tree in found.values()):
+        _write_record(request, _record(local(request["root"])) or {"trees": {}}, found)
         for tree in request["trees"]:
-            for folder in {os.path.dirname(name) for name in tree["files"]}:
-                shutil.rmtree(os.path.join(encode(tree["path"]), encode(folder), encode(PARTIAL)), ignore_errors=True)
+            for folder in {local(tree["path"], name).parent for name in tree["files"]}:
+                shutil.rmtree(folder / PARTIAL, ignore_errors=True)
     return {"trees": found}
 
 
-def _read(path: bytes) -> bytes | None:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - bytes paths
-            return file.read()
-    except FileNotFoundError:
-        return None
+def _is_shared(request: dict[str, Any]) -> bool:
+    """True when this host sees the very directory the files come from, on a shared disk."""
+    lock = local(request["root"], LOCK)
+    return bool(request["token"]) and lock.exists() and lock.read_text(encoding="ascii") == request["token"]
 
 
-def _exists(root: str, name: str) -> bool:
-    return os.path.lexists(os.path.join(encode(root), encode(name)))
+def _record(root: Path) -> dict[str, Any] | None:
+    path = root / RECORD
+    return json.loads(path.read_text(encoding="ascii")) if path.exists() else None
 
 
-def _is_ours(root: str, name: str) -> bool:
-    """A recorded file that may go: still a file, and still inside root even if a folder became a link elsewhere."""
-    path = os.path.join(encode(root), encode(name))
-    inside = os.path.realpath(os.path.dirname(path)) + b"/"
-    is_file = os.path.islink(path) or os.path.isfile(path)
-    return is_file and inside.startswith(os.path.realpath(encode(root)) + b"/")
+def _in_the_way(root: str, name: str, leaving: set[str]) -> bool:
+    """Something is at this path; a folder of nothing but files that are about to go is not in the way."""
+    path = local(root, name)
+    if path.is_dir() and not path.is_symlink():
+        below = (Path(folder) / file for folder, _, files in os.walk(path) for file in files)
+        return not {text(file.relative_to(local(root))) for file in below} <= leaving
+    return os.path.lexists(path)
+
+
+def _may_go(root: str, name: str) -> bool:
+    """A recorded file that is still a file, and still inside root even if a folder became a link elsewhere."""
+    path = local(root, name)
+    inside = os.path.commonpath([path.parent.resolve(), local(root).resolve()]) == str(local(root).resolve())
+    return inside and (path.is_symlink() or path.is_file())
 
 
 def _remove(root: str, name: str) -> None:
-    if not _is_ours(root, name):
-        return
-    os.unlink(os.path.join(encode(root), encode(name)))  # noqa: PTH108 - bytes paths
-    folder = os.path.dirname(name)
-    while folder and not os.listdir(os.path.join(encode(root), encode(folder))):
-        os.rmdir(os.path.join(encode(root), encode(folder)))  # noqa: PTH106 - bytes paths
-        folder = os.path.dirname(folder)
+    """Remove a file and the folders it leaves empty."""
+    path = local(root, name)
+    path.unlink()
+    folder = path.parent
+    while folder != local(root) and not os.listdir(folder):
+        folder.rmdir()
+        folder = folder.parent
 
 
-def _adopt_cut_transfers(root: str, names: list[str]) -> None:
+def _adopt_cut_transfers(root: str, names: set[str]) -> None:
     """Keep what a receiving rsync that was killed left under its temporary name, so that the next one goes on."""
-    wanted = set(names)
-    for folder in sorted({os.path.dirname(name) for name in names}):
-        base = os.path.join(encode(root), encode(folder))
-        for entry in sorted(os.listdir(base)) if os.path.isdir(base) else []:
-            cut = re.fullmatch(rb"\.(.+)\.[A-Za-z0-9]{6}", entry, re.DOTALL)
-            if cut is None or os.path.join(folder, decode(entry)) in wanted:
+    wanted = {local(root, name) for name in names}
+    for folder in sorted({path.parent for path in wanted if path.parent.is_dir()}):
+        for entry in sorted(folder.iterdir()):
+            cut = re.fullmatch(r"\.(.+)\.[A-Za-z0-9]{6}", entry.name, re.DOTALL)
+            if cut is None or entry in wanted or folder / cut[1] not in wanted:
                 continue
-            if os.path.join(folder, decode(cut[1])) not in wanted:
-                continue
-            kept = os.path.join(base, encode(PARTIAL), cut[1])
-            os.makedirs(os.path.dirname(kept), exist_ok=True)
-            if os.path.exists(kept) and os.path.getsize(kept) >= os.path.getsize(os.path.join(base, entry)):
-                os.unlink(os.path.join(base, entry))  # noqa: PTH108 - bytes paths
+            kept = folder / PARTIAL / cut[1]
+            kept.parent.mkdir(exist_ok=True)
+            if kept.exists() and kept.stat().st_size >= entry.stat().st_size:
+                entry.unlink()
             else:
-                os.replace(os.path.join(base, entry), kept)
+                entry.replace(kept)
 
 
 def _write_record(request: dict[str, Any], record: dict[str, Any], found: dict[str, Any] | None) -> None:
     """Record the files of the request's trees, with their tree hash once proved; other trees' records stay."""
     for tree in request["trees"]:
-        files = sorted(tree["files"])
-        record["trees"][tree["path"]] = {"tree": found[tree["path"]]["tree"] if found else None, "files": files}
+        proved = found[tree["path"]]["tree"] if found else None
+        record["trees"][tree["path"]] = {"tree": proved, "files": sorted(tree["files"])}
     record["source"] = request["source"]
-    path = os.path.join(encode(request["root"]), encode(RECORD))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path + b".tmp", "w", encoding="ascii") as file:  # noqa: PTH123 - bytes paths
+    path = local(request["root"], RECORD)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(RECORD + ".tmp")
+    with temporary.open("w", encoding="ascii") as file:
         json.dump(record, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(path + b".tmp", path)
+    temporary.replace(path)
 
 
-def answer(text: str) -> None:
+def answer(line: str) -> None:
     """Do one request and print the reply; what a host's disk refuses is an answer, not a traceback."""
-    request = json.loads(text)
+    request = json.loads(line)
     try:
         reply = (verify if request["do"] == "verify" else prepare)(request)
     except (OSError, ValueError) as error:

@@ -21,6 +21,10 @@ from finlm.recipe.schema import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IGNORED = -100
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
 
 
 def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaConfig:
@@ -45,7 +49,7 @@ def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaC
     )
 
 
-def build(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig) -> torch.nn.Module:
+def build(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig) -> LlamaForCausalLM:
     """The model in the plan's precision on this rank's device; partitioned already under ZeRO-3."""
     if recipe.model.init_from is not None:
         model = _from_pretrained(recipe, plan, ds_config, config)
@@ -86,9 +90,7 @@ def initialize(model: torch.nn.Module, seed: int, std: float) -> None:
 def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig) -> LlamaForCausalLM:
     source, revision = recipe.model.init_from, recipe.model.revision
     found = AutoConfig.from_pretrained(source, revision=revision)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "tie_word_embeddings")
-    differing = [n for n in names if getattr(found, n, None) != getattr(config, n)]
+    differing = [n for n in SHAPE if getattr(found, n, None) != getattr(config, n)]
     if found.model_type != "llama" or differing:
         lines = [
             f"{name}: {getattr(found, name, None)} there, {getattr(config, name)} in the recipe" for name in differing

@@ -164,7 +164,9 @@ def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Held-out perplexity of each source, recorded."""
+    """Held-out perplexity of each source, recorded; nothing when the recipe holds nothing out."""
+    if not s.shards.split("held_out"):
+        return
     s.engine.eval()
     result = heldout.evaluate(
         lambda inputs, labels: summed_loss(s.engine, inputs, labels),

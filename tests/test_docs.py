@@ -1,0 +1,92 @@
+"""Every command in the READMEs is run: as it stands, or on smaller input where it says what is replaced."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from finlm.base.rundir import open_run
+from finlm.data import synthetic
+
+from helpers import ROOT, TINY
+
+PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("recipes/*/README.md")])
+# The corpora and base models of these recipes are not in the repository: the commands must get as far as saying so.
+NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2)")
+# The same run, at full size, once: test_the_quickstart_learns.
+QUICKSTART_COMMANDS = ("bash scripts/pretrain_run.sh", "bash scripts/pretrain_run.sh recipes/quickstart/pretrain.yaml")
+
+
+def commands() -> list[str]:
+    """The distinct lines of all ```bash blocks, in order; continuation lines joined."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.partition("  #")[0].strip()
+                if command and not command.startswith("#"):
+                    found[command] = None
+    return list(found)
+
+
+def shell(command: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    """A line of a README, typed at the root of the checkout."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that stand for the reader's own corpus/*.jsonl.gz."""
+    directory = tmp_path_factory.mktemp("corpus")
+    synthetic.write(directory, 1_000_000, 5, "train")
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS])
+def test_the_command_works(command: str, corpus: Path, tmp_path: Path) -> None:
+    if command == "bash scripts/test.sh":
+        command += " --collect-only -q tests/recipe"  # the tests are running already
+    elif "corpus/" in command:
+        small = [text for text in TINY if not text.startswith("data.sources")]
+        small += [f"data.cache_dir={tmp_path / 'cache'}"]
+        options = " ".join(f"--set '{value}'" for value in small)
+        if "pretrain_run" in command:
+            options += f" --runs {tmp_path / 'runs'} --set tokenizer.vocab_size=4096"
+        command = command.replace("corpus/", f"{corpus}/") + " " + options
+    result = shell(command)
+    if NEEDS_DOWNLOAD.search(command) and " plan " not in command and " doctor " not in command:
+        assert result.returncode == 2 and "data/FinCorpus" in result.stderr, result.stderr
+    else:
+        assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_quickstart_learns() -> None:
+    """The first command of the README, at full size."""
+    result = shell("bash scripts/pretrain_run.sh --new")
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = open_run(ROOT / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
+    first, *_, last = (event["loss"] for event in run.read_events("eval"))
+    assert last < 0.6 * first
+    assert run.report.exists()
+
+
+def test_both_readmes_show_the_same_commands() -> None:
+    blocks = []
+    for name in ("README.md", "README.zh-CN.md"):
+        blocks.append(re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL))
+    assert blocks[0] == blocks[1]
+
+
+def test_every_link_of_the_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
