@@ -39,8 +39,9 @@ def main() -> int:
         )
     print(f"setting up {VENV.name} with Python {sys.version.split()[0]} (one to three minutes)", flush=True)
     STAMP.unlink(missing_ok=True)
-    venv.create(VENV, with_pip=True, clear=not (VENV / "bin" / "python").exists())
     python = VENV / "bin" / "python"
+    if not is_usable(python):
+        venv.create(VENV, with_pip=True, clear=True)
     env = os.environ | {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     # torch first: DeepSpeed's build script looks for it, and its pin keeps pip from fetching another build.
     steps = (
@@ -59,6 +60,12 @@ def main() -> int:
             )
     STAMP.write_text(f"{sys.version_info[:2]} {wanted}")
     return 0
+
+
+def is_usable(python: Path) -> bool:
+    """Whether an interpreter of this version with pip is there; a killed set-up can leave one without."""
+    code = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    return python.exists() and subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def pin(package: str) -> str:
