@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     options = parser().parse_args(argv)
+    # DeepSpeed logs to stdout while it is imported, and stdout carries results.
+    logging.getLogger("DeepSpeed").disabled = True
     try:
         return int(options.run(options))
     except UserError as error:

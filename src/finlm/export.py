@@ -20,6 +20,7 @@ from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.train.trained import load
 
+transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
 PROBES = (
     "2023年营业收入同比增长12.5%，净利润为3.6亿元。",
     "Revenue rose 5 % to $1.2bn.\n\n第二段：㎡ ①  空格",

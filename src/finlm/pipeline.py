@@ -6,6 +6,7 @@ command resumes an unfinished run and does not repeat a finished one's preparati
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def train(loaded: Loaded, hostfile: str | None, runs: Path, new: bool) -> int:
         launch.run_ranks(run, plan)
         _export(run)
     finally:
-        report.build(run)
+        report.build(run, ended=True)
     _finish(run)
     return 0
 
@@ -126,9 +127,10 @@ def _finish(run: RunDir) -> None:
     screen.say(f"report          {_shown(run.report)}")
     screen.say()
     screen.say("try next:")
-    screen.say(f"  python -m finlm sample {_shown(run.export)} 净利润同比")
-    screen.say(f"  python -m finlm eval {_shown(run.complete_checkpoints()[-1][1])}")
-    screen.say("  python -m finlm plan recipes/xuanyuan-6b/pretrain.yaml")
+    finlm = f"{_shown(Path(sys.executable))} -m finlm"
+    screen.say(f"  {finlm} sample {_shown(run.export)} 净利润同比")
+    screen.say(f"  {finlm} eval {_shown(run.complete_checkpoints()[-1][1])}")
+    screen.say(f"  {finlm} plan recipes/xuanyuan-6b/pretrain.yaml")
     screen.say(f"the model is in {_shown(run.export)} ({units.format_bytes(_size(run.export))}, Hugging Face format)")
 
 

@@ -24,7 +24,7 @@ from types import TracebackType
 NETWORK = "10.83.7"
 INTERFACES = ("eno1", "ens5", "enp3s0", "eth7")  # another name on every host, as in real clusters
 HOME = "/srv/home"
-WORK = "/srv/work"
+WORK = "/srv/job"
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "bridge", "ssh", "sshd", "ssh-keygen", "rsync", "git")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -93,7 +93,7 @@ class Host:
         self.root = base / self.name
         self.srv = self.root / "srv"
         self.home = self.srv / "home"
-        self.work = self.srv / "work"
+        self.work = self.srv / "job"
         self.pid = 0
         self.process: subprocess.Popen[str] | None = None
 

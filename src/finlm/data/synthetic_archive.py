@@ -1,8 +1,8 @@
 """Who is written about: the companies of a world with their facts, and the few thousand that are on stage.
 
 Companies come in fours of one industry, which are compared with each other, and two fours trade with each other. A
-source writes about 500 such eights at a time, each in one year: drawing from all company-years of a large world would
-render the facts of nearly every document anew. Facts are kept for up to 8,000 company-years, about 80 MB.
+source writes about 250 such eights at a time, each in one year: drawing from all company-years of a large world would
+render the facts of nearly every document anew. Facts are kept for up to 6,000 company-years, about 60 MB.
 
 It decides nothing about what is said.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from finlm.data.synthetic_facts import REPORT_YEARS, Facts
 from finlm.data.synthetic_world import GROUP, Company, Dice, World
 
-_CACHED_FACTS = 8_000
-_SLOTS = 500
+_CACHED_FACTS = 6_000
+_SLOTS = 250
 _LEAVES = 1 / 480  # chance that a slot is given to another eight at a draw: 60 draws for each company
 
 

@@ -37,6 +37,9 @@ _FORMS = forms(
 - 经营活动现金流量净额为{ocf_y}，上年为{ocf1_y}。|(净资产的变化不难核对：|)年初净资产{equity1_w}万元，加上净利润{net_w}万元，减去已派发的上年度红利{div1_w}万元，正好等于年末的{equity_w}万元。
 * 85%
 - (风险方面|不过)，{ind}行业(普遍面临|最典型的风险是){risk}，{worry}(同样需要留意|也可能拖累业绩)。(监管机构{reg}近年来持续加强检查，|)(投资者应结合现金流和负债水平判断|这对管理层的应对能力提出了要求)。
+* 75%
+- (年报之外，|除了年报，|)(公司|{short}){yn}年的(几项动作|几则公告)(也值得记录|也值得一读)：(董事会批准在{city}投资{project_w}万元建设{prod}项目，建设期{months}个月|{prod}扩产项目获董事会批准，投资额{project_y}，占总资产的{project_of_r})；拟以{backlow_w}万元至{backhigh_w}万元回购股份，价格不超过{backcap_d}元/股；{bond_m}发行{term}年期公司债{bond_y}，票面利率{cpn_r}。
+- (控股股东{holder}于{pledge_c}质押{pledged_w}万股，占其持股的{pledged_of_r}。|{holder}持股{held_of_r}，其中累计质押的占其所持股份的{allpledged_of_r}。|)
 *
 - (展望{yn}年|往后看)，{hope}(仍是主要看点|可能成为新的支撑)，{ceo}(带领的管理层|和他的团队)(能否兑现计划|能否把握机会)，(还要看{prod}的市场表现|取决于{prod2}的推广进度)。|(总体上|综合来看)，{short}经营{mood}，(资产负债率{dr_r}的水平意味着财务空间(尚可|有限)|主体信用等级{grade}决定了其融资成本)，{yn}年(重点看|关注){prod}和{prod2}的销售。
 
@@ -55,10 +58,13 @@ _FORMS = forms(
 * 80%
 - (分红上|股东回报方面)，公司对{z_y}年度、{x_y}年度和{y}年度利润的派现分别为{z_div_w}万元、{x_div_w}万元和{div_w}万元，(控股股东{holder}持股{held_of_r}|总股本为{shares_w}万股)。
 - (净资产的变动(遵循同一规则|可以验算)：|)年初{equity1_w}万元，加净利润{net_w}万元，减派发的上年度红利{div1_w}万元，得年末{equity_w}万元。
-* 70%
+* 40%
 - (融资方面|公开资料显示)，公司于{bond_c}发行{bond_y}公司债，期限{term}年，票面利率{cpn_r}，(由2.00%的基准利率、{spread_r}的信用利差和{premium_r}的期限溢价相加而成|每年利息{interest_w}万元)。
 *
 - (与同行相比|同行之中)，{b_short}{y}年营业收入{b_rev_y}、毛利率{b_gm_r}、资产负债率{b_dr_r}，{c_short}分别为{c_rev_y}、{c_gm_r}和{c_dr_r}。{short}的毛利率为{gm_r}，(三家中毛利率最高的是{top_gm}|其中{top_gm}的毛利率最高，{low_gm}最低)。
+* 60%
+- (年报之外，|除了年报，|)(公司|{short}){yn}年的(几项动作|几则公告)(也值得记录|也值得一读)：(董事会批准在{city}投资{project_w}万元建设{prod}项目，建设期{months}个月|{prod}扩产项目获董事会批准，投资额{project_y}，占总资产的{project_of_r})；拟以{backlow_w}万元至{backhigh_w}万元回购股份，价格不超过{backcap_d}元/股；{bond_m}发行{term}年期公司债{bond_y}，票面利率{cpn_r}。
+- (控股股东{holder}于{pledge_c}质押{pledged_w}万股，占其持股的{pledged_of_r}。|{holder}持股{held_of_r}，其中累计质押的占其所持股份的{allpledged_of_r}。|)
 *
 - ({ind}行业的典型风险是{risk}|{ind}企业都要面对{risk})，{worry}(是短期的不确定因素|值得警惕)；{hope}则(是中期的机会|可能带来转机)。(我们会继续跟踪{prod}的销售情况。|总经理{ceo}的下一步动作值得关注。|)
 
@@ -79,6 +85,9 @@ _FORMS = forms(
 - (为什么会有差异|差异从何而来)？{short}的收入变动(主要与{why}有关|源于{why})，{b_short}(则受{b_why}影响|的主要原因是{b_why})，{c_short}的年报(提到了|归因于){c_why}。
 * 75%
 - (治理层面|管理团队上)，{short}由{chair}任董事长、{ceo}任总经理，{b_short}的董事长和总经理分别为{b_chair}和{b_ceo}，{c_short}则为{c_chair}和{c_ceo}。三家公司(同受{reg}监管|的行业监管机构都是{reg})。
+* 60%
+- (年报之外，|除了年报，|)(公司|{short}){yn}年的(几项动作|几则公告)(也值得记录|也值得一读)：(董事会批准在{city}投资{project_w}万元建设{prod}项目，建设期{months}个月|{prod}扩产项目获董事会批准，投资额{project_y}，占总资产的{project_of_r})；拟以{backlow_w}万元至{backhigh_w}万元回购股份，价格不超过{backcap_d}元/股；{bond_m}发行{term}年期公司债{bond_y}，票面利率{cpn_r}。
+- (控股股东{holder}于{pledge_c}质押{pledged_w}万股，占其持股的{pledged_of_r}。|{holder}持股{held_of_r}，其中累计质押的占其所持股份的{allpledged_of_r}。|)
 *
 - (风险上|需要提示的是)，{ind}行业的{risk}(对三家公司都构成压力|是共同的课题)，负债率较高的{top_dr}(缓冲空间更小|对利率变化更敏感)。|(综合来看|总体上)，{top_rev}胜在规模，{top_gm}胜在毛利，{low_dr}胜在稳健；{risk}(仍是共同的风险|是三家公司都要面对的课题)。
 
@@ -117,6 +126,9 @@ _FORMS = forms(
 - (第四步|最后)，算债券。{grade}级的信用利差是{spread_r}，{term}年的期限溢价是{premium_r}，加上2.00%的基准利率，票面利率为{cpn_r}；公司发行的{bond_w}万元债券每年付息{interest_w}万元。
 * 70%
 - (课后练习|留一道题)：同行业的{b_short}{y}年营业收入{b_rev_w}万元，营业成本{b_cost_w}万元，毛利率是多少？答案是{b_gm_r}。它的负债为{b_debts_w}万元，资产为{b_assets_w}万元，资产负债率{b_dr_r}，评级是{b_grade}。
+* 60%
+- (年报之外，|除了年报，|)(公司|{short}){yn}年的(几项动作|几则公告)(也值得记录|也值得一读)：(董事会批准在{city}投资{project_w}万元建设{prod}项目，建设期{months}个月|{prod}扩产项目获董事会批准，投资额{project_y}，占总资产的{project_of_r})；拟以{backlow_w}万元至{backhigh_w}万元回购股份，价格不超过{backcap_d}元/股；{bond_m}发行{term}年期公司债{bond_y}，票面利率{cpn_r}。
+- (控股股东{holder}于{pledge_c}质押{pledged_w}万股，占其持股的{pledged_of_r}。|{holder}持股{held_of_r}，其中累计质押的占其所持股份的{allpledged_of_r}。|)
 *
 - (记住|别忘了)，{ind}行业的典型风险是{risk}，由{reg}监管，(看懂数字之外还要看懂风险|数字背后的风险同样重要)。{short}的(收入变动|收入变化)主要是因为{why}，(这也要从年报正文里读出来|答案就在年报正文里)。
 

@@ -101,8 +101,10 @@ class Facts(dict[str, str]):
         self.books = now
         self.numbers: dict[str, int] = dict(zip(Books._fields, now, strict=True))
         self.numbers.update(zip(_YEAR_BEFORE, before, strict=True))
-        self.numbers.update(_ratios(now, company.shares, ""))
-        self.numbers.update(_ratios(before, company.shares, "1"))
+        self.numbers.update(_ratios(now, company.shares))
+        self.numbers["gm1"] = hundredths_of_percent(before.rev - before.cost, before.rev)
+        self.numbers["dr1"] = hundredths_of_percent(before.debts, before.assets)
+        self.numbers["eps1"] = per_share(before.net, company.shares)
         self.update(y=str(year), y0=str(year - 1), yn=str(year + 1))
         self.days: dict[str, date] = {}
         # A hash is five times as fast as seeding a stream for the sixty numbers that follow.
@@ -240,16 +242,16 @@ def _names(company: Company) -> dict[str, str]:
     }
 
 
-def _ratios(books: Books, shares: int, suffix: str) -> dict[str, int]:
+def _ratios(books: Books, shares: int) -> dict[str, int]:
     """Ratios in 0.01 %, and figures per share in 分."""
     return {
-        "gm" + suffix: hundredths_of_percent(books.rev - books.cost, books.rev),
-        "nm" + suffix: hundredths_of_percent(books.net, books.rev),
-        "dr" + suffix: hundredths_of_percent(books.debts, books.assets),
-        "roe" + suffix: hundredths_of_percent(books.net, books.equity),
-        "rd" + suffix: hundredths_of_percent(books.rnd, books.rev),
-        "eps" + suffix: per_share(books.net, shares),
-        "bps" + suffix: per_share(books.equity, shares),
+        "gm": hundredths_of_percent(books.rev - books.cost, books.rev),
+        "nm": hundredths_of_percent(books.net, books.rev),
+        "dr": hundredths_of_percent(books.debts, books.assets),
+        "roe": hundredths_of_percent(books.net, books.equity),
+        "rd": hundredths_of_percent(books.rnd, books.rev),
+        "eps": per_share(books.net, shares),
+        "bps": per_share(books.equity, shares),
     }
 
 

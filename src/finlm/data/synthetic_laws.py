@@ -158,6 +158,8 @@ BAND = {grade: band for grade, _, _, band in RATINGS}
 
 def hundredths_of_percent(part: int, whole: int) -> int:
     """part / whole in 0.01 %, rounded half up away from zero; exact, so every file quotes the same figure."""
+    if part >= 0 and whole > 0:
+        return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))
     return rounded if (part < 0) == (whole < 0) else -rounded
 

@@ -27,6 +27,11 @@ _FIGURES = phrases(
     "|(截至|){y}年末公司资产负债率为{dr_r}，主体信用等级{grade}。|公司上年营业收入{rev_w}万元，营业成本{cost_w}万元。"
     "|(年报显示|财报显示)，{y}年公司录得{net_l}，(同比{net_g}|每股收益{eps_d}元)。|{y}年末公司总资产{assets_y}，净资产{equity_y}。"
 )
+_OUTLOOK = phrases(
+    "|(市场人士|分析人士|业内人士)(认为|指出)，{hope}值得期待，但需(防范|留意){worry}。"
+    "|(从行业看|行业方面)，{ind}企业(普遍|仍)要面对{risk}。|后续关注点(在于|包括){hope}以及{prod}的(销售|推广)情况。"
+    "|(有投资者询问|投资者关心){prod}的进展，(公司|董事会秘书{sec})(回应称|表示)一切正常。"
+)
 _BODIES = forms(
     """
 == earnings 20 公司快讯/report
@@ -38,6 +43,7 @@ _BODIES = forms(
 | (记者获悉，|)总部位于{city}的{short}(公布|披露)了{y}年成绩单：营业收入{rev_y}，同比{rev_g}，(录得|全年){net_l}，同比{net_g}，基本每股收益{eps_d}元。
 - (公司表示，|公司称，|年报指出，)(业绩变动|利润变化)(主要是因为{cause}|主要由于{cause}|与{cause}有关)(|，{cause2}也有影响)。|毛利率为{gm_r}，较上年{gm_k}。|收入变化的主要原因是{why}，(净利率为{nm_r}|毛利率为{gm_r})。|(年末|期末)资产负债率为{dr_r}，主体信用等级{grade}。|
 @ who
+@ outlook
 
 == costs 9 公司快讯/report
 * 60%
@@ -76,6 +82,7 @@ _BODIES = forms(
 - (截至公告日|质押完成后)，其累计质押{allpledged_w}万股，占所持股份的{allpledged_of_r}。|(公司称，|公司表示，)(本次质押不影响控制权稳定|质押风险可控)。|
 @ who
 @ figures
+@ outlook
 
 == bond 8 债券通/bond
 * 70%
@@ -94,6 +101,7 @@ _BODIES = forms(
 - (评级机构|跟踪评级报告)(将|把){short}（{code}）主体信用等级(定为|确定为){grade}，依据是{y}年末资产负债率{dr_r}，(处于|位于){band}区间。
 | {short}（{code}）{y}年末资产负债率为{dr_r}，上年末为{dr1_r}，(按评级标准|依评级标准)主体信用等级为{grade}(，上次评级为{grade1}|)。
 - (报告提示|评级报告提示)，{ind}行业(主要风险为|需关注){risk}。|{grade}级发行人的信用利差为{spread_r}。|(公司|该公司)总部位于{city}，主要产品为{prod}。
+@ outlook
 
 == forecast 7 业绩预告/forecast
 * 70%
@@ -103,6 +111,7 @@ _BODIES = forms(
 | {full}预计{y}年度净利润(介于|在){netlow_w}万元至{nethigh_w}万元之间，(去年同期|上年)净利润为{net1_w}万元，数据未经审计。
 - (公司表示|公司称)，(变动原因|业绩变动)主要是{cause}(，{cause2}也有影响|)。|{y0}年公司营业收入为{rev1_y}，年末资产负债率{dr1_r}。
 @ who
+@ outlook
 
 == contract 9 公司快讯/contract
 * 70%
@@ -123,6 +132,7 @@ _BODIES = forms(
 - 回购股份(拟用于|将用于)(员工持股计划|股权激励)，(实施期限为十二个月|期限十二个月)。|公司{y}年末净资产{equity_y}，每股净资产{bps_d}元，总股本{shares_w}万股。
 @ who
 @ figures
+@ outlook
 
 == project 7 产业观察/project
 * 65%
@@ -133,6 +143,7 @@ _BODIES = forms(
 - 总经理{ceo}(表示|称)，(看好{hope}带来的机会|{prod}需求(稳定|值得期待))。|(公司|{short})属{ind}行业，{y}年营业收入{rev_y}，资产负债率{dr_r}。
 @ who
 @ figures
+@ outlook
 
 == talk 8 高管视线/meeting
 * 60%
@@ -160,6 +171,7 @@ _BODIES = forms(
 - {reg}(日前|近日)(在{city}召开座谈会|到{city}调研)，(要求|提示){ind}企业(防范|关注){risk}，(并做好信息披露|依法合规经营)。
 | {ind}行业的监管机构{reg}(表示|指出)，(当前|眼下)行业的主要风险是{risk}，(将加强日常检查|将完善风险监测)。
 - (参会企业|与会企业){short}（{code}）(总经理{ceo}|董事长{chair})(表示|称)，(公司{y}年营业收入{rev_y}，经营{mood}|公司已建立应对机制|将重视{worry}的影响)。|(调研组走访了|走访企业包括){short}，该公司{y}年营业收入{rev_y}、资产负债率{dr_r}。
+@ outlook
 
 == market 16 市场动态/market
 * 65%
@@ -178,8 +190,9 @@ _BODIES = forms(
 - (同处|同属){ind}行业，{short}（{code}）{y}年营业收入{rev_y}，{b_short}（{b_code}）为{b_rev_y}；两家公司毛利率分别为{gm_r}和{b_gm_r}。
 | (从年报看|对比年报)，{ind}公司{short}{y}年营业收入同比{rev_g}，{b_short}同比{b_rev_g}，(资产负债率|年末资产负债率)分别为{dr_r}和{b_dr_r}。
 - (净利润方面|利润方面)，{short}录得{net_l}，{b_short}录得{b_net_l}。|(评级方面|按评级标准)，(前者为{grade}，后者为{b_grade}|{short}为{grade}，{b_short}为{b_grade})。
+@ outlook
 """,  # noqa: E501
-    {"who": _WHO, "figures": _FIGURES},
+    {"who": _WHO, "figures": _FIGURES, "outlook": _OUTLOOK},
 )
 _LEADS = "||||(快讯|财讯|本报讯)：|【快讯】|【{@_m}】|{@_m}消息，|本报{city}{@_m}电 "
 _CLOCK = tuple(f"{minute // 60:02d}:{minute % 60:02d}" for minute in range(9 * 60, 22 * 60))

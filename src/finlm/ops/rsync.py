@@ -22,7 +22,7 @@ from finlm.base.errors import UserError
 from finlm.ops import ssh, sync_remote
 
 SILENCE_SECONDS = 300  # ssh notices a dead host in 20 s; this is for a far disk that hangs
-_BROKEN_STREAM = 12  # what rsync often exits with when ssh below it has failed
+_BROKEN = (10, 12, 30, ssh.FAILED)  # socket, stream, timeout: what rsync says when ssh below it has ended
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,14 @@ def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
             evidence=ssh.last_lines(stderr),
             fix=f"this must print nothing: ssh {host} true   (guard echo in ~/.bashrc: [[ $- == *i* ]] || return)",
         )
-    if code in (ssh.FAILED, _BROKEN_STREAM) and (reason := ssh.reason(host, stderr)):
+    if code in _BROKEN and (reason := ssh.reason(host, stderr)):
         return reason
-    how = f"was killed by signal {-code}" if code < 0 else f"failed with code {code}"
+    if code in _BROKEN:
+        problem = f"the connection to {host} broke off during rsync (code {code})"
+    else:
+        problem = f"rsync to {host} " + (f"was killed by signal {-code}" if code < 0 else f"failed with code {code}")
     return UserError(
-        f"rsync to {host} {how}",
+        problem,
         evidence=ssh.last_lines(stderr) or f"no message; it was copying {path}",
         fix="run the same command again: it goes on where it stopped",
     )

@@ -162,7 +162,9 @@ def _ask(host: str, job: Job, what: str) -> dict[str, Any]:
     source = Path(sync_remote.__file__).read_text(encoding="utf-8")
     script = f"{source}\n\nanswer({json.dumps(request)!a})\n".encode()
     patience = 120 + sum(tree.size_bytes for tree in job.trees) / SLOWEST_HASH
-    result = ssh.run(host, ["python3", "-"], stdin=script, timeout_seconds=patience, accept_new=job.accept_new)
+    result = ssh.run(
+        host, ["python3", "-I", "-S", "-"], stdin=script, timeout_seconds=patience, accept_new=job.accept_new
+    )
     _, mark, line = result.stdout.rpartition(sync_remote.MARK)
     reply: dict[str, Any] = json.loads(line) if mark else {"error": f"its python3 printed {result.stdout[-200:]!r}"}
     if "error" in reply:

@@ -90,28 +90,30 @@ def read(run: RunDir) -> History:
         "export": history.exports,
     }
     columns_of_steps = list(history.steps.items())
-    begun: float | None = None
-    wall = 0.0
+    attempts: list[list[float]] = []  # from a start to its end row, or to the last row before the next start
+    is_open = False
     for row in _rows(run, history):
         kind, now = row.get("kind"), row.get("time")
         if kind == "start":
-            wall += history.last_time - begun if begun is not None and history.last_time is not None else 0.0
-            begun = now if type(now) in _NUMBERS else None
             history.starts.append(row)
             history.end = None
             _take_back(history, row.get("step") or 0)
+            is_open = isinstance(now, _NUMBERS)
+            attempts += [[now, now]] if isinstance(now, _NUMBERS) else []
         elif kind == "step":
             for key, column in columns_of_steps:
                 value = row.get(key)
                 column.append(value if type(value) in _NUMBERS else None)
-        elif kind == "end":
-            history.end = row
         elif kind in by_kind:
             by_kind[kind].append(row)
-        if type(now) in _NUMBERS:
+        if isinstance(now, _NUMBERS):
             history.last_time = now
-    if begun is not None and history.last_time is not None:
-        history.wall_seconds = wall + history.last_time - begun
+            if is_open:
+                attempts[-1][1] = now
+        if kind == "end":
+            history.end = row
+            is_open = False  # the export and samples come after it
+    history.wall_seconds = sum(last - first for first, last in attempts) if attempts else None
     return history
 
 

@@ -103,7 +103,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, text: int = 1, 
     marks = ["total" if total and index == len(lines) - 1 else "" for index in range(len(lines))]
     body = join(element("tr", line, class_=mark) for line, mark in zip(lines, marks, strict=True))
     inner = join([element("thead", element("tr", titles)), element("tbody", body)])
-    return element("div", element("table", inner), class_="scroll")
+    return element("div", element("table", inner), class_="scroll", tabindex="0")
 
 
 def pairs(rows: Iterable[tuple[str, Any]]) -> Html:

@@ -36,7 +36,7 @@
   // One unit for all ticks of an axis: the one its largest needs.
   const labels_of = (values, step) => {
     const most = Math.max(...values.map(Math.abs));
-    if (most > 0 && most < 1e-2) return values.map((value) => (value === 0 ? "0" : scientific(value, exponent(Math.abs(value)) - exponent(step))));
+    if (most > 0 && most < 1e-3) return values.map((value) => (value === 0 ? "0" : scientific(value, exponent(Math.abs(value)) - exponent(step))));
     const [unit, name] = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([size]) => most >= size * (size === 1e3 ? 10 : 1)) || [1, ""];
     return values.map((value) => (value === 0 ? "0" : (value / unit).toFixed(places(step / unit)) + name));
   };
@@ -45,7 +45,7 @@
   const places = (step) => Math.max(0, Math.min(6, -exponent(step)));
   const exact = (value) => {
     const size = Math.abs(value);
-    if (size !== 0 && size < 1e-2) return scientific(value, 3);
+    if (size !== 0 && size < 1e-3) return scientific(value, 3);
     return value.toLocaleString("en", { maximumFractionDigits: size < 1 ? 5 : size < 100 ? 4 : size < 1e4 ? 1 : 0 });
   };
 
@@ -179,7 +179,7 @@
     reading.hidden = false;
     const fits = x + 14 + reading.offsetWidth < view.width;
     reading.style.left = `${fits ? x + 12 : Math.max(0, x - 12 - reading.offsetWidth)}px`;
-    reading.style.top = `${view.svg.offsetTop + TOP}px`;
+    reading.style.top = `${view.svg.getBoundingClientRect().top - view.box.getBoundingClientRect().top + TOP}px`;
     for (const each of views) {
       each.hair.setAttribute("x1", x_in(each, shown));
       each.hair.setAttribute("x2", x_in(each, shown));

@@ -100,7 +100,7 @@ def _header(run: Run) -> Html:
     ]
     title = element("div", element("h1", _name(run)), _pill(run.state), class_="title")
     line = element("p", join((element("span", fact) for fact in facts if fact), " "), class_="facts")
-    return join([title, element("p", run.recipe.get("description"), class_="lead"), line])
+    return join([title, element("p", run.recipe.get("description") or "", class_="lead"), line])
 
 
 def _pill(state: str) -> Html:
@@ -129,7 +129,7 @@ def _summary(run: Run) -> Html:
             _lower(first, last),
         ),
         _tile("Tokens a second", page.short(history.median("tokens_per_second")), "median step, all ranks"),
-        _tile("Wall time", page.duration(history.wall_seconds), "with evaluation and saving"),
+        _tile("Wall time", page.duration(history.wall_seconds), "with evaluation"),
         _tile("Peak memory", page.size(peak), "largest rank"),
     ]
     if history.values("mfu"):
@@ -191,14 +191,15 @@ def _plan(run: Run) -> Html | None:
     planned = memory.allocated_bytes(items) if plan.get("device") == "cuda" else plan.get("gpu_bytes")
     measured = max(history.values("memory_bytes"), default=None)
     speed = history.median("tokens_per_second")
-    seconds = plan["days"] * 86400 if plan.get("days") else None
+    seconds, done = (plan.get("days") or 0) * 86400, history.last("step") or 0
+    so_far = seconds * done / plan["steps"] if plan.get("steps") else None
     rows = [
         (
             "Memory a rank" + (", allocated" if plan.get("device") == "cuda" else ""),
             *_against(planned, measured, page.size),
         ),
         ("Tokens a second", *_against(plan.get("tokens_per_second"), speed, page.count)),
-        ("Wall time", *_against(seconds, history.wall_seconds, page.duration)),
+        ("Time of the steps done", *_against(so_far or None, history.wall_seconds, page.duration)),
     ]
     table = page.table(("", "Plan", "Measured", "Measured / plan"), rows)
     decided = [(label, page.count(plan.get(key)) or plan.get(key)) for label, key in _DECISIONS]
@@ -230,38 +231,42 @@ def _against(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | N
 
 
 def _data(run: Run) -> Html | None:
-    sources = run.data.get("sources") or {}
-    if not sources:
+    documents, shards = run.data.get("documents") or {}, run.data.get("shards") or {}
+    rows = [_data_row(name, row, shards.get(name) or {}) for name, row in documents.items()]
+    if not rows:
         return None
-    totals = run.data.get("totals") or {}
-    names = ("rows", "broken", "duplicate", "too_short", "equals_held_out", "held_out", "kept")
-    rows = [_data_row(name, row, totals, names) for name, row in sources.items()]
-    whole = {split: {"all": _sum(totals.get(split) or {})} for split in ("train", "held_out")}
     if len(rows) > 1:
-        rows.append(_data_row("all", run.data.get("total") or {}, whole, names))
-    head = (
-        "Source",
-        "Rows",
-        "Broken",
-        "Duplicate",
-        "Too short",
-        "As held out",
-        "Held out",
-        "Kept",
-        "Tokens",
-        "Bytes a token",
-    )
+        rows.append(_data_row("all", _sum(documents), _all_shards(shards)))
+    head = ("Source", "Rows", *(title for title, _ in _COUNTS), "Tokens", "Bytes a token")
     note = f"Vocabulary of {page.count(run.data.get('vocab_size')) or page.MISSING} pieces."
     return page.section("Data", "data", page.table(head, rows, total=len(rows) > 1), note=note)
 
 
-def _data_row(name: str, row: Mapping[str, Any], totals: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    train = (totals.get("train") or {}).get(name) or {}
-    tokens, size = train.get("tokens"), train.get("text_bytes")
-    ratio = size / tokens if tokens and size is not None else None
-    return [name, *(page.count(row.get(key)) for key in names), page.count(tokens), page.digits(ratio, 2)]
+_COUNTS = (
+    ("Broken", "broken"),
+    ("Duplicate", "duplicate"),
+    ("Too short", "too_short"),
+    ("As held out", "equals_held_out"),
+    ("Held out", "held_out"),
+    ("Kept", "kept"),
+)
+
+
+def _data_row(name: str, row: Mapping[str, Any], shard: Mapping[str, Any]) -> list[Any]:
+    counts = (page.count(row.get(key)) for key in ("rows", *(key for _, key in _COUNTS)))
+    return [name, *counts, page.count(shard.get("train_tokens")), page.digits(shard.get("bytes_per_token"), 2)]
+
+
+def _all_shards(shards: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The sums over all sources; the bytes a token weighted by tokens."""
+    whole = _sum(shards)
+    if not {"train_tokens", "bytes_per_token"} <= set(whole) or not whole["train_tokens"]:
+        return {}
+    text = sum(row["train_tokens"] * row["bytes_per_token"] for row in shards.values())
+    return whole | {"bytes_per_token": text / whole["train_tokens"]}
 
 
 def _sum(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    keys = {key for row in rows.values() for key in row}
-    return {key: sum(row.get(key, 0) for row in rows.values()) for key in keys}
+    """Sums of the keys that every row has: what one row lacks has no total."""
+    keys = set.intersection(*(set(row) for row in rows.values())) if rows else set()
+    return {key: sum(row[key] for row in rows.values()) for key in keys}

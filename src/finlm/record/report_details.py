@@ -6,6 +6,7 @@ Shows credentials of no kind: values of recipe.env pass the same filter as the m
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from finlm.record.manifest import redact
 from finlm.record.page import Html, element, join
 
 _FIRST = ("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets", "sentencepiece", "tokenizers", "numpy")
+_VARIABLE = re.compile(r"^(\s*[A-Z][A-Z0-9_]*:\s*)(.+)$", re.MULTILINE)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -62,11 +64,12 @@ def recipe(run: RunDir, values: Mapping[str, Any]) -> Html | None:
         rows = [(key, _value(key, values[key]), _place(origin)) for key, origin in written.items()]
         parts.append(element("div", page.table(("Key", "Value", "Origin"), rows, text=3), class_="keys"))
     if defaults:
-        title = f"{len(defaults)} values left at their defaults" if written else "All values, of unrecorded origin"
+        title = f"Values left at their defaults ({len(defaults)})" if written else "All values, of unrecorded origin"
         body = element("div", page.table(("Key", "Value"), defaults, text=2), class_="keys")
         parts.append(page.folded(title, body, is_open=not written))
     if not values and run.recipe.exists():
-        parts.append(page.code(run.recipe.read_text(encoding="utf-8", errors="replace")))
+        text = run.recipe.read_text(encoding="utf-8", errors="replace")
+        parts.append(page.code(_VARIABLE.sub(lambda match: match[1] + redact(match[1], match[2]), text)))
     settings = read(run.ds_config)
     if settings:
         parts.append(page.folded("DeepSpeed settings", page.code(json.dumps(settings, indent=2, ensure_ascii=False))))
@@ -165,10 +168,9 @@ def reproduce(run: RunDir, manifest: Mapping[str, Any]) -> Html | None:
     code = manifest.get("finlm") or {}
     git = code.get("git") or {}
     lines = [f"cd {shlex.quote(str(manifest['directory']))}"] if manifest.get("directory") else []
-    again = [
-        *lines,
-        f"PYTHONPATH={shlex.quote(str(run.code))} python -m finlm train {shlex.quote(str(run.recipe))} --new",
-    ]
+    python = shlex.quote(str((manifest.get("machine") or {}).get("executable") or "python"))
+    path, resolved = shlex.quote(str(run.code)), shlex.quote(str(run.recipe))
+    again = [*lines, f"PYTHONPATH={path} {python} -m finlm train {resolved} --new"]
     state = None if not git else f"{git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}"
     shards = manifest.get("shards") or {}
     hashes = [
@@ -216,8 +218,8 @@ def environment(manifest: Mapping[str, Any], history: History) -> Html | None:
     if variables:
         shown = [(name, element("code", value)) for name, value in variables.items()]
         body = element("div", page.table(("Variable", "Value"), shown, text=2), class_="keys")
-        parts.append(page.folded(f"{len(shown)} environment variables", body))
+        parts.append(page.folded(f"Environment variables ({len(shown)})", body))
     if packages:
         listed = "\n".join(f"{name}=={version}" for name, version in packages.items())
-        parts.append(page.folded(f"{len(packages)} installed packages", page.code(listed)))
+        parts.append(page.folded(f"Installed packages ({len(packages)})", page.code(listed)))
     return page.section("Environment", "environment", *parts)

@@ -6,7 +6,9 @@ step left, not a second rounding of it. Loads a run's own checkpoints only; Deep
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -59,6 +61,8 @@ def _weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     if plan.zero_stage == 0:
         # Holds numpy scalars and the client state, so weights_only would refuse it; the file is our own run's.
         state = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
-        weights: dict[str, torch.Tensor] = state["module"]
-        return weights
-    return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)  # type: ignore[no-any-return]
+        return state["module"]  # type: ignore[no-any-return]
+    weights: dict[str, torch.Tensor]
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints every step it takes
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    return weights
