@@ -41,20 +41,24 @@ def read_json(path: Path) -> Any:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one JSON object as a line, in one write so that lines of several processes do not mix."""
-    line = json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
-    with path.open("a", encoding="utf-8") as file:
+    """Append one JSON object as a line of its own, also after a line that a kill cut short."""
+    line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    with path.open("ab+") as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            line = b"\n" + line
         file.write(line)
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """The objects of a JSON-lines file; a last line cut short by a kill is left out."""
+    """The objects of a JSON-lines file; lines that a kill cut short are left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
+            try:
                 yield json.loads(line)
+            except ValueError:
+                continue
 
 
 def sha256_file(path: Path) -> str:

@@ -20,7 +20,7 @@ from finlm.data.synthetic_world import Dice, mix
 _WHO = phrases(
     "|{short}总部位于{city}，(主要产品为|主营){prod}。|公司属{ind}行业，{listed}年在{exch}{board}上市。"
     "|(资料显示|公开资料显示)，{short}(成立于{founded}年|主营{prod}和{prod2})，(董事长为{chair}|总经理为{ceo})。"
-    "|(该公司|公司)由{reg}监管，{ind}行业的(主要|典型)风险为{risk}。|{prov}企业{short}自{founded}年起经营{prod}业务。"
+    "|{ind}行业由{reg}监管，(主要|典型)风险为{risk}。|{prov}企业{short}自{founded}年起经营{prod}业务。"
 )
 _FIGURES = phrases(
     "|{y}年(公司|{short})营业收入{rev_y}，同比{rev_g}。|公司{y}年(毛利率{gm_r}，净利率{nm_r}|净资产收益率{roe_r})。"
@@ -82,7 +82,6 @@ _BODIES = forms(
 - (截至公告日|质押完成后)，其累计质押{allpledged_w}万股，占所持股份的{allpledged_of_r}。|(公司称，|公司表示，)(本次质押不影响控制权稳定|质押风险可控)。|
 @ who
 @ figures
-@ outlook
 
 == bond 8 债券通/bond
 * 70%

@@ -60,7 +60,7 @@ _BRAND_FIRST = {
     "held_out": "栎砚淼嵘弈恺憬昊昭晏晟曜曦杉枫栩桦梓梧槐橙沐泠浔涵渊滢烁皓昕湉滟骁婺俪旌穹阙黛瑶",
 }
 _BRAND_SECOND = "岭原屿舟岳峰岩石林森野禾谷达信诚远拓弘盛锐联同和利丰润景辉骏腾翔越凌云霖洲湾桥门关台轩庭维程章方"
-_REAL_BRANDS = frozenset(("溯联", "璞石", "汀原", "梧桐", "昭和", "晏维", "霁云", "骁骏"))
+_REAL_BRANDS = ("溯联", "昭和")  # combinations known to be taken
 _PRODUCT_FIRST = {"train": "星磐鲸燕雀鹿犀鲤鸿麒鹤蜂貂鹰", "held_out": "月鲲麦鸢麟狮鹭豹鹏鸥隼螺鲟驼"}
 _PRODUCT_SECOND = "影脉图核翼帆芯源流轮桥塔弦衡尺锋镜羽"
 _SURNAMES = (

@@ -7,6 +7,7 @@ from existing weights is refused when its shape is not the recipe's, because the
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -66,7 +67,7 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config:
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])
     try:
-        with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=plan.zero_stage == 3), device:
+        with deepspeed.zero.Init(config_dict_or_path=ds_config) if plan.zero_stage == 3 else nullcontext(), device:
             model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
     finally:
         torch.set_default_dtype(default)

@@ -1,0 +1,78 @@
+"""Which rows a rank reads, and which labels count."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from finlm.data import prepare
+from finlm.data.shards import Rows, Shards
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, recipe, shape
+from finlm.train.batches import Batches
+
+from helpers import QUICKSTART
+
+
+@pytest.fixture
+def shards(tiny: tuple[str, ...]) -> Shards:
+    return Shards(prepare.run(recipe.load(QUICKSTART, tiny).recipe))
+
+
+@pytest.fixture
+def plan(tiny: tuple[str, ...], shards: Shards) -> Plan:
+    loaded = recipe.load(QUICKSTART, tiny).recipe
+    return planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded, shards.vocab_size))
+
+
+def factored(plan: Plan, world_size: int, micro_batch: int) -> Plan:
+    """The plan with the same rows a step, cut otherwise."""
+    rows = plan.world_size * plan.micro_batch * plan.gradient_accumulation_steps
+    steps = rows // world_size // micro_batch
+    return dataclasses.replace(plan, world_size=world_size, micro_batch=micro_batch, gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 16), (1, 2), (4, 4), (16, 1)])
+def test_a_step_has_the_same_rows_at_every_world_size(
+    shards: Shards, plan: Plan, world_size: int, micro_batch: int
+) -> None:
+    rows = Rows(shards.split("train"), plan.sequence_length)
+    base, other = (Batches(rows, p, 7, 0) for p in (plan, factored(plan, world_size, micro_batch)))
+    for step in (0, 1, 999):
+        assert np.array_equal(np.sort(base.row_ids(step).ravel()), np.sort(other.row_ids(step).ravel()))
+        assert base.supervised(step) == other.supervised(step)
+
+
+def test_ranks_read_disjoint_rows_that_together_are_the_step(shards: Shards, plan: Plan) -> None:
+    rows = Rows(shards.split("train"), plan.sequence_length)
+    ranks = [list(Batches(rows, plan, 7, rank).read(3)) for rank in range(plan.world_size)]
+    inputs = torch.cat([inputs for rank in ranks for inputs, _ in rank])
+    wanted, _ = rows.read(Batches(rows, plan, 7, 0).row_ids(3).ravel())
+    assert sorted(map(tuple, inputs.tolist())) == sorted(map(tuple, wanted.tolist()))
+
+
+def test_the_denominator_is_the_number_of_labels_that_count(shards: Shards, plan: Plan) -> None:
+    rows = Rows(shards.split("train"), plan.sequence_length)
+    for step in range(len(rows) // 16):
+        batches = [Batches(rows, plan, 7, rank) for rank in range(plan.world_size)]
+        counted = sum(int((labels != -100).sum()) for one in batches for _, labels in one.read(step))
+        assert counted == batches[0].supervised(step)
+
+
+def test_every_token_but_the_first_of_a_shard_is_a_label_once_and_eos_is_learned(shards: Shards, plan: Plan) -> None:
+    for shard in shards.split("train"):
+        rows = Rows([shard], plan.sequence_length)
+        inputs, labels = rows.read(np.arange(len(rows)))
+        learned = labels[labels != -100]
+        assert np.array_equal(learned, shard.ids[1:])
+        assert (learned == shards.eos_id).sum() == shard.documents
+        assert np.array_equal(inputs.ravel()[: len(learned)], shard.ids[:-1])
+
+
+def test_shards_are_found_where_the_manifest_says(shards: Shards) -> None:
+    assert Path(shards.directory / "tokenizer.model").exists()
