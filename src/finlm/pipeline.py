@@ -31,6 +31,9 @@ def train(loaded: Loaded, hostfile: str | None, runs: Path, new: bool) -> int:
     listed = hostfile or cluster.default_hostfile()
     hosts = cluster.load(listed, wanted.hardware) if listed else cluster.local(wanted.train.cpu_ranks)
     launch.refuse_remote_hosts(hosts)
+    if wanted.train.epochs is None and (wanted.tokenizer.vocab_size or wanted.model.vocab_size != "auto"):
+        # What can be refused without the data is refused before hours go into preparing it.
+        config.deepspeed(wanted, planner.make(wanted, hosts, shape.of(wanted)))
     shards = prepare.run(wanted)
     vocab, tokens = prepare.sizes(shards)
     plan = planner.make(wanted, hosts, shape.of(wanted, vocab), tokens)

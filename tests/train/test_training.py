@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, locked
 from finlm.ops import launch
 from finlm.plan.plan import Plan
 
@@ -88,6 +88,12 @@ def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
     assert [step for step, _ in run.complete_checkpoints()] == [10]
     rows = train(run)
     assert [row["loss"] for row in rows if row["step"] > 10][-10:] == reference(make_run, curves)[10:]
+
+
+def test_a_run_cannot_be_started_twice_at_once(make_run: Any) -> None:
+    run = make_run()
+    with locked(run), pytest.raises(UserError, match="is running now"):
+        launch.run_ranks(run, Plan.read(run.plan))
 
 
 def _ranks_of(run: RunDir) -> list[int]:

@@ -14,10 +14,12 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,24 @@ def open_run(path: str | Path) -> RunDir:
             fix="give the directory that `finlm train` printed, runs/<name>-<time>",
         )
     return run
+
+
+@contextmanager
+def locked(run: RunDir) -> Iterator[int]:
+    """Hold the run for this process and those that inherit the yielded descriptor. Raises UserError when it is held.
+
+    The launcher inherits it, so a run whose `finlm train` was killed stays held until its ranks have ended too.
+    """
+    with (run.path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{run.path} is running now",
+                evidence="another process holds its lock",
+                fix=f"wait for it, end it with `pkill -f {run.path.name}`, or start another run with --new",
+            ) from None
+        yield file.fileno()
 
 
 def apply_host_env(run_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, locked
 from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
@@ -70,6 +70,18 @@ def write_host_env(run: RunDir, env: dict[str, str]) -> None:
 
 def run_ranks(run: RunDir, plan: Plan) -> None:
     """Train to the end. Raises UserError with the first failing rank's last lines when it does not get there."""
+    with locked(run) as lock:
+        status = _launch(run, plan, lock)
+    if status != "finished":
+        raise UserError(
+            f"training ended with status {status}",
+            evidence=_last_words(run),
+            fix=f"read {run.logs}; the same command resumes from the last complete checkpoint",
+        )
+
+
+def _launch(run: RunDir, plan: Plan, lock: int) -> str:
+    """Start the launcher, follow it, and leave nothing behind; the status of the end event or "crashed"."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(run.code), os.environ.get("PYTHONPATH")))),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies beside python
@@ -86,15 +98,10 @@ def run_ranks(run: RunDir, plan: Plan) -> None:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            pass_fds=(lock,),
         )
     with _ended(process):
-        status = _follow(run, plan, process, seen)
-    if status != "finished":
-        raise UserError(
-            f"training ended with status {status}",
-            evidence=_last_words(run),
-            fix=f"read {run.logs}; the same command resumes from the last complete checkpoint",
-        )
+        return _follow(run, plan, process, seen)
 
 
 def free_port() -> int:

@@ -1,0 +1,118 @@
+"""Mistakes of a user, at the command line: one screen, exit 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers import QUICKSTART, TINY, finlm, sets
+
+GOOD = "".join(
+    json.dumps({"text": f"第{n}家公司营业收入为{n * 37}万元，净利润为{n * 5}万元。"}) + "\n" for n in range(400)
+)
+SMALL = "tokenizer.vocab_size=300"
+
+
+def corpus(directory: Path, text: str) -> str:
+    """A source of these lines."""
+    (directory / "own.jsonl").write_text(text, encoding="utf-8")
+    return f"data.sources={directory / 'own.jsonl'}"
+
+
+def with_recipe(directory: Path, old: str, new: str) -> Path:
+    """The quickstart recipe with one change, as a file."""
+    text = QUICKSTART.read_text(encoding="utf-8")
+    assert old in text
+    path = directory / "changed.yaml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+Case = Callable[[Path], tuple[Path, list[str]]]
+CASES: dict[str, tuple[Case, str]] = {
+    "unknown key": (
+        lambda d: (with_recipe(d, "hidden_size", "hiden_size"), []),
+        "changed.yaml:7: model.hiden_size: unknown key; did you mean model.hidden_size?",
+    ),
+    "wrong type": (
+        lambda d: (with_recipe(d, "num_proc: 2", "num_proc: many"), []),
+        "changed.yaml:14: data.num_proc",
+    ),
+    "3e-4 as a string": (
+        lambda d: (with_recipe(d, "lr: 2.0e-3", 'lr: "3e-4"'), []),
+        "optim.lr: expected a number, got the string '3e-4'; write it without quotes",
+    ),
+    "duplicate key": (lambda d: (with_recipe(d, "zero:", "batch:"), []), "changed.yaml:20"),
+    "missing recipe": (lambda d: (d / "none.yaml", []), "cannot read the recipe"),
+    "missing source": (lambda d: (QUICKSTART, [f"data.sources={d / 'absent' / '*.jsonl.gz'}"]), "absent"),
+    "empty source": (lambda d: (QUICKSTART, [corpus(d, ""), SMALL]), "own"),
+    "not JSON lines": (lambda d: (QUICKSTART, [corpus(d, "净利润\n" * 50), SMALL]), "own.jsonl:1"),
+    "vocabulary too large for uint16": (
+        lambda d: (QUICKSTART, ["tokenizer.vocab_size=70000", "data.token_dtype=uint16"]),
+        "uint16 holds ids up to 65,535",
+    ),
+    "vocabulary too large for the text": (
+        lambda d: (QUICKSTART, [corpus(d, GOOD), "tokenizer.vocab_size=30000"]),
+        "tokenizer.vocab_size",
+    ),
+    "fp16 on CPU": (lambda d: (QUICKSTART, ["train.precision=fp16"]), "fp16 does not run on CPU ranks"),
+    "hosts that cannot be reached yet": (lambda d: (QUICKSTART, ["--hostfile"]), "names other machines"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_gives_one_clear_screen_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    case, words = CASES[name]
+    cache, runs = tmp_path / "cache", tmp_path / "runs"
+    path, overrides = case(tmp_path)
+    options = sets([*TINY, f"data.cache_dir={cache}", *(o for o in overrides if o != "--hostfile")])
+    if "--hostfile" in overrides:
+        (tmp_path / "hosts").write_text("worker-a slots=1\n", encoding="utf-8")
+        options += ["--hostfile", str(tmp_path / "hosts")]
+    result = finlm("train", path, *options, "--runs", runs)
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) <= 25, "one screen"
+    assert not runs.exists()
+    assert not list(cache.glob("**/*.tmp*")) and not list(cache.glob("shards-*"))
+
+
+def test_broken_rows_are_kept_aside_and_their_limit_can_be_raised(tmp_path: Path) -> None:
+    source = corpus(tmp_path, GOOD + "not json\n" * 4)
+    options = sets([*TINY, f"data.cache_dir={tmp_path / 'cache'}", SMALL, source])
+    refused = finlm("prepare", QUICKSTART, *options)
+    assert refused.returncode == 2
+    assert "own.jsonl:401" in refused.stderr and "max_broken_fraction" in refused.stderr
+    (aside,) = (tmp_path / "cache").glob("broken-*.jsonl")
+    assert [json.loads(line)["line"] for line in aside.read_text(encoding="utf-8").splitlines()] == [401, 402, 403, 404]
+    accepted = finlm("prepare", QUICKSTART, *options, "--set", "data.max_broken_fraction=0.02")
+    assert accepted.returncode == 0 and "4 broken" in accepted.stderr
+
+
+def test_a_tokenizer_that_does_not_match_the_shards_is_refused_with_both_hashes(tmp_path: Path) -> None:
+    made = []
+    for name, vocabulary in (("one", 300), ("two", 290)):
+        options = [
+            *TINY,
+            f"data.cache_dir={tmp_path / name}",
+            corpus(tmp_path, GOOD),
+            f"tokenizer.vocab_size={vocabulary}",
+        ]
+        made.append(finlm("prepare", QUICKSTART, *sets(options)).stdout.strip())
+    other = ["tokenizer.vocab_size=null", f"tokenizer.path={made[1]}/tokenizer.model", f"data.prepared={made[0]}"]
+    result = finlm("train", QUICKSTART, *sets([*TINY, *other]), "--runs", tmp_path / "runs")
+    assert result.returncode == 2
+    assert "the tokenizer does not match the shards" in result.stderr and result.stderr.count("sha256") >= 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_with_fewer_rows_than_the_tokenizer_has_pieces_is_refused(tmp_path: Path) -> None:
+    options = [*TINY, f"data.cache_dir={tmp_path / 'cache'}", corpus(tmp_path, GOOD), SMALL]
+    shards = finlm("prepare", QUICKSTART, *sets(options)).stdout.strip()
+    small = ["tokenizer.vocab_size=290", "model.vocab_size=290", f"data.prepared={shards}"]
+    result = finlm("train", QUICKSTART, *sets([*TINY, *small]), "--runs", tmp_path / "runs")
+    assert result.returncode == 2 and "the tokenizer has 300 pieces, the model 290 rows" in result.stderr
