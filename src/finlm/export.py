@@ -72,7 +72,10 @@ def _prove(directory: Path, model: torch.nn.Module, pieces: Any, add_bos: bool) 
 
 
 def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
-    """A sampled continuation (temperature 0.8, top-p 0.9) of prompt by an exported model."""
+    """A sampled continuation (temperature 0.8, top-p 0.9) of prompt by an exported model.
+
+    The first quarter of the tokens cannot be the end of the text: a model of a few steps would often write nothing.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     torch.manual_seed(seed)
@@ -82,6 +85,7 @@ def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> s
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
+            min_new_tokens=tokens // 4,
             do_sample=True,
             temperature=0.8,
             top_p=0.9,

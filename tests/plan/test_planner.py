@@ -14,7 +14,7 @@ from finlm.recipe import cluster, recipe, shape
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart/pretrain.yaml"
-SEEDS = RECIPES / "llama2-7b-fincorpus/pretrain.yaml"
+MIXED = RECIPES / "llama2-7b-fincorpus/pretrain.yaml"
 SIX_B = RECIPES / "xuanyuan-6b/pretrain.yaml"
 AUTO = ["zero.stage=auto", "zero.offload_optimizer=auto", "zero.offload_param=auto", "train.recompute=auto"]
 AUTO += ["batch.micro_batch=auto", "train.precision=auto"]
@@ -41,22 +41,22 @@ def test_the_quickstart_plans_two_cpu_ranks() -> None:
 
 
 def test_a_plan_survives_json() -> None:
-    plan = make(SEEDS)
+    plan = make(MIXED)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_explicit_values_are_never_changed() -> None:
-    plan = make(SEEDS)
+    plan = make(MIXED)
     assert (plan.zero_stage, plan.offload_optimizer, plan.offload_param) == (3, "cpu", "cpu")
     assert (plan.recompute, plan.micro_batch, plan.tokens_per_step) == ("full", 1, 16384)
 
 
-def test_the_seeds_run_does_not_fit_without_offload_and_the_error_says_what_would() -> None:
+def test_the_mixed_clusters_run_does_not_fit_without_offload_and_the_error_says_what_would() -> None:
     for rows in (4, 1):
         tokens = 4 * 4096 * rows
         with pytest.raises(PlanError) as caught:
             make(
-                SEEDS,
+                MIXED,
                 "zero.offload_optimizer=none",
                 "zero.offload_param=none",
                 f"batch.micro_batch={rows}",
@@ -67,19 +67,19 @@ def test_the_seeds_run_does_not_fit_without_offload_and_the_error_says_what_woul
 
 
 def test_a_v100_makes_the_whole_cluster_fp16_and_says_which_host() -> None:
-    plan = make(SEEDS)
+    plan = make(MIXED)
     assert plan.precision == "fp16"
     assert "fp16: host v100 has V100-32G, compute capability 7.0 < 8.0" in plan.reasons
 
 
 def test_the_smallest_memory_binds_a_mixed_cluster() -> None:
-    plan = make(SEEDS)
+    plan = make(MIXED)
     assert plan.gpu_memory_bytes == 32 * 2**30
     assert any(reason.startswith("mixed GPUs") for reason in plan.reasons)
 
 
-def test_auto_finds_a_faster_plan_for_the_seeds_than_the_record() -> None:
-    plan, theirs = make(SEEDS, *AUTO), make(SEEDS)
+def test_auto_finds_a_faster_plan_for_the_mixed_cluster_than_the_record() -> None:
+    plan, theirs = make(MIXED, *AUTO), make(MIXED)
     assert plan.fits
     assert (plan.tokens_per_second or 0) > 1.3 * (theirs.tokens_per_second or 0)
     assert plan.zero_stage < 3  # stage 3 gathers the weights over the network in every micro-step
@@ -87,7 +87,7 @@ def test_auto_finds_a_faster_plan_for_the_seeds_than_the_record() -> None:
 
 def test_bf16_on_a_v100_is_refused() -> None:
     with pytest.raises(PlanError, match=r"compute capability 7\.0 < 8\.0"):
-        make(SEEDS, "train.precision=bf16")
+        make(MIXED, "train.precision=bf16")
 
 
 def test_fp16_on_cpu_is_refused() -> None:
@@ -98,7 +98,7 @@ def test_fp16_on_cpu_is_refused() -> None:
 def test_fp16_with_a_high_learning_rate_is_warned_about() -> None:
     warned = make(SIX_B, host(slots=8, gpu="V100-32G", memory="1TiB"), *AUTO)
     assert any("Current loss scale already at minimum" in reason for reason in warned.reasons)
-    calm = make(SEEDS)
+    calm = make(MIXED)
     assert not any("loss scale" in reason for reason in calm.reasons)
 
 
@@ -122,7 +122,7 @@ def test_more_memory_means_less_machinery() -> None:
 
 def test_host_memory_is_a_limit_too() -> None:
     with pytest.raises(PlanError) as caught:
-        make(SEEDS, host(slots=1, gpu="T4", memory="32GiB"), *AUTO)
+        make(MIXED, host(slots=1, gpu="T4", memory="32GiB"), *AUTO)
     assert "host memory" in caught.value.evidence
     assert caught.value.fix.startswith("use ")
 

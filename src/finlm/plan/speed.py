@@ -7,8 +7,9 @@ crosses the slowest of the GPU links and each host's network card once. Stage 0 
 gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over 10 Gb/s Ethernet is why a 7B model takes
 years.
 
-The measured H200 rows are met within 6 %, but H200's mfu and ZERO3_SHARE were fitted to them; the seeds' cluster comes
-out within a factor of 4, XuanYuan-70B's 340 tok/s/GPU 28 % low (eager here, fused there). CPU ranks have no prediction.
+The measured H200 rows are met within 6 %, but H200's mfu and ZERO3_SHARE were fitted to them; the mixed cluster of
+llama2-7b-fincorpus comes out within a factor of 4, XuanYuan-70B's 340 tok/s/GPU 28 % low (eager here, fused there).
+CPU ranks have no prediction.
 """
 
 from __future__ import annotations
