@@ -32,7 +32,7 @@ def make(path: Path, *overrides: str, train_tokens: int | None = None) -> Plan:
 def test_the_quickstart_plans_two_cpu_ranks() -> None:
     plan = make(QUICKSTART)
     assert (plan.device, plan.precision, plan.zero_stage) == ("cpu", "fp32", 1)
-    assert (plan.micro_batch, plan.gradient_accumulation_steps, plan.steps) == (8, 2, 250)
+    assert (plan.micro_batch, plan.gradient_accumulation_steps, plan.steps) == (8, 1, 250)
     assert plan.tokens_per_second is None
     assert plan.days is None
     assert plan.peak_flops is None
@@ -148,13 +148,13 @@ def test_the_cpu_micro_batch_is_a_power_of_two_that_divides_the_rows(tokens: int
 
 
 def test_length_comes_from_steps_tokens_or_epochs() -> None:
-    assert make(QUICKSTART, "train.steps=null", "train.tokens=4M").steps == 4_000_000 // 8192
+    assert make(QUICKSTART, "train.steps=null", "train.tokens=4M").steps == 4_000_000 // 4096
     epochs = ["train.steps=null", "train.epochs=1.5"]
-    assert make(QUICKSTART, *epochs, train_tokens=819_200).steps == 150
+    assert make(QUICKSTART, *epochs, train_tokens=819_200).steps == 300
     with pytest.raises(PlanError, match=r"train\.epochs needs"):
         make(QUICKSTART, *epochs)
     with pytest.raises(PlanError, match="warmup_steps"):
-        make(QUICKSTART, *epochs, train_tokens=100_000)
+        make(QUICKSTART, *epochs, train_tokens=50_000)
 
 
 def test_unknown_host_memory_is_not_checked_and_said() -> None:
