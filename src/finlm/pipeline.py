@@ -117,7 +117,7 @@ def _finish(run: RunDir) -> None:
     speeds = sorted(step["tokens_per_second"] for step in steps)
     screen.say()
     screen.say(f"run directory   {_shown(run.path)}")
-    screen.say(f"training loss   {steps[-1]['loss']:.4f} after {len(steps):,} steps")
+    screen.say(f"training loss   {steps[-1]['loss']:.4f} after {steps[-1]['step']:,} steps")
     if evals:
         first, last = evals[0], evals[-1]
         fall = 100 * (1 - last["loss"] / first["loss"])

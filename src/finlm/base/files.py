@@ -54,11 +54,16 @@ def read_json_lines(path: Path) -> Iterator[Any]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        yield from parse_json_lines(file)
+
+
+def parse_json_lines(lines: Iterable[bytes]) -> Iterator[Any]:
+    """The objects of those lines that are whole."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
 
 
 def sha256_file(path: Path) -> str:

@@ -7,7 +7,6 @@ when its child dies by a signal.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -89,7 +88,7 @@ def _launch(run: RunDir, plan: Plan, lock: int) -> str:
         "TOKENIZERS_PARALLELISM": "false",
     }
     run.logs.mkdir(parents=True, exist_ok=True)
-    seen = sum(1 for _ in run.read_events())
+    seen = run.events.stat().st_size if run.events.exists() else 0
     with (run.logs / "launcher.log").open("ab") as log:
         process = subprocess.Popen(
             command(run, plan, free_port()),
@@ -161,9 +160,8 @@ def _describe(event: dict[str, Any]) -> str:
     return f"{loss}  {event['tokens_per_second']:,.0f} tokens/s"
 
 
-def _events(run: RunDir, process: subprocess.Popen[bytes], seen: int) -> Iterator[dict[str, Any]]:
-    """New events as they are written, until the launcher has ended and all are read."""
-    offset, skipped = 0, 0
+def _events(run: RunDir, process: subprocess.Popen[bytes], offset: int) -> Iterator[dict[str, Any]]:
+    """Events behind the first offset bytes as they are written, until the launcher has ended and all are read."""
     while True:
         ended = process.poll() is not None
         if run.events.exists():
@@ -172,10 +170,7 @@ def _events(run: RunDir, process: subprocess.Popen[bytes], seen: int) -> Iterato
                 block = file.read()
             complete = block[: block.rfind(b"\n") + 1]
             offset += len(complete)
-            for line in complete.splitlines():
-                skipped += 1
-                if skipped > seen:
-                    yield json.loads(line)
+            yield from files.parse_json_lines(complete.splitlines())
         if ended:
             return
         time.sleep(POLL_SECONDS)

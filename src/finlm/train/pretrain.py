@@ -68,16 +68,16 @@ def main(run_path: Path) -> int:
             s.engine.step()
             loss += summed.detach()
         step += 1
-        mean_loss = log_step(s, step, loss, supervised, lr, time.monotonic() - begun)
+        mean_loss = log_step(s, step, loss, supervised, lr, begun)
         if not math.isfinite(mean_loss):
             record(s, "incident", step=step, what="loss is not finite", detail=f"loss {mean_loss}, lr {lr:.3g}")
             record(s, "end", step=step, status="failed", seconds=round(time.monotonic() - started, 1), exit_code=1)
             return 1
         last = step == s.plan.steps
-        if last or is_due(step, s.recipe.checkpoint.every_steps):
-            checkpoint.save(s.engine, s.run, step, s.recipe.checkpoint.keep_last)
         if last or is_due(step, s.recipe.eval.every_steps):
             evaluate(s, step)
+        if last or is_due(step, s.recipe.checkpoint.every_steps):  # after it: what a checkpoint follows is recorded
+            checkpoint.save(s.engine, s.run, step, s.recipe.checkpoint.keep_last)
     record(s, "end", step=step, status="finished", seconds=round(time.monotonic() - started, 1), exit_code=0)
     distributed.barrier()
     return 0
@@ -131,16 +131,21 @@ def versions(s: Setup) -> dict[str, Any]:
     }
 
 
-def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, seconds: float) -> float:
-    """Record one optimizer step; the mean loss over all ranks. The only place where the host waits for the device."""
+def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, begun: float) -> float:
+    """Record one optimizer step; the mean loss over all ranks. The host waits for the device here, and nowhere else.
+
+    loss: this rank's sum over its labels. begun: time.monotonic() at the start of the step.
+    """
     if s.plan.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     mine = torch.tensor([loss.item(), memory], dtype=torch.float64, device=s.device)
-    every = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
-    distributed.all_gather(every, mine)
-    mean_loss = sum(float(one[0]) for one in every) / supervised
+    gathered = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
+    distributed.all_gather(gathered, mine)
+    every = torch.stack(gathered).tolist()
+    seconds = time.monotonic() - begun
+    mean_loss = float(sum(summed for summed, _ in every) / supervised)
     if not s.engine.was_step_applied():
         record(s, "incident", step=step, what="step skipped", detail="gradient overflow; the loss scale was lowered")
     tokens_per_second = supervised / seconds
@@ -158,7 +163,7 @@ def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float
         seconds=round(seconds, 4),
         tokens_per_second=round(tokens_per_second, 1),
         mfu=None if s.plan.peak_flops is None else round(flops / s.plan.world_size / s.plan.peak_flops, 4),
-        memory_bytes=int(max(float(one[1]) for one in every)),
+        memory_bytes=int(max(memory for _, memory in every)),
     )
     return mean_loss
 
