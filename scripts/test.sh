@@ -4,10 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [[ "${1:-}" == "--help" ]] && { sed -n '2,3s/^# \{0,1\}//p' "$0"; exit 0; }
-packages=(g++ git iproute2 libaio-dev openssh-client openssh-server rsync)
-if [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null && ! dpkg -s "${packages[@]}" >/dev/null 2>&1; then
-  echo "installing system packages: ${packages[*]}"
-  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
-fi
+bash scripts/system_packages.sh
 bash scripts/setup.sh
 PATH="$PWD/.venv/bin:$PATH" exec .venv/bin/python -m pytest -m "not gpu" "$@"
