@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finlm.base import screen
 from finlm.base.errors import UserError
@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the plan as JSON on stdout")
     command.set_defaults(run=_plan)
 
-    command = add("doctor", help="check this machine before a run")
-    _recipe_options(command)
+    command = add("doctor", help="check this machine against a recipe's plan")
+    _recipe_options(command, nargs="?", default="recipes/quickstart/pretrain.yaml")
     _cluster_options(command)
     command.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
     command.set_defaults(run=_doctor)
@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _recipe_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", help="recipes/<family>/<stage>.yaml")
+def _recipe_options(command: argparse.ArgumentParser, **positional: Any) -> None:
+    command.add_argument("recipe", help="recipes/<family>/<stage>.yaml", **positional)
     command.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", help="override a key; repeatable")
 
 
