@@ -11,7 +11,7 @@ import pytest
 from finlm.base.rundir import open_run
 from finlm.data import synthetic
 
-from helpers import ROOT, TINY
+from helpers import QUICKSTART, ROOT, TINY, finlm
 
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("recipes/*/README.md")])
 # The corpora and base models of these recipes are not in the repository: the commands must get as far as saying so.
@@ -94,3 +94,12 @@ def test_every_link_of_the_pages_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_recipe_shown_in_the_readme_loads_and_plans(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "wider.yaml"
+    path.write_text(text.replace("../quickstart/pretrain.yaml", str(QUICKSTART)), encoding="utf-8")
+    result = finlm("plan", path)
+    assert result.returncode == 0, result.stderr
+    assert "model.hidden_size = 256" in result.stderr and "wider.yaml:3" in result.stderr
