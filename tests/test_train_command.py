@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from finlm.base import files
 from finlm.base.rundir import RunDir
 
-from helpers import QUICKSTART, finlm, sets
+from helpers import QUICKSTART, ROOT, finlm, sets
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +60,27 @@ def test_a_second_run_reuses_the_prepared_data_and_starts_a_new_directory(
     newest = max(run.path.parent.iterdir(), key=lambda path: path.stat().st_mtime)
     shards = [files.read_json(RunDir(path).manifest)["shards"]["path"] for path in (run.path, newest)]
     assert newest != run.path and shards[0] == shards[1]
+
+
+def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
+    tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = ["train", str(QUICKSTART), *sets((*tiny, "train.steps=80")), "--runs", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "finlm", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/checkpoints/step-10/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the same command resumes" in printed
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).returncode == 1
+    (path,) = tmp_path.iterdir()
+    assert RunDir(path).report.exists()
+    resumed = finlm(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming {path} from step" in resumed.stderr and "held-out loss" in resumed.stderr
+    assert [event["status"] for event in RunDir(path).read_events("end")] == ["finished"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_report_can_be_built_again(finished: tuple[RunDir, str]) -> None:

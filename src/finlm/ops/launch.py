@@ -113,7 +113,7 @@ def free_port() -> int:
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Whatever happens in the block, no process of the launcher's session is left after it."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    previous = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
@@ -121,6 +121,11 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         for how, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
             if _session_is_gone(process, how, patience):
                 break
+
+
+def _terminated(*_: object) -> None:
+    screen.say("terminated; the same command resumes from the last complete checkpoint")
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _session_is_gone(process: subprocess.Popen[bytes], how: signal.Signals, patience: float) -> bool:
