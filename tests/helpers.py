@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,3 +38,11 @@ def finlm(*arguments: str | Path, cwd: Path = ROOT, timeout: float = 300) -> sub
 def sets(overrides: Sequence[str]) -> list[str]:
     """The --set options of overrides."""
     return [part for override in overrides for part in ("--set", override)]
+
+
+def double(value: int) -> int:
+    """Work for a spawned process, which must find it in an importable module; 99 kills the process."""
+    if value == 99:
+        os._exit(9)
+    time.sleep(0.05 * (value % 2))
+    return 2 * value

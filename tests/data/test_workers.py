@@ -14,6 +14,8 @@ import pytest
 from finlm.base.errors import UserError
 from finlm.data import workers
 
+from helpers import double
+
 SOURCE = Path(workers.__file__).parents[2]
 
 
@@ -36,13 +38,6 @@ def test_the_limits_of_this_machine_are_real_numbers() -> None:
     assert len(found) == 3 and min(found.values()) >= 1
     assert workers.available_cores() <= len(os.sched_getaffinity(0))
     assert 0 < workers.available_memory() < 2**50
-
-
-def double(value: int) -> int:
-    if value == 99:
-        os._exit(9)
-    time.sleep(0.05 * (value % 2))
-    return 2 * value
 
 
 @pytest.mark.parametrize("count", [1, 2])
