@@ -105,8 +105,7 @@ def _export(run: RunDir) -> None:
     step, checkpoint = run.complete_checkpoints()[-1]
     if not run.export.exists():
         export.export(checkpoint, run.export)
-        size = sum(path.stat().st_size for path in run.export.rglob("*") if path.is_file())
-        run.append_event("export", path=str(run.export), bytes=size)
+        run.append_event("export", path=str(run.export), bytes=_size(run.export))
     prompt = "公司"
     run.append_event("sample", step=step, prompt=prompt, text=export.generate(run.export, prompt, SAMPLE_TOKENS))
 

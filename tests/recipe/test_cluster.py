@@ -10,7 +10,7 @@ from finlm.base.errors import UserError
 from finlm.recipe import cluster
 from finlm.recipe.schema import Hardware, HardwareHost
 
-SEEDS = Hardware(
+MIXED = Hardware(
     hosts=(
         HardwareHost(name="a", slots=2, gpu="A100-40G", memory="256GiB"),  # type: ignore[arg-type]
         HardwareHost(name="b", slots=2, gpu="V100-32G"),
@@ -26,7 +26,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_hostfile_is_read_in_order_with_kinds_from_hardware(tmp_path: Path) -> None:
-    found = cluster.load(write(tmp_path, "# two hosts\nb slots=2  # V100\n\na slots=1\n"), SEEDS)
+    found = cluster.load(write(tmp_path, "# two hosts\nb slots=2  # V100\n\na slots=1\n"), MIXED)
     assert [(host.name, host.slots, host.gpu) for host in found.hosts] == [("b", 2, "V100-32G"), ("a", 1, "A100-40G")]
     assert found.hosts[1].memory_bytes == 256 * 2**30
     assert (found.world_size, found.network_gbit, found.is_cpu) == (3, 25.0, False)
@@ -34,8 +34,8 @@ def test_a_hostfile_is_read_in_order_with_kinds_from_hardware(tmp_path: Path) ->
 
 def test_the_gpu_option_wins_and_unknown_hosts_are_cpu_ranks(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=1\nc slots=4\n")
-    assert [host.gpu for host in cluster.load(path, SEEDS).hosts] == ["A100-40G", None]
-    assert [host.gpu for host in cluster.load(path, SEEDS, gpu="H200").hosts] == ["H200", "H200"]
+    assert [host.gpu for host in cluster.load(path, MIXED).hosts] == ["A100-40G", None]
+    assert [host.gpu for host in cluster.load(path, MIXED, gpu="H200").hosts] == ["H200", "H200"]
     assert cluster.load(path).is_cpu
 
 

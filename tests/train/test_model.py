@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from finlm import config
 from finlm.base.errors import UserError
+from finlm.data.shards import IGNORED
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -52,7 +53,7 @@ def test_the_loss_is_the_sum_over_labels_that_are_not_minus_100() -> None:
     logits = model(input_ids=inputs).logits.log_softmax(-1)
     assert alone.item() == pytest.approx(-logits.gather(-1, labels[..., None]).sum().item(), rel=1e-5)
     padded = labels.clone()
-    padded[:, 10:] = models.IGNORED
+    padded[:, 10:] = IGNORED
     kept = -logits[:, :10].gather(-1, labels[:, :10, None]).sum().item()
     assert models.summed_loss(model, inputs, padded).item() == pytest.approx(kept, rel=1e-5)
 

@@ -62,12 +62,12 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` optimizer steps."""
-        return self.path / "checkpoints" / f"step-{step}"
+        return Path(self.checkpoints) / f"step-{step}"
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of every checkpoint whose manifest exists, oldest first."""
         found = []
-        for manifest in (self.path / "checkpoints").glob("step-*/manifest.json"):
+        for manifest in self.checkpoints.glob("step-*/manifest.json"):
             found.append((int(manifest.parent.name.removeprefix("step-")), manifest.parent))
         return sorted(found)
 

@@ -22,7 +22,7 @@ from typing import Any
 from finlm.base import screen
 from finlm.ops import doctor_checks
 from finlm.plan.plan import Plan
-from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.cluster import Cluster, Host, is_local
 from finlm.recipe.schema import Recipe
 
 
@@ -58,9 +58,8 @@ def check(recipe: Recipe, plan: Plan, cluster: Cluster, facts: Mapping[str, Mapp
 
 def check_local(recipe: Recipe, plan: Plan, runs: Path = Path("runs"), port: int | None = None) -> list[Finding]:
     """Findings of this machine, as the plan's host of its name, else as the plan's first one."""
-    names = ("localhost", "127.0.0.1", os.uname().nodename)
-    planned = next((host for host in plan.hosts if host.name in names), plan.hosts[0])
-    host = Host("localhost" if planned.name not in names else planned.name, planned.slots, planned.gpu)
+    planned = next((host for host in plan.hosts if is_local(host.name)), plan.hosts[0])
+    host = Host(planned.name if is_local(planned.name) else "localhost", planned.slots, planned.gpu)
     disks = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
     return check(recipe, plan, Cluster((host,)), {host.name: local_facts(disks, port, recipe.env)})
 

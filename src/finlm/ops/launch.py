@@ -22,7 +22,7 @@ from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, locked
 from finlm.plan.plan import Plan
-from finlm.recipe.cluster import Cluster
+from finlm.recipe.cluster import Cluster, is_local
 from finlm.recipe.schema import Recipe
 
 POLL_SECONDS = 0.2
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 
 def refuse_remote_hosts(hosts: Cluster) -> None:
     """Raises UserError when the ranks would run anywhere but here."""
-    remote = [host.name for host in hosts.hosts if host.name not in ("localhost", "127.0.0.1", os.uname().nodename)]
+    remote = [host.name for host in hosts.hosts if not is_local(host.name)]
     if remote:
         raise UserError(
             f"the hostfile names other machines: {', '.join(remote)}",

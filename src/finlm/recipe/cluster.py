@@ -92,6 +92,11 @@ def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None
     return Cluster(tuple(hosts.values()), hardware.network_gbit if hardware else 10.0)
 
 
+def is_local(name: str) -> bool:
+    """Whether a hostfile's name is this machine's own; addresses are not looked up."""
+    return name in ("localhost", "127.0.0.1", os.uname().nodename)
+
+
 def default_hostfile() -> Path | None:
     """hostfile.txt of the current directory, when any of its lines is more than a comment."""
     path = Path("hostfile.txt")

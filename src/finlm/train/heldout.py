@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from finlm.data.shards import Rows, Shards
-from finlm.train.model import IGNORED
+from finlm.data.shards import IGNORED, Rows, Shards
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

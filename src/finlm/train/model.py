@@ -17,11 +17,11 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from finlm.base.errors import UserError
+from finlm.data.shards import IGNORED
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-IGNORED = -100
 SHAPE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
