@@ -47,7 +47,7 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     scheduler = _scheduler(recipe, plan)
     if scheduler is not None:
         settings["scheduler"] = scheduler
-    if plan.precision == "bf16":
+    if plan.precision in ("bf16", "fp8"):
         settings["bf16"] = {"enabled": True}
     elif plan.precision == "fp16":
         settings["fp16"] = _fp16(recipe)
@@ -101,14 +101,13 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    hidden = recipe.model.hidden_size
-    sizes = memory.buckets(plan.zero_stage, plan.offload_optimizer, plan.parameters, hidden)
+    sizes = memory.buckets(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: dict[str, Any] = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero
     zero |= {
-        "contiguous_gradients": True,
-        "overlap_comm": plan.device == "cuda",
+        "contiguous_gradients": memory.is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer),
+        "overlap_comm": plan.device == "cuda" and plan.world_size > 1,
         "reduce_scatter": True,
         "reduce_bucket_size": sizes.reduce,
         "allgather_partitions": True,
@@ -153,7 +152,7 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: dict[str, int]) -
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
     """Elements: DeepSpeed asserts that a rank's part of every parameter fits one buffer."""
     model = recipe.model
-    largest = max(plan.vocab_size, model.ffn_size) * model.hidden_size
+    largest = max(plan.padded_vocab_size, model.ffn_size) * model.hidden_size
     unit = 2**20
     return -(-largest // plan.world_size // unit) * unit
 

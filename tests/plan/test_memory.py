@@ -11,7 +11,7 @@ from finlm.plan import memory
 from finlm.plan.memory import GIB, Layout
 from finlm.recipe.shape import ModelShape
 
-XUANYUAN_6B = ModelShape(hidden=4096, layers=30, heads=32, kv_heads=32, ffn=11008, vocab=39438, tied=False)
+XUANYUAN_6B = ModelShape(hidden=4096, layers=30, heads=32, kv_heads=32, ffn=11008, vocab=39552, tied=False)  # padded
 BASE = Layout(
     device="cuda",
     precision="bf16",
@@ -22,6 +22,7 @@ BASE = Layout(
     micro_batch=2,
     sequence_length=2048,
     world_size=1,
+    compiled=True,
 )
 OFFLOADED: dict[str, Any] = {
     "zero_stage": 3,
@@ -30,12 +31,16 @@ OFFLOADED: dict[str, Any] = {
     "recompute": "full",
     "micro_batch": 8,
 }
+# torch.cuda.max_memory_allocated in GiB, the largest of all ranks.
 ANCHORS: dict[str, tuple[float, dict[str, Any]]] = {
-    "reference recipe": (131, {"recompute": "full", "micro_batch": 6}),
-    "compiled layers, chunked loss": (131, {"kernels": "fused"}),
-    "ZeRO-1 on four": (104, {"world_size": 4, "micro_batch": 8, "kernels": "fused"}),
-    "ZeRO-3 on four": (114, {"world_size": 4, "micro_batch": 8, "zero_stage": 3}),
-    "ZeRO-3, everything offloaded": (12, OFFLOADED),
+    "micro-batch 4": (121.9, {"micro_batch": 4}),
+    "micro-batch 6": (135.1, {"micro_batch": 6}),
+    "float8": (129.5, {"micro_batch": 6, "precision": "fp8"}),
+    "selective recompute": (127.9, {"micro_batch": 8, "recompute": "selective"}),
+    "ZeRO-1 on two": (115.4, {"world_size": 2, "micro_batch": 8}),
+    "ZeRO-1 on four": (122.5, {"world_size": 4, "micro_batch": 12}),
+    "ZeRO-3 on two": (103.3, {"world_size": 2, "micro_batch": 8, "zero_stage": 3}),
+    "ZeRO-3 on four": (108.0, {"world_size": 4, "micro_batch": 12, "zero_stage": 3}),
 }
 
 
@@ -44,27 +49,23 @@ def predicted(shape: ModelShape = XUANYUAN_6B, **changes: Any) -> dict[str, int]
 
 
 @pytest.mark.parametrize("name", ANCHORS)
-def test_the_allocated_peak_is_within_five_percent_of_the_measured_one(name: str) -> None:
+def test_the_allocated_peak_is_within_four_percent_of_the_measured_one(name: str) -> None:
     measured, changes = ANCHORS[name]
-    assert memory.allocated_bytes(predicted(**changes)) / GIB == pytest.approx(measured, rel=0.05)
+    assert memory.allocated_bytes(predicted(**changes)) / GIB == pytest.approx(measured, rel=0.04)
 
 
-def test_bf16_without_master_weights_in_plain_pytorch_confirms_the_activations() -> None:
-    # 94 GiB measured with pure bf16 AdamW: 8 bytes a parameter, micro-batch 6, compiled, logits in one piece.
-    layout = dataclasses.replace(BASE, micro_batch=6, kernels="fused")
-    states = 8 * XUANYUAN_6B.parameters
-    activations = memory.activation_bytes(XUANYUAN_6B, layout)
-    assert (states + activations) / GIB == pytest.approx(94, rel=0.05)
-
-
-def test_one_gpu_needs_22_bytes_a_parameter_in_the_optimizer_step() -> None:
+def test_the_optimizer_step_holds_one_group_in_fp32() -> None:
+    # Two 16-bit copies and one of fp32: of all parameters that would be 22 bytes each, 131 GiB, as it once was.
     items = predicted(recompute="full", micro_batch=1)
-    assert memory.allocated_bytes(items) == pytest.approx(22 * XUANYUAN_6B.parameters, rel=1e-6)
+    group = 2 + 4
+    step = (16 * XUANYUAN_6B.parameters + group * memory.OPTIMIZER_GROUP) / GIB
+    assert memory.allocated_bytes(items) / GIB == pytest.approx(step, rel=0.01)
 
 
-def test_activations_are_132_kb_a_token_and_layer_when_fused() -> None:
-    assert memory.layer_activation_bytes(XUANYUAN_6B, "fused", 2) == pytest.approx(132_000, rel=0.01)
-    assert memory.layer_activation_bytes(XUANYUAN_6B, "eager", 2) > 180_000
+def test_activations_are_110_kb_a_token_and_layer_when_compiled() -> None:
+    assert memory.layer_activation_bytes(XUANYUAN_6B, BASE) == pytest.approx(109_600, rel=0.01)
+    eager = dataclasses.replace(BASE, compiled=False)
+    assert memory.layer_activation_bytes(XUANYUAN_6B, eager) > 180_000
 
 
 def test_each_zero_stage_and_offload_needs_less_device_memory() -> None:
@@ -99,7 +100,8 @@ def test_nvme_keeps_the_states_out_of_host_memory() -> None:
 
 
 def test_the_buffers_never_exceed_the_model() -> None:
-    sizes = memory.buckets(3, "none", 1000, 64)
+    tiny = ModelShape(hidden=8, layers=1, heads=1, kv_heads=1, ffn=16, vocab=20, tied=True)
+    sizes = memory.buckets(3, "none", tiny)
     assert all(getattr(sizes, name) <= 1000 for name in ("reduce", "allgather", "prefetch", "persistence", "live"))
 
 

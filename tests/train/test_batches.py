@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finlm.data import prepare
-from finlm.data.shards import Rows, Shards
+from finlm.data.shards import Order, Rows, Shards
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -42,7 +42,7 @@ def test_a_step_has_the_same_rows_at_every_world_size(
     shards: Shards, plan: Plan, world_size: int, micro_batch: int
 ) -> None:
     rows = Rows(shards.split("train"), plan.sequence_length)
-    base, other = (Batches(rows, p, 7, 0) for p in (plan, factored(plan, world_size, micro_batch)))
+    base, other = (Batches(rows, Order(len(rows), 7), p, 0) for p in (plan, factored(plan, world_size, micro_batch)))
     for step in (0, 1, 999):
         assert np.array_equal(np.sort(base.row_ids(step).ravel()), np.sort(other.row_ids(step).ravel()))
         assert base.supervised(step) == other.supervised(step)
@@ -50,16 +50,16 @@ def test_a_step_has_the_same_rows_at_every_world_size(
 
 def test_ranks_read_disjoint_rows_that_together_are_the_step(shards: Shards, plan: Plan) -> None:
     rows = Rows(shards.split("train"), plan.sequence_length)
-    ranks = [list(Batches(rows, plan, 7, rank).read(3)) for rank in range(plan.world_size)]
+    ranks = [list(Batches(rows, Order(len(rows), 7), plan, rank).read(3)) for rank in range(plan.world_size)]
     inputs = torch.cat([inputs for rank in ranks for inputs, _ in rank])
-    wanted, _ = rows.read(Batches(rows, plan, 7, 0).row_ids(3).ravel())
+    wanted, _ = rows.read(Batches(rows, Order(len(rows), 7), plan, 0).row_ids(3).ravel())
     assert sorted(map(tuple, inputs.tolist())) == sorted(map(tuple, wanted.tolist()))
 
 
 def test_the_denominator_is_the_number_of_labels_that_count(shards: Shards, plan: Plan) -> None:
     rows = Rows(shards.split("train"), plan.sequence_length)
     for step in range(len(rows) // 16):
-        batches = [Batches(rows, plan, 7, rank) for rank in range(plan.world_size)]
+        batches = [Batches(rows, Order(len(rows), 7), plan, rank) for rank in range(plan.world_size)]
         counted = sum(int((labels != -100).sum()) for one in batches for _, labels in one.read(step))
         assert counted == batches[0].supervised(step)
 

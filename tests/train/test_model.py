@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from transformers import LlamaForCausalLM
 
 from finlm import config
 from finlm.base.errors import UserError
-from finlm.data.shards import IGNORED
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -29,7 +29,8 @@ def planned(*overrides: str) -> tuple[Recipe, Plan]:
 def built(*overrides: str) -> LlamaForCausalLM:
     """The tiny model."""
     loaded, plan = planned(*overrides)
-    return models.build(loaded, plan, config.deepspeed(loaded, plan), models.llama_config(loaded, plan, 1, 2))
+    shape_config = models.llama_config(loaded, plan, 1, 2)
+    return models.build(loaded, plan, config.deepspeed(loaded, plan), shape_config, Path("tokenizer.model"))
 
 
 def test_the_plan_counts_the_parameters_that_the_model_has() -> None:
@@ -46,18 +47,6 @@ def test_weights_depend_on_seed_and_name_only() -> None:
     assert torch.equal(first.model.norm.weight, torch.ones_like(first.model.norm.weight))
 
 
-def test_the_loss_is_the_sum_over_labels_that_are_not_minus_100() -> None:
-    model = built()
-    inputs, labels = torch.randint(0, 4096, (2, 2, 16)).unbind(0)
-    alone = models.summed_loss(model, inputs, labels)
-    logits = model(input_ids=inputs).logits.log_softmax(-1)
-    assert alone.item() == pytest.approx(-logits.gather(-1, labels[..., None]).sum().item(), rel=1e-5)
-    padded = labels.clone()
-    padded[:, 10:] = IGNORED
-    kept = -logits[:, :10].gather(-1, labels[:, :10, None]).sum().item()
-    assert models.summed_loss(model, inputs, padded).item() == pytest.approx(kept, rel=1e-5)
-
-
 def test_a_start_from_weights_of_another_shape_is_refused_with_both_numbers(tmp_path: Path) -> None:
     built("model.hidden_size=32").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="does not have the recipe's shape") as error:
@@ -71,3 +60,14 @@ def test_a_start_from_weights_takes_exactly_those(tmp_path: Path) -> None:
     started = built(f"model.init_from={tmp_path}")
     for name, parameter in source.named_parameters():
         assert torch.equal(started.get_parameter(name), parameter)
+
+
+def test_padding_rows_are_zero_and_change_no_other_weight(tmp_path: Path) -> None:
+    loaded, plan = planned()
+    wide = dataclasses.replace(plan, padded_vocab_size=plan.vocab_size + 64)
+    arguments = config.deepspeed(loaded, plan), models.llama_config(loaded, plan, 1, 2), tmp_path
+    narrow, padded = (models.build(loaded, one, *arguments) for one in (plan, wide))
+    for name, parameter in narrow.named_parameters():
+        found = padded.get_parameter(name)
+        assert torch.equal(found[: len(parameter)], parameter)
+        assert not found[len(parameter) :].any()

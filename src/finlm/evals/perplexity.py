@@ -9,8 +9,7 @@ import torch
 
 from finlm.base import screen
 from finlm.base.errors import UserError
-from finlm.train import heldout, trained
-from finlm.train.model import summed_loss
+from finlm.train import heldout, kernels, trained
 
 
 def evaluate(checkpoint: Path) -> dict[str, Any]:
@@ -24,8 +23,9 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
             fix="set data.held_out_fraction, for example 0.01, and train again",
         )
     model = loaded.model.to(device)
+    kernels.swap_loss(model, loaded.plan.vocab_size)
     return heldout.evaluate(
-        lambda inputs, labels: summed_loss(model, inputs, labels),
+        model,
         loaded.shards,
         loaded.plan.sequence_length,
         loaded.plan.micro_batch,

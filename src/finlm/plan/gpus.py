@@ -45,6 +45,11 @@ class Gpu:
         return self.compute_capability >= BF16_CAPABILITY
 
     @property
+    def has_fp8(self) -> bool:
+        """True when float8 runs on its matrix units."""
+        return self.fp8_flops is not None
+
+    @property
     def peak_flops(self) -> float:
         """The peak that MFU refers to: dense bf16, or fp16 where there is no bf16."""
         return self.bf16_flops or self.fp16_flops

@@ -32,17 +32,20 @@ class Plan:
     hosts: tuple[PlannedHost, ...]
     device: Literal["cuda", "cpu"]
     world_size: int
-    precision: Literal["bf16", "fp16", "fp32"]
+    precision: Literal["bf16", "fp16", "fp32", "fp8"]
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: Literal["none", "cpu", "nvme"]
     offload_param: Literal["none", "cpu", "nvme"]
-    recompute: Literal["none", "full"]
+    recompute: Literal["none", "selective", "full"]
+    compiled: bool
+    attention: Literal["default", "cudnn", "flash", "efficient"]
     micro_batch: int
     gradient_accumulation_steps: int
     sequence_length: int
     tokens_per_step: int
     steps: int
     vocab_size: int
+    padded_vocab_size: int
     parameters: int
     flops_per_token: float
     fits: bool

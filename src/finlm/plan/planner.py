@@ -9,6 +9,8 @@ The memory and time are predictions (plan/memory.py, plan/speed.py state their e
 
 from __future__ import annotations
 
+from typing import Literal
+
 from finlm.base.units import format_count
 from finlm.plan import gpus, search, why
 from finlm.plan.plan import Plan, PlanError, PlannedHost
@@ -17,6 +19,8 @@ from finlm.recipe import rules
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
+
+CUDNN_CAPABILITIES = (9.0, 10.0)  # Hopper, data-centre Blackwell
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
@@ -62,12 +66,15 @@ def _plan(
         offload_optimizer=layout.offload_optimizer,
         offload_param=layout.offload_param,
         recompute=layout.recompute,
+        compiled=layout.compiled,
+        attention=_attention(cluster),
         micro_batch=layout.micro_batch,
         gradient_accumulation_steps=chosen.accumulation,
         sequence_length=layout.sequence_length,
         tokens_per_step=tokens_per_step,
         steps=steps,
         vocab_size=shape.vocab,
+        padded_vocab_size=shape.vocab if cluster.is_cpu else shape.padded_vocab,
         parameters=shape.parameters,
         flops_per_token=shape.flops_per_token(layout.sequence_length),
         fits=chosen.fits,
@@ -92,12 +99,29 @@ def _check_devices(cluster: Cluster) -> None:
         )
 
 
+def _attention(cluster: Cluster) -> Literal["default", "cudnn", "flash", "efficient"]:
+    """The scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
+    if cluster.is_cpu:
+        return "default"
+    capability = min(gpus.find(host.gpu or "").compute_capability for host in cluster.hosts)
+    if capability < gpus.BF16_CAPABILITY:
+        return "efficient"
+    # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. Slower than flash on Ampere and on
+    # consumer Blackwell (transformers#48163).
+    return "cudnn" if capability in CUDNN_CAPABILITIES else "flash"
+
+
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
     """(problem, fix) when the hardware cannot run this precision."""
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
+        if precision == "fp8":
+            return "fp8 does not run on CPU ranks", "use auto, fp32 or bf16"
         return None
+    without = [host for host in cluster.hosts if host.gpu and not gpus.find(host.gpu).has_fp8]
+    if precision == "fp8" and without:
+        return f"fp8 needs float8 matrix units on every GPU: {_capability(without[0].name, without[0].gpu)}", "use auto"
     old = [host for host in cluster.hosts if host.gpu and not gpus.find(host.gpu).has_bf16]
     if precision == "bf16" and old:
         return f"bf16 needs compute capability 8.0 on every host: {_capability(old[0].name, old[0].gpu)}", "use fp16"

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finlm.plan import gpus, memory, speed
-from finlm.plan.memory import Kernels, Layout
+from finlm.plan.memory import Layout
+from finlm.recipe import rules
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
@@ -23,7 +24,7 @@ from finlm.recipe.shape import ModelShape
 HOST_SHARE = 0.9  # of a host's RAM; the rest is the system's and the page cache's
 MAX_MICRO_BATCH = 64
 CPU_MAX_MICRO_BATCH = 8
-KERNELS: Kernels = "eager"  # what train/model.py runs: transformers' own layers, logits in one piece
+RECOMPUTE = ("none", "selective", "full")
 NEARLY_EQUAL = 0.02  # speeds closer than this are equal, and the simpler candidate wins
 
 
@@ -57,7 +58,7 @@ class Candidate:
         """Order of preference among equally fast candidates: fewer moving parts first, then larger micro-batches."""
         layout = self.layout
         offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
-        return offloads, layout.zero_stage, int(layout.recompute == "full"), -layout.micro_batch
+        return offloads, layout.zero_stage, RECOMPUTE.index(layout.recompute), -layout.micro_batch
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,14 @@ def allowed(recipe: Recipe, cluster: Cluster, rows_per_rank: int) -> Choices:
         stages=stages if zero.stage == "auto" else (zero.stage,),
         offload_optimizer=("none", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
         offload_param=("none", "cpu") if zero.offload_param == "auto" else (zero.offload_param,),
-        recompute=("none", "full") if recipe.train.recompute == "auto" else (recipe.train.recompute,),
+        recompute=RECOMPUTE if recipe.train.recompute == "auto" else (recipe.train.recompute,),
         micro_batches=_micro_batches(recipe, cluster, rows_per_rank),
     )
+
+
+def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
+    """torch.compile pays on GPUs; on CPU its compiler takes longer than small models train."""
+    return not cluster.is_cpu if recipe.train.compile == "auto" else recipe.train.compile
 
 
 def relaxed(recipe: Recipe) -> Recipe:
@@ -122,6 +128,7 @@ def candidates(
         choices.micro_batches,
     ):
         is_refused = (param != "none" and stage < 3) or (optimizer != "none" and stage == 0)
+        is_refused |= precision == "fp8" and stage not in rules.FP8_STAGES
         # Parameters alone on the host save the least and cost the most transfers.
         is_pointless = param == "cpu" and optimizer == "none" and recipe.zero.offload_param == "auto"
         if is_refused or is_pointless:
@@ -137,13 +144,15 @@ def candidates(
             sequence_length=recipe.batch.sequence_length,
             world_size=cluster.world_size,
             hpz_partition_size=recipe.zero.hpz_partition_size,
-            kernels=KERNELS,
+            compiled=is_compiled(recipe, cluster),
         )
         yield measure(recipe, cluster, shape, layout, max(1, round(rows_per_rank / rows)))
 
 
 def measure(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, accumulation: int) -> Candidate:
     """Memory and speed of one layout on this cluster."""
+    if layout.device == "cuda":
+        shape = dataclasses.replace(shape, vocab=shape.padded_vocab)
     items = memory.gpu_items(shape, layout)
     kinds = dict.fromkeys((host.slots, host.gpu, host.memory_bytes) for host in cluster.hosts)  # each kind once
     hosts = [(sum(memory.host_items(shape, layout, slots).values()), limit) for slots, _, limit in kinds]

@@ -1,15 +1,14 @@
 """Tokens per second and days of a plan: arithmetic first, then transfers.
 
 One optimizer step takes max(compute, overlapped transfers) + exposed transfers + the optimizer itself:
-compute = tokens FLOPs / (peak x MFU), MFU = the kind's eager share x 1.16 if compiled x 0.75 if recomputed (one more
-forward) x t / (t + 256) for t tokens a micro-batch. V = 2 N (w-1)/w bytes is one collective over all weights; it
-crosses the slowest of the GPU links and each host's network card once. Stage 0 moves 2 V a step, 1 and 2 reduce and
-gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over 10 Gb/s Ethernet is why a 7B model takes
-years.
+compute = tokens FLOPs / (peak x MFU), MFU = the kind's share with compiled layers x 0.78 if not compiled x 0.75 if
+recomputed (one more forward) x t / (t + 256) for t tokens a micro-batch. V = 2 N (w-1)/w bytes is one collective over
+all weights; it crosses the slowest of the GPU links and each host's network card once. Stage 0 moves 2 V a step, 1 and
+2 reduce and gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over 10 Gb/s Ethernet is why a 7B
+model takes years.
 
-The measured H200 rows are met within 6 %, but H200's mfu and ZERO3_SHARE were fitted to them; the mixed cluster of
-llama2-7b-fincorpus comes out within a factor of 4, XuanYuan-70B's 340 tok/s/GPU 28 % low (eager here, fused there).
-CPU ranks have no prediction.
+The measured H200 rows are met within 4 %, but H200's mfu and the shares below were fitted to them; the mixed cluster of
+llama2-7b-fincorpus comes out within a factor of 4. CPU ranks have no prediction.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from finlm.plan.gpus import Gpu
 from finlm.plan.memory import Layout
 from finlm.recipe.shape import ModelShape
 
-COMPILED_GAIN = 1.16  # torchtitan, Llama-3.1-8B: 5,762 -> 6,667 tok/s with per-layer compile
-RECOMPUTE_SHARE = 0.75  # 3 of 4 executed forward-equivalents count as model FLOPs
-ZERO3_SHARE = 0.94  # hooks, and gathers that hide behind nothing: our own row on 4 H200
+EAGER_SHARE = 0.78  # uncompiled layers; 1 / 1.27 on one H200, of which compile 1.16 (torchtitan, Llama-3.1-8B)
+FP8_GAIN = 1.39  # float8 tensorwise over bf16, XuanYuan-6B on one H200
+# Of 4 executed forward-equivalents 3 count as model FLOPs; selective runs gate and up again: 0.87 by arithmetic.
+RECOMPUTE_SHARE = {"none": 1.0, "selective": 0.878, "full": 0.75}
+ZERO3_SHARE = 0.83  # hooks, and gathers that hide behind nothing: two and four H200
 HALF_SPEED_TOKENS = 256  # micro-batch at which kernels reach half their speed; fits micro-batches of 2 to 8 x 2048
 NETWORK_EFFICIENCY = 0.8  # share of line rate NCCL reaches over TCP or RDMA; assumed
-STEP_BYTES_PER_PARAMETER = 58  # fused AdamW 28 + flatten, upcast, norm, clip, copy 30
-STEP_BANDWIDTH_SHARE = 0.5  # 370 GB take 0.17 s on one H200
+STEP_BYTES_PER_PARAMETER = 43  # fused AdamW 28 + flatten, upcast, clip, copy; the norm reads 2
+STEP_BANDWIDTH_SHARE = 0.5  # 275 GB take 0.115 s on one H200
 CPU_ADAM_PARAMETERS_PER_SECOND = 1.83e9  # a host; 6.39e9 parameters in 3.5 s beside one H200
 NVME_BYTES_PER_SECOND = 5e9  # a host's read + write average; assumed
 
@@ -58,8 +59,9 @@ class StepTime:
 def mfu(gpu: Gpu, layout: Layout) -> float:
     """Share of the peak during forward and backward, before transfers and the optimizer step."""
     share = gpu.mfu * layout.tokens / (layout.tokens + HALF_SPEED_TOKENS)
-    share *= COMPILED_GAIN if layout.kernels == "fused" else 1.0
-    share *= RECOMPUTE_SHARE if layout.recompute == "full" else 1.0
+    share *= 1.0 if layout.compiled else EAGER_SHARE
+    share *= FP8_GAIN if layout.precision == "fp8" else 1.0
+    share *= RECOMPUTE_SHARE[layout.recompute]
     share *= ZERO3_SHARE if layout.zero_stage == 3 else 1.0
     # fp32 runs outside the 16-bit matrix units (TF32 at best): an eighth of the peak.
     return share / 8 if layout.precision == "fp32" else share

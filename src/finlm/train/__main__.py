@@ -1,27 +1,36 @@
 """The process every rank runs: `python -m finlm.train RUN_DIR`.
 
-Applies the host's environment before torch is imported, sends this rank's output to logs/<host>.<rank>.log, and leaves
-through os._exit: with gloo, 10-20 % of ranks otherwise abort in the interpreter's shutdown after all work is done.
+Applies the host's environment before torch is imported, sends this rank's output to logs/<host>.<rank>.log (stacks on
+SIGUSR1 too), dies with its launcher, and leaves through os._exit: with gloo, 10-20 % of ranks otherwise abort in the
+interpreter's shutdown after all work is done.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
-from finlm.base.rundir import apply_host_env
+from finlm.base.processes import die_with_parent
+from finlm.base.rundir import apply_host_env, host_name
 
 
 def main() -> None:
     """Run the recipe's stage on this rank and exit with its code."""
+    die_with_parent()
     run_path = Path(sys.argv[1])
     apply_host_env(run_path)
-    _log_to(run_path / "logs" / f"{os.uname().nodename}.{os.environ.get('RANK', '0')}.log")
+    _log_to(run_path / "logs" / f"{host_name()}.{os.environ.get('RANK', '0')}.log")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the watchdog asks silent ranks where they are
     code = 1
     try:
-        from finlm.train import pretrain
+        from finlm.train import groups, pretrain
+
+        groups.limit_waiting()
 
         code = pretrain.main(run_path)
     except BaseException:  # also SystemExit from a library: the log must say why a rank ended

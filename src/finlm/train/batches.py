@@ -1,7 +1,8 @@
 """Which rows a rank reads at a step: arithmetic on (seed, step), so resuming is a seek at any world size.
 
 Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
-then ranks. Reading is a memory-map slice (hundreds of Mtoken/s), so nothing is prefetched.
+then ranks. Reading is a memory-map slice (hundreds of Mtoken/s), so nothing is read ahead; the copy to a GPU is
+from pinned memory, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from finlm.data.shards import Order, Rows
+from finlm.data.mixture import Sequencing
+from finlm.data.packed import PackedRows
+from finlm.data.shards import Ids, Rows
 from finlm.plan.plan import Plan
 
 
 class Batches:
     """The micro-batches of one rank."""
 
-    def __init__(self, rows: Rows, plan: Plan, seed: int, rank: int) -> None:
+    def __init__(self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int) -> None:
         self.rows = rows
-        self.order = Order(len(rows), seed)
+        self.order = order
         self.micro_batch = plan.micro_batch
         self.micro_steps = plan.gradient_accumulation_steps
         self.world_size = plan.world_size
@@ -41,7 +44,8 @@ class Batches:
         """(inputs, labels) of this rank for each micro-step: int64 [micro_batch, sequence] on the device."""
         for row_ids in self.row_ids(step)[:, self.rank]:
             inputs, labels = self.rows.read(row_ids)
-            yield (
-                torch.from_numpy(inputs).to(self.device, non_blocking=True),
-                torch.from_numpy(labels).to(self.device, non_blocking=True),
-            )
+            yield self._moved(inputs), self._moved(labels)
+
+    def _moved(self, ids: Ids) -> torch.Tensor:
+        tensor = torch.from_numpy(ids)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

@@ -2,12 +2,17 @@
 
 The manifest (sizes and sha256 of every file) is written last, so a kill during saving leaves a directory that resume
 does not see. The data position needs no saving: it is a function of the step.
+
+No shared disk is assumed: the first rank of every host lists and removes what its host holds, rank 0's manifest is the
+last one, and ranks resume from the newest checkpoint that all of them have.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import distributed
@@ -21,36 +26,60 @@ def save(engine: Any, run: RunDir, step: int, keep_last: int) -> None:
     """Write checkpoints/step-N from all ranks, publish it, and remove older ones beyond keep_last."""
     started = time.monotonic()
     directory = run.checkpoint(step)
-    if distributed.get_rank() == 0:
+    rank, first_of_host = distributed.get_rank(), os.environ["LOCAL_RANK"] == "0"
+    if first_of_host:
         shutil.rmtree(directory, ignore_errors=True)  # what a killed save left
         run.checkpoints.mkdir(exist_ok=True)
     distributed.barrier()
     engine.save_checkpoint(str(run.checkpoints), tag=directory.name, client_state={"step": step}, save_latest=False)
     distributed.barrier()
-    if distributed.get_rank() == 0:
-        parts = sorted(path for path in directory.rglob("*") if path.is_file())
-        listed = {p.relative_to(directory).as_posix(): (p.stat().st_size, files.sha256_file(p)) for p in parts}
-        manifest = {
-            "step": step,
-            "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in listed.items()},
-        }
-        files.write_json(directory / "manifest.json", manifest)
-        for _, old in run.complete_checkpoints()[:-keep_last]:
-            (old / "manifest.json").unlink()  # incomplete first, so that no half-removed one counts
-            shutil.rmtree(old)
-        total = sum(size for size, _ in listed.values())
+    manifest = _listed(directory, step) if first_of_host else {}
+    distributed.barrier()
+    if first_of_host and rank != 0:
+        _publish(run, step, manifest, keep_last)
+    distributed.barrier()
+    if rank == 0:
+        _publish(run, step, manifest, keep_last)
+        total = sum(entry["bytes"] for entry in manifest["files"].values())
         run.append_event(
             "checkpoint", step=step, path=str(directory), bytes=total, seconds=round(time.monotonic() - started, 3)
         )
     distributed.barrier()
 
 
+def _listed(directory: Path, step: int) -> dict[str, Any]:
+    """The manifest of what this host holds of a checkpoint. Made before any is written: hosts may share a disk."""
+    listed = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        listed[name] = {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
+    return {"step": step, "files": listed}
+
+
+def _publish(run: RunDir, step: int, manifest: dict[str, Any], keep_last: int) -> None:
+    """Make this host's part of a checkpoint count, and remove the oldest ones."""
+    files.write_json(run.checkpoint(step) / "manifest.json", manifest)
+    for _, old in run.complete_checkpoints()[:-keep_last]:
+        (old / "manifest.json").unlink(missing_ok=True)  # incomplete first, so that no half-removed one counts
+        shutil.rmtree(old, ignore_errors=True)  # on a shared disk the first ranks of all hosts do this
+
+
 def resume(engine: Any, run: RunDir) -> int:
-    """Load the newest complete checkpoint into the engine; the step to go on from, 0 without one."""
-    complete = run.complete_checkpoints()
-    if not complete:
+    """Load the newest checkpoint that all ranks have into the engine; the step to go on from, 0 without one."""
+    complete = dict(run.complete_checkpoints())
+    every: list[list[int]] = [[] for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(every, sorted(complete))
+    if not every[0]:  # rank 0's manifest is written last
         return 0
-    _, directory = complete[-1]
+    common = set(every[0]).intersection(*every)
+    if not common:
+        without = min(rank for rank, steps in enumerate(every) if not set(steps) & set(every[0]))
+        raise UserError(
+            f"rank {without} has none of the checkpoints that rank 0 has",
+            evidence=f"rank 0: steps {every[0]}; rank {without}: {every[without] or 'none'}",
+            fix=f"bring {run.checkpoints} back to the host of rank {without}, or start another run with --new",
+        )
+    directory = complete[max(common)]
     for name, expected in files.read_json(directory / "manifest.json")["files"].items():
         part = directory / name
         if not part.exists() or part.stat().st_size != expected["bytes"]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import zlib
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from torch.nn import functional
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from finlm.base.errors import UserError
-from finlm.data.shards import IGNORED
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
+from finlm.train import embeddings, kernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 SHAPE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
@@ -29,7 +30,7 @@ SHAPE = (
 
 
 def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaConfig:
-    """The transformers configuration of the recipe's model."""
+    """The transformers configuration of the recipe's model, without the padding of its vocabulary."""
     model = recipe.model
     return LlamaConfig(
         vocab_size=plan.vocab_size,
@@ -50,15 +51,18 @@ def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaC
     )
 
 
-def build(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig) -> LlamaForCausalLM:
-    """The model in the plan's precision on this rank's device; partitioned already under ZeRO-3."""
+def build(
+    recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig, tokenizer: Path
+) -> LlamaForCausalLM:
+    """The model in the plan's precision on this rank's device; partitioned already under ZeRO-3.
+
+    tokenizer: the tokenizer.model of the shards, which knows what an extended vocabulary was extended from.
+    """
     if recipe.model.init_from is not None:
-        model = _from_pretrained(recipe, plan, ds_config, config)
+        model = _from_pretrained(recipe, plan, ds_config, config, tokenizer)
     else:
         model = _from_scratch(recipe, plan, ds_config, config)
-    if plan.recompute == "full":
-        # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kernels.swap(model, plan)
     return model
 
 
@@ -68,15 +72,16 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config:
     torch.set_default_dtype(DTYPES[plan.precision])
     try:
         with deepspeed.zero.Init(config_dict_or_path=ds_config) if plan.zero_stage == 3 else nullcontext(), device:
-            model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+            padded = LlamaConfig(**config.to_dict() | {"vocab_size": plan.padded_vocab_size})
+            model = LlamaForCausalLM._from_config(padded, attn_implementation="sdpa")
     finally:
         torch.set_default_dtype(default)
-    initialize(model, recipe.train.seed, recipe.model.init_std)
+    initialize(model, recipe.train.seed, recipe.model.init_std, plan.vocab_size)
     return model
 
 
-def initialize(model: torch.nn.Module, seed: int, std: float) -> None:
-    """Norms 1, everything else normal(0, std) from a generator seeded by (seed, name)."""
+def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
+    """Norms 1, everything else normal(0, std) from a generator seeded by (seed, name); rows beyond vocab_size 0."""
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
             if parameter.ndim == 1:
@@ -85,13 +90,20 @@ def initialize(model: torch.nn.Module, seed: int, std: float) -> None:
                 generator = torch.Generator(parameter.device)
                 generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
                 # Drawn in fp32, so that bf16 and fp32 runs start from the same weights up to rounding.
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device=parameter.device) * std)
+                rows = vocab_size if name in VOCABULARY else len(parameter)
+                shape = (rows, *parameter.shape[1:])
+                parameter.zero_()
+                parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
 
 
-def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig) -> LlamaForCausalLM:
+def _from_pretrained(
+    recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig, tokenizer: Path
+) -> LlamaForCausalLM:
     source, revision = recipe.model.init_from, recipe.model.revision
     found = AutoConfig.from_pretrained(source, revision=revision)
-    differing = [n for n in SHAPE if getattr(found, n, None) != getattr(config, n)]
+    extends = recipe.tokenizer.extend_to is not None
+    compared = [name for name in SHAPE if not (extends and name == "vocab_size")]
+    differing = [name for name in compared if getattr(found, name, None) != getattr(config, name)]
     if found.model_type != "llama" or differing:
         lines = [
             f"{name}: {getattr(found, name, None)} there, {getattr(config, name)} in the recipe" for name in differing
@@ -108,12 +120,8 @@ def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], conf
     )
     del keep_alive
     model.config.use_cache = False
+    if extends:
+        embeddings.extend(model, tokenizer, plan.padded_vocab_size)
+    elif plan.padded_vocab_size > plan.vocab_size:
+        model.resize_token_embeddings(plan.padded_vocab_size, mean_resizing=False)
     return model
-
-
-def summed_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the next-token negative log-likelihoods, in fp32. inputs, labels: [batch, sequence]; -100 is ignored."""
-    logits = model(input_ids=inputs, use_cache=False).logits  # [batch, sequence, vocabulary]
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )

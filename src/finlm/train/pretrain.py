@@ -23,13 +23,15 @@ from torch import distributed
 
 from finlm.base import files
 from finlm.base.rundir import RunDir, open_run
-from finlm.data.shards import Rows, Shards
+from finlm.data import mixture, packed
+from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import checkpoint, heldout
+from finlm.train import checkpoint, heldout, kernels
 from finlm.train.batches import Batches
-from finlm.train.model import build, llama_config, summed_loss
+from finlm.train.engine import initialize
+from finlm.train.model import build, llama_config
 
 
 @dataclass
@@ -50,6 +52,12 @@ def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
     started = time.monotonic()
     s = prepare(run_path)
+    with kernels.attention(s.plan):
+        return loop(s, started)
+
+
+def loop(s: Setup, started: float) -> int:
+    """Every optimizer step from the newest checkpoint to the last; the process's exit code."""
     step = checkpoint.resume(s.engine, s.run)
     record(s, "start", step=step, **versions(s))
     if step == 0:
@@ -63,7 +71,7 @@ def main(run_path: Path) -> int:
         scale = s.plan.world_size * s.plan.gradient_accumulation_steps / supervised
         loss = torch.zeros((), device=s.device)
         for inputs, labels in s.batches.read(step):
-            summed = summed_loss(s.engine, inputs, labels)
+            summed = s.engine(inputs, labels)
             s.engine.backward(summed * scale)  # DeepSpeed divides by micro-steps and averages over ranks
             s.engine.step()
             loss += summed.detach()
@@ -105,11 +113,14 @@ def prepare(run_path: Path) -> Setup:
     if world_size != plan.world_size:
         raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
     torch.manual_seed(recipe.train.seed)
-    shards = Shards(Path(files.read_json(run.manifest)["shards"]["path"]))
-    model = build(recipe, plan, ds_config, llama_config(recipe, plan, shards.bos_id, shards.eos_id))
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    rows = Rows(shards.split("train"), plan.sequence_length)
-    batches = Batches(rows, plan, recipe.train.seed, rank)
+    shards = Shards(run.shards)
+    config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
+    model = build(recipe, plan, ds_config, config, shards.tokenizer)
+    engine = initialize(model, plan, ds_config)
+    rows = packed.rows(shards, plan.sequence_length, recipe.data.packing)
+    run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
+    order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
+    batches = Batches(rows, order, plan, rank)
     return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank)
 
 
@@ -174,7 +185,7 @@ def evaluate(s: Setup, step: int) -> None:
         return
     s.engine.eval()
     result = heldout.evaluate(
-        lambda inputs, labels: summed_loss(s.engine, inputs, labels),
+        s.engine,
         s.shards,
         s.plan.sequence_length,
         s.plan.micro_batch,

@@ -22,7 +22,7 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train.model import DTYPES, llama_config
+from finlm.train.model import DTYPES, VOCABULARY, llama_config
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def load(checkpoint: Path) -> Trained:
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
     tied = recipe.model.tie_embeddings
     weights = _weights(checkpoint, plan)
+    for name in VOCABULARY:  # without the rows that padded it
+        weights[name] = weights[name][: plan.vocab_size]
     model.load_state_dict({k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}, strict=not tied)
     return Trained(run, recipe, plan, shards, model.eval())
 

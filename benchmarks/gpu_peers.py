@@ -1,0 +1,148 @@
+"""One rank of a peer of gpu_pretrain.py: `gpu_peers.py TASK.json`, started by a launcher.
+
+reference   what XuanYuan's released code runs: HF Trainer, DeepSpeed ZeRO-1, micro-batch 6, gradient checkpointing
+hf-tuned    what a good engineer makes of it: HF Trainer, ZeRO-1, Liger kernels, no recompute, micro-batch 2
+pytorch     no framework: weights and AdamW states in bf16 alone, compiled layers and loss, micro-batch 6. An upper
+            bound rather than a peer: without fp32 master weights such a run does not learn at small learning rates
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+MICRO_BATCH = {"reference": 6, "hf-tuned": 2, "pytorch": 6}
+
+
+class Clock(TrainerCallback):
+    """Wall time of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Trainer calls it before a step."""
+        torch.cuda.synchronize()
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Trainer calls it after a step."""
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.begun)
+
+
+class RandomRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of random tokens."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.length, self.vocabulary = task["sequence_length"], task["vocab_size"]
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = torch.randint(3, self.vocabulary, (self.length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": row, "labels": row}
+
+
+def model_of(task: dict[str, Any], rows: int) -> LlamaForCausalLM:
+    """The task's Llama in bf16 on this rank's GPU."""
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=task["hidden_size"],
+        intermediate_size=task["ffn_size"],
+        num_hidden_layers=task["layers"],
+        num_attention_heads=task["heads"],
+        max_position_embeddings=task["sequence_length"],
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+
+
+def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    """HF Trainer under DeepSpeed ZeRO-1."""
+    accumulation = task["tokens_per_step"] // (micro_batch * task["sequence_length"] * task["gpus"])
+    is_tuned = task["peer"] == "hf-tuned"
+    settings = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        "steps_per_print": 10**9,
+    }
+    arguments = TrainingArguments(
+        output_dir=str(Path(task["out"]).parent / "trainer"),
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=task["steps"],
+        learning_rate=1e-4,
+        bf16=True,
+        deepspeed=settings,
+        gradient_checkpointing=not is_tuned,
+        use_liger_kernel=is_tuned,
+        logging_steps=10**9,
+        save_strategy="no",
+        report_to=[],
+        dataloader_num_workers=2,
+    )
+    clock = Clock()
+    trainer = Trainer(
+        model=model_of(task, task["vocab_size"]), args=arguments, train_dataset=RandomRows(task), callbacks=[clock]
+    )
+    trainer.train()
+    return {"seconds": clock.seconds, "setting": f"micro-batch {micro_batch} x {accumulation}"}
+
+
+def plain_pytorch(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    """A training loop of our own with everything in bf16."""
+    rows = -(-task["vocab_size"] // 128) * 128
+    model = model_of(task, rows)
+    for layer in model.model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    @torch.compile
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    accumulation = task["tokens_per_step"] // (micro_batch * task["sequence_length"])
+    shape = (micro_batch, task["sequence_length"])
+    seconds = []
+    for _ in range(task["steps"]):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(accumulation):
+            tokens = torch.randint(3, task["vocab_size"], shape, device="cuda")
+            loss = loss_of(model(input_ids=tokens).logits, tokens)
+            (loss / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds, "setting": f"bf16 states, micro-batch {micro_batch} x {accumulation}"}
+
+
+def main() -> None:
+    """Train, then write seconds and peak memory from rank 0."""
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.manual_seed(0)
+    run = plain_pytorch if task["peer"] == "pytorch" else hugging_face
+    result = run(task, MICRO_BATCH[task["peer"]])
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        result["memory_bytes"] = torch.cuda.max_memory_allocated()
+        Path(task["out"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

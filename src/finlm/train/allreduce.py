@@ -1,0 +1,178 @@
+"""Times every link of a cluster with real collectives: each pair of hosts by itself, then all ranks together.
+
+`finlm doctor --allreduce` pipes this file and a call of main to `python -` on every host at once, so it needs torch
+there and nothing of ours. One process a slot is forked before torch is imported. A pair gets a process group of its own
+with a short timeout, so that a dead link fails alone and is named; the pairs of a round are disjoint and do not slow
+each other. On one host the pairs are its GPUs. Most of the time goes into importing torch and connecting.
+
+Each line of output is MARK and a JSON object: {"kind": "begun" | "measured" | "failed", "ranks": [...], ...}. Bandwidth
+is NCCL's bus bandwidth, 2 (n - 1) / n * bytes / seconds: what a link carries, whatever the number of ranks n
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). It does not judge; doctor_speed does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+MARK = "finlm-link:"
+MIB = 1 << 20
+LARGEST_BYTES = {"nccl": 512 * MIB, "gloo": 16 * MIB}
+ENOUGH_SECONDS = 0.05  # a message that takes so long is large enough to time
+REPEATS = 5
+
+
+def main(request: dict[str, Any]) -> int:
+    """Start this host's ranks and wait for them. 0 when all of them ended well.
+
+    request: `backend`, `address` and `port` of the first rank, `first_rank`, `slots`, `world_size`, `points` (the ranks
+    that are paired), `env`, `seconds` (the life of a rank) and `group_seconds` (the patience of a group).
+    """
+    os.environ.update(request["env"])
+    children = []
+    for local_rank in range(request["slots"]):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(request["seconds"]))  # whatever hangs, nothing stays behind
+            code = 1
+            try:
+                code = Rank(request, local_rank).run()
+            finally:
+                os._exit(code)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
+def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Every pair of points once, in rounds of disjoint pairs (round-robin tournament, circle method)."""
+    circle: list[int | None] = [*points, *([None] if len(points) % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        drawn = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in drawn if a is not None and b is not None]
+        circle.insert(1, circle.pop())
+
+
+class Rank:
+    """One process: takes part in the groups that it belongs to, in the same order as all others."""
+
+    def __init__(self, request: dict[str, Any], local_rank: int) -> None:
+        self.request = request
+        self.rank = request["first_rank"] + local_rank
+        self.local_rank = local_rank
+        self.patience = timedelta(seconds=request["group_seconds"])
+        self.longest = 6 * self.patience  # gloo tries five times to connect, each time for the group's timeout
+
+    def run(self) -> int:
+        """Meet the others, measure the pairs, then all together; 0 when no group failed here."""
+        # With it a collective that times out raises; without it torch ends the process.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        import torch
+        from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        cuda = self.request["backend"] == "nccl"
+        if cuda:
+            torch.cuda.set_device(self.local_rank)
+        self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
+        everyone = list(range(self.request["world_size"]))
+        try:
+            address, port = self.request["address"], self.request["port"]
+            self.store = TCPStore(address, port, is_master=self.rank == 0, timeout=self.longest, wait_for_workers=False)
+            self.meet("start")
+            for number, pairs in enumerate(rounds(self.request["points"])):
+                for pair in pairs:
+                    if self.rank in pair:
+                        self.measured(pair)
+                self.meet(f"round {number}")
+            if not self.store.check(["failed"]) and len(everyone) > 2:
+                self.measured(everyone)
+                self.meet("end")
+        except (RuntimeError, distributed.DistError) as error:
+            self.say("failed", everyone, error=_first_line(error))
+            return 1
+        return 0
+
+    def meet(self, where: str) -> None:
+        """Wait for all ranks; the store answers also when a link between two others is dead."""
+        self.store.set(f"{where}/{self.rank}", "here")
+        self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
+
+    def measured(self, ranks: Sequence[int]) -> None:
+        """Measure one group and say so; a group that fails is said too, and the others go on."""
+        from torch import distributed
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.say("begun", ranks)
+        name = "-".join(map(str, ranks))
+        try:
+            distributed.init_process_group(
+                self.request["backend"],
+                store=PrefixStore(name, self.store),
+                rank=list(ranks).index(self.rank),
+                world_size=len(ranks),
+                timeout=self.patience,
+            )
+            result = self.timed(len(ranks))
+            distributed.destroy_process_group()
+        except (RuntimeError, distributed.DistError) as error:
+            self.store.set("failed", name)
+            self.say("failed", ranks, error=_first_line(error))
+            if self.request["backend"] == "nccl":
+                os._exit(1)  # a communicator that failed cannot be left in order
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            # torch names a group by the number of attempts, and the next peer may have made fewer.
+            distributed.distributed_c10d._world.group_count = 0
+            return
+        self.say("measured", ranks, **result)
+
+    def timed(self, members: int) -> dict[str, Any]:
+        """Latency of a small all-reduce, and bus bandwidth of the largest one that is still quick."""
+        import torch
+
+        small = torch.ones(1, device=self.device)
+        self.seconds_of(small, 1)  # connects
+        latency = statistics.median(self.seconds_of(small, 1) for _ in range(4 * REPEATS))
+        size = MIB
+        while True:
+            values = torch.ones(size // 4, device=self.device)
+            self.seconds_of(values, 1)
+            if not bool((values == members).all()):
+                raise RuntimeError(f"wrong result: {members} ones were added to {values.min()} .. {values.max()}")
+            seconds = min(self.seconds_of(values.zero_(), REPEATS) for _ in range(2))
+            if seconds > ENOUGH_SECONDS or size >= LARGEST_BYTES[self.request["backend"]]:
+                break
+            size *= 4
+        bandwidth = 2 * (members - 1) / members * size / seconds
+        return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
+
+    def seconds_of(self, values: Any, repeats: int) -> float:
+        """Seconds of one all-reduce, the mean of `repeats` and the maximum over the group, so that all agree."""
+        import torch
+        from torch import distributed
+
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            distributed.all_reduce(values)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken = torch.tensor([(time.perf_counter() - begun) / repeats], device=self.device)
+        distributed.all_reduce(taken, distributed.ReduceOp.MAX)
+        return float(taken.item())
+
+    def say(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
+        """One line, written at once: the ranks of a host share the pipe."""
+        line = {"kind": kind, "rank": self.rank, "ranks": list(ranks), **fields}
+        os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,57 @@
+"""The DeepSpeed engine of a run, with what its configuration cannot say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from torch import distributed
+
+from finlm.plan.memory import OPTIMIZER_GROUP, is_contiguous
+from finlm.plan.plan import Plan
+
+
+def initialize(model: torch.nn.Module, plan: Plan, ds_config: dict[str, Any]) -> Any:
+    """The engine around the model. The process group exists."""
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model, plan), config=ds_config
+    )
+    if plan.zero_stage in (1, 2) and plan.offload_optimizer == "none":
+        optimizer.get_grad_norm_direct = partial(global_norm, optimizer)
+        if not is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer):
+            # The average over one rank: copying all gradients into buckets and back for it takes 18 ms at 6.4 B.
+            optimizer.buffered_reduce_fallback = lambda *_, **__: None
+    return engine
+
+
+def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """The parameters in order, in groups of at most OPTIMIZER_GROUP elements (or one parameter); one group at stage 3.
+
+    DeepSpeed's stages 1 and 2 step group by group and hold the fp32 gradient of one group at a time; in one group it
+    would be of all parameters, and set the peak of the whole step.
+    """
+    groups: list[list[torch.nn.Parameter]] = []
+    size = 0
+    for parameter in model.parameters():
+        if not groups or (plan.zero_stage in (1, 2) and size + parameter.numel() > OPTIMIZER_GROUP):
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.numel()
+    return [{"params": group} for group in groups]
+
+
+def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
+    """2-norm of a group's gradients over all ranks, fp32; -1 when it is not finite, which is DeepSpeed's sign for it.
+
+    DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
+    reduction in fp32, straight from the 16-bit gradients, takes 4.
+    """
+    own = [part for part in gradients if not getattr(part, "_zero_padding", False)]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in own]
+    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
+    distributed.all_reduce(squares, group=optimizer.dp_process_group)
+    norm = squares.sqrt()
+    return torch.where(norm.isfinite(), norm, -1.0)

@@ -1,0 +1,93 @@
+"""The language-model head and its cross-entropy as one operation that never keeps fp32 logits.
+
+transformers' own path holds the logits three times, once of them in fp32: 10 bytes a token and vocabulary entry, 3.2 GB
+for 8,192 tokens of XuanYuan-6B. Here the gradient with respect to the logits is formed as soon as they are known
+(softmax minus one-hot needs nothing from behind it), a slice of tokens at a time, so that at most LOGITS_SLICE_BYTES of
+logits and as much gradient exist: the method of Liger's fused linear cross-entropy (arXiv 2410.10989), with cuBLAS for
+the three matrix products and one compiled kernel between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from finlm.data.shards import IGNORED
+from finlm.plan.memory import LOGITS_SLICE_BYTES
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(hidden @ weight.T)[label] over the labels that are not IGNORED."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int, with_grad: bool
+    ) -> torch.Tensor:
+        """hidden [tokens, hidden], weight [rows, hidden], labels [tokens]; rows from vocab_size on are padding."""
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden) if with_grad else None
+        weight_grad: torch.Tensor | None = None
+        kernel = _compiled if hidden.is_cuda else softmax_gradient
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            part = hidden[start:stop]
+            nll, gradient = kernel(part @ weight.T, labels[start:stop], vocab_size)
+            loss += nll
+            if hidden_grad is None:
+                continue
+            torch.mm(gradient, weight, out=hidden_grad[start:stop])
+            if weight_grad is None:
+                weight_grad = gradient.T @ part
+            else:
+                weight_grad.addmm_(gradient.T, part)
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients formed in forward, times the scalar from above."""
+        (scale,) = upstream
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * scale, weight_grad * scale, None, None, None
+
+
+def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the negative log-likelihoods in fp32, its gradient with respect to the logits in their dtype).
+
+    logits: [tokens, rows]; labels: [tokens]. Columns from vocab_size on count as minus infinity.
+    """
+    scores = logits.float()
+    if vocab_size < logits.shape[1]:
+        scores = torch.where(torch.arange(logits.shape[1], device=logits.device) < vocab_size, scores, -math.inf)
+    counted = (labels != IGNORED)[:, None]
+    target = labels.clamp(min=0)[:, None]
+    log_probability = functional.log_softmax(scores, dim=-1)
+    picked = log_probability.gather(1, target)
+    gradient = (log_probability.exp() * counted).to(logits.dtype)
+    # p - 1 is computed in fp32: in bf16 it would lose the small difference of a confident prediction.
+    gradient.scatter_(1, target, (torch.expm1(picked) * counted).to(logits.dtype))
+    return -(picked * counted).sum(), gradient
+
+
+_compiled = torch.compile(softmax_gradient, dynamic=False)
+
+
+def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
+    """Equal slices of the tokens whose logits, row_bytes a token, stay below the device's LOGITS_SLICE_BYTES."""
+    count = math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device])
+    size = math.ceil(tokens / count)
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Summed loss of hidden [batch, sequence, hidden] against labels [batch, sequence], fp32 scalar."""
+    flat = hidden.flatten(0, -2)
+    with_grad = torch.is_grad_enabled()
+    loss: torch.Tensor = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, weight, labels.flatten(), vocab_size, with_grad
+    )
+    return loss

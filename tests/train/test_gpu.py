@@ -1,0 +1,97 @@
+"""The swaps as they run on a GPU: compiled by inductor, in bf16 and float8, on the hardware's attention kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finlm.data.shards import IGNORED
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, recipe, shape
+from finlm.train import kernels
+
+from helpers import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+VOCABULARY = 5000
+
+
+def planned(**changes: object) -> Plan:
+    """A plan of XuanYuan-6B on this machine, changed."""
+    loaded = recipe.load(ROOT / "recipes/xuanyuan-6b/pretrain.yaml", ("zero.stage=auto", "train.recompute=full")).recipe
+    plan = planner.make(loaded, cluster.local(1), shape.of(loaded, VOCABULARY))
+    values = {"vocab_size": VOCABULARY, "padded_vocab_size": 5120, "recompute": "none"} | changes
+    return dataclasses.replace(plan, **values)
+
+
+def small(dtype: torch.dtype, rows: int = VOCABULARY) -> LlamaForCausalLM:
+    """Two layers with heads of 128, as all our large shapes have."""
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
+
+
+def plain(model: LlamaForCausalLM, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """transformers' own logits and torch's cross-entropy."""
+    logits = model(input_ids=inputs, use_cache=False).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def gradients(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Gradients in fp32, without the rows of a padded vocabulary."""
+    return {name: p.grad.float()[:VOCABULARY] for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative 2-norm error of every gradient."""
+    return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 1.25),
+        ({"attention": "flash"}, 1.25),
+        ({"recompute": "selective"}, 1.25),
+        ({"recompute": "full"}, 1.25),
+        ({"compiled": False}, 1.25),
+        # 3 bits of mantissa instead of 7: 16 times the rounding error of an element, averaged over a product.
+        ({"precision": "fp8"}, 16.0),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_no_further_from_exact_than_plain_bf16(changes: dict[str, object], factor: float) -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randint(0, VOCABULARY, (2, 4, 512), generator=generator).cuda().unbind(0)
+    labels[:, ::7] = IGNORED
+    exact = small(torch.float32)
+    swapped = small(torch.bfloat16, 5120)
+    reference = small(torch.bfloat16)
+    with torch.no_grad():
+        for model in (swapped, reference):
+            for name, parameter in model.named_parameters():
+                parameter[: len(exact.get_parameter(name))] = exact.get_parameter(name)
+    plan = planned(**changes)
+    kernels.swap(swapped, plan)
+    expected, usual = plain(exact, inputs, labels), plain(reference, inputs, labels)
+    with kernels.attention(plan):
+        found = swapped(inputs, labels)
+        for loss in (expected, usual, found):
+            (loss / inputs.numel()).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=2e-3 if plan.precision == "fp8" else 2e-4)
+    ours, theirs = distance(gradients(swapped), gradients(exact)), distance(gradients(reference), gradients(exact))
+    print({name: (round(ours[name], 5), round(theirs[name], 5)) for name in ours})
+    assert all(ours[name] <= factor * theirs[name] + 1e-4 for name in ours)

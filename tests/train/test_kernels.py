@@ -1,0 +1,117 @@
+"""Each swap against transformers' own model: the same loss and the same gradients of every parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from finlm.data.shards import IGNORED
+from finlm.train import kernels, loss, model
+from train.test_model import planned
+
+VOCABULARY = 4000  # not a multiple of 128
+
+
+def plain_loss(plain: LlamaForCausalLM, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """transformers' logits under torch's cross-entropy."""
+    logits = plain(input_ids=inputs, use_cache=False).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def pair(**changes: object) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """(plain model, the same weights with the swaps of a changed plan)."""
+    recipe, plan = planned(f"model.vocab_size={VOCABULARY}", f"tokenizer.vocab_size={VOCABULARY}")
+    torch.manual_seed(0)
+    config = model.llama_config(recipe, plan, 1, 2)
+    plain = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    plan = dataclasses.replace(plan, **changes)
+    padded = type(config)(**config.to_dict() | {"vocab_size": plan.padded_vocab_size})
+    swapped = LlamaForCausalLM._from_config(padded, attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, parameter in swapped.named_parameters():
+            parameter[: len(plain.get_parameter(name))] = plain.get_parameter(name)
+    kernels.swap(swapped, plan)
+    return plain, swapped
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, labels) with ignored labels."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randint(0, VOCABULARY, (2, 3, 32), generator=generator).unbind(0)
+    labels[:, ::5] = IGNORED
+    return inputs, labels
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"padded_vocab_size": 4096},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"compiled": True},
+        {"compiled": True, "recompute": "selective", "padded_vocab_size": 4096},
+        {"compiled": True, "recompute": "full"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "loss",
+)
+def test_loss_and_gradients_equal_those_of_transformers(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The C++ compiler is not what is under test, and takes half a minute a graph.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    plain, swapped = pair(**changes)
+    inputs, labels = batch()
+    expected, found = plain_loss(plain, inputs, labels), swapped(inputs, labels)
+    (expected / 100).backward()
+    (found / 100).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in swapped.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert parameter.grad is not None and wanted is not None
+        torch.testing.assert_close(parameter.grad[: len(wanted)], wanted, rtol=1e-4, atol=1e-6)
+        assert not parameter.grad[len(wanted) :].any()  # padding learns nothing
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_all_layers_share_one_compiled_function(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting, fullgraph=True))
+    torch._dynamo.reset()
+    _, swapped = pair(compiled=True, recompute=recompute)
+    swapped(*batch())
+    assert len(graphs) == 2  # a layer, the last norm
+
+
+def test_the_loss_is_the_same_in_one_slice_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(1, 50, 16), torch.randn(300, 16)
+    labels = torch.randint(0, 290, (1, 50))
+    labels[0, 3] = IGNORED
+    found = []
+    for slice_bytes in (2**30, 7 * 300 * 4):
+        monkeypatch.setitem(loss.LOGITS_SLICE_BYTES, "cpu", slice_bytes)
+        one, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = loss.linear_cross_entropy(one, head, labels, 290)
+        value.backward()
+        found.append((value, one.grad, head.grad))
+    for whole, sliced in zip(*found, strict=True):
+        torch.testing.assert_close(whole, sliced, rtol=1e-5, atol=1e-5)
+    assert loss.slices(50, 300 * 4, "cpu")[-1] == (49, 50)
+
+
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", None)  # the product that only gradients need
+    _, swapped = pair()
+    with torch.no_grad():
+        assert swapped(*batch()).item() > 0
