@@ -11,7 +11,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.data import dedup
-from finlm.recipe.schema import Data
+from finlm.recipe.schema_data import Data
 
 
 def table(*sources: Sequence[str]) -> dedup.Table:
@@ -88,10 +88,47 @@ def test_held_out_documents_stay_held_out_when_the_corpus_grows() -> None:
 def test_every_row_is_counted_once_and_a_source_without_documents_is_refused() -> None:
     documents = table(["甲甲", "乙乙", "甲甲", "短"], ["乙乙"])
     decision = dedup.decide(documents, ["share", "share"], data())
-    inputs = [{"source": "a", "rows": 6, "broken": 2}, {"source": "b", "rows": 1, "broken": 0}]
+    inputs = [
+        {"source": "a", "rows": 9, "broken": 2, "dropped": {"garbled": 1, "symbols": 2}},
+        {"source": "b", "rows": 1, "broken": 0, "dropped": {}},
+    ]
     row = dedup.count(documents, decision, inputs[:1])["a"]
-    assert row["rows"] == row["broken"] + sum(row[name] for name in dedup.NAMES)
+    assert row["rows"] == row["broken"] + row["cleaned"] + sum(row[name] for name in dedup.NAMES)
     assert row["bytes"] == 12
     with pytest.raises(UserError, match="source b has no document to train on") as caught:
         dedup.count(documents, decision, inputs)
     assert "1 duplicate" in caught.value.evidence
+
+
+def test_near_duplicates_go_after_exact_ones_and_the_first_still_in_use_stays() -> None:
+    documents = table(["甲甲一", "甲甲二", "甲甲二", "乙乙", "丙丙一", "丙丙二"], ["甲甲三", "丁丁", "丁丁"])
+    components = np.array([0, 0, 0, 3, 4, 4, 0, 7, 7], dtype=np.uint32)
+    dropped = np.zeros(9, dtype=np.uint8)
+    dropped[[0, 3]] = dedup.PERPLEXITY, dedup.CONTAMINATED
+    decision = dedup.decide(documents, ["share", "share"], data(dedup="near"), components, dropped)
+    expected = ["perplexity", "kept", "duplicate", "contaminated", "kept", "near_duplicate"]
+    assert names(decision) == [*expected, "near_duplicate", "kept", "duplicate"]
+
+
+def test_no_training_document_is_a_near_duplicate_of_a_held_out_one() -> None:
+    documents = table(["甲甲一", "乙乙"], ["甲甲二", "甲甲三"], ["甲甲四", "丙丙"])
+    components = np.array([0, 1, 0, 0, 0, 5], dtype=np.uint32)
+    decision = dedup.decide(documents, ["train", "held_out", "share"], data(dedup="near"), components)
+    assert names(decision) == ["near_held_out", "kept", "held_out", "near_duplicate", "near_held_out", "kept"]
+    dice = np.random.default_rng(4)
+    many = table([f"文档{number}" for number in range(1000)])
+    components = np.minimum(dice.integers(0, 300, 1000), np.arange(1000)).astype(np.uint32)
+    components = components[components][components[components]]
+    decision = dedup.decide(many, ["share"], data(dedup="near", held_out_fraction=0.3), components)
+    held_out = set(components[decision == dedup.HELD_OUT].tolist())
+    assert held_out and not held_out & set(components[decision == dedup.TRAIN].tolist())
+
+
+def test_equal_texts_are_found_in_parts_as_in_one() -> None:
+    dice = np.random.default_rng(9)
+    few = dice.integers(0, 2**64, (300_000, 2), dtype=np.uint64)
+    hashes = few[dice.integers(0, len(few), 2**20 + 7)]  # more than are sorted at once
+    _, first, place = np.unique(hashes[:, 0], return_index=True, return_inverse=True)
+    assert np.array_equal(dedup.equal_texts(hashes), first[place])
+    hashes[5, 1] ^= np.uint64(1)  # half of a hash is not enough
+    assert dedup.equal_texts(hashes)[5] == 5

@@ -12,8 +12,11 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import documents
+from finlm.data import documents, readers
 from finlm.data.sources import Input
+from finlm.recipe.schema_clean import Clean, clean_or_none
+
+NO_RULES = Clean(**clean_or_none("none"))
 
 
 def row(text: Any, **meta: Any) -> bytes:
@@ -26,7 +29,8 @@ def read(
     """(manifest, all texts, broken rows) of one file."""
     out = directory / "step"
     out.mkdir()
-    manifest = documents.write(out, [Input("news", path, "share", field)], processes, allowed, directory)
+    item = Input("news", (path,), "share", text_field=field, sha256=("0" * 64,))
+    manifest = documents.write(out, [item], NO_RULES, processes, allowed, directory)
     texts = [
         text
         for chunk in documents.chunks(out, manifest)
@@ -95,7 +99,7 @@ def test_a_cut_archive_stops_by_default_and_gives_what_it_has_when_allowed(tmp_p
     path.write_bytes(gzip.compress(b"\n".join(map(row, whole)))[:-20_000])
     with pytest.raises(UserError, match=r"1 of \d,\d+ rows cannot be read .* what follows them is lost") as caught:
         read(tmp_path, path, allowed=0.001)
-    assert "damaged or cut short" in caught.value.evidence
+    assert "the archive is cut short" in caught.value.evidence
     (tmp_path / "again").mkdir()
     _, texts, broken = read(tmp_path / "again", path, allowed=0.01)
     assert texts == whole[: len(texts)] and len(texts) > 3000
@@ -105,7 +109,7 @@ def test_a_cut_archive_stops_by_default_and_gives_what_it_has_when_allowed(tmp_p
 def test_chunks_do_not_depend_on_workers_and_lines_may_be_longer_than_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 4096)
     whole = [str(number) + "字" * (number % 90) for number in range(300)] + ["长" * 20_000, "尾巴"]
     path = tmp_path / "news.jsonl"
     path.write_bytes(b"\n".join(map(row, whole)))

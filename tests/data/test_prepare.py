@@ -21,7 +21,7 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import documents, encode, prepare, steps, vocab
+from finlm.data import encode, prepare, readers, steps, vocab
 from finlm.data.shards import Shards
 from finlm.recipe import recipe
 from finlm.recipe.schema import Recipe
@@ -60,6 +60,7 @@ def make(tmp_path: Path) -> Make:
             f"data.sources={tmp_path}/corpus/*",
             f"data.cache_dir={tmp_path}/{cache}",
             "data.held_out_fraction=0.05",
+            "data.clean=none",
             "tokenizer.vocab_size=400",
         )
         return recipe.load(ROOT / "recipes/quickstart/pretrain.yaml", (*settings, *overrides)).recipe
@@ -114,8 +115,8 @@ def test_a_second_run_does_nothing_and_locate_finds_the_same(make: Make, capsys:
     capsys.readouterr()
     assert prepare.run(make()) == prepare.locate(make()) == directory
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4 and all(line.endswith("(reused)") for line in lines)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith("(reused)")]
+    assert [line.split(":")[0] for line in lines] == ["documents", "selection", "tokenizer", "shards"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_changed_content_is_noticed_and_a_changed_date_is_not(make: Make, tmp_pa
 
 def test_the_bytes_do_not_depend_on_workers_or_blocks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = contents(prepare.run(make("data.num_proc=1", cache="one")))
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 10_000)
     for processes in (1, 2):
         found = contents(prepare.run(make(f"data.num_proc={processes}", cache=f"small-{processes}")))
         assert found == reference
@@ -163,7 +164,7 @@ def test_the_bytes_do_not_depend_on_workers_or_blocks(make: Make, monkeypatch: p
 KILLED = """
 import os, signal, sys
 from finlm.base import files
-from finlm.data import dedup, documents, encode, prepare, vocab
+from finlm.data import dedup, documents, encode, prepare, readers, vocab
 from finlm.recipe import recipe
 
 def deadly(owner, name, calls):
@@ -178,7 +179,7 @@ def deadly(owner, name, calls):
 
 if __name__ == "__main__":
     point, calls, yaml, *overrides = sys.argv[1:]
-    documents.BLOCK_BYTES = 20_000
+    readers.BLOCK_BYTES = 20_000
     owner, name = {"documents": (documents, "check_broken"), "selection": (dedup, "write"),
                    "tokenizer": (vocab, "describe"), "shards": (encode._Shard, "append"),
                    "manifest": (files, "write_json")}[point]
@@ -207,6 +208,7 @@ def test_after_kill_9_a_rerun_continues_and_gives_the_same_bytes(
         f"data.sources={tmp_path}/corpus/*",
         f"data.cache_dir={tmp_path}/cache",
         "data.held_out_fraction=0.05",
+        "data.clean=none",
         "tokenizer.vocab_size=400",
     ]
     yaml = str(ROOT / "recipes/quickstart/pretrain.yaml")
@@ -320,6 +322,23 @@ def test_prepared_shards_are_used_when_they_are_whole_and_of_the_same_tokenizer(
     (directory / "manifest.json").unlink()
     with pytest.raises(UserError, match="holds no prepared shards"):
         prepare.locate(same)
+
+
+def test_a_mixture_is_shown_and_recorded_and_a_wrong_name_is_refused(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = "[{weights: {news: 1, reports: 9}, share: 0.5}, {weights: {'*': 1}}]"
+    wanted = make(f"data.mixture={mixture}", "data.packing=best_fit", "train.steps=100", "batch.sequence_length=64")
+    directory = prepare.run(wanted)
+    assert "(best_fit); the run reads" in capsys.readouterr().err
+    about = prepare.summary(directory, wanted)
+    reading = {row["source"]: row for row in about["reading"]["sources"]}
+    assert sum(row["tokens"] for row in reading.values()) == 100 * 4096
+    assert reading["news"]["share_by_part"][0] == pytest.approx(0.1, abs=0.001)
+    assert reading["reports"]["epochs"] > reading["news"]["epochs"]
+    assert about["lengths"]["news"]["documents"] == sum(row[1] for row in about["lengths"]["news"]["histogram"])
+    with pytest.raises(UserError, match="books is no source"):
+        prepare.run(make("data.mixture={weights: {books: 1}}"))
 
 
 def test_a_full_disk_is_told_before_and_cleaned_up_after(

@@ -1,4 +1,4 @@
-"""The tokenizer: Llama's conventions, the exact size, the sample."""
+"""The tokenizer: Llama's conventions, the exact size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.data import dedup, vocab, workers
+from finlm.data import vocab, vocab_sample
 
 WORDS = (
     *("公司", "营业收入", "净利润", "同比增长", "报告期", "现金流量", "股东大会", "审计"),
@@ -31,7 +30,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("vocab")
-    manifest = vocab.train(vocab.lines(texts(300)), directory, 400, 1.0)
+    manifest = vocab.train(vocab_sample.lines(texts(300)), directory, 400, 1.0)
     assert (manifest["vocab_size"], manifest["unk_id"], manifest["bos_id"], manifest["eos_id"]) == (400, 0, 1, 2)
     return vocab.load(directory / "tokenizer.model")
 
@@ -61,24 +60,24 @@ def test_the_same_sample_gives_the_same_bytes(tmp_path: Path) -> None:
     hashes = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        hashes.add(vocab.train(vocab.lines(texts(100)), tmp_path / name, 330, 1.0)["sha256"])
+        hashes.add(vocab.train(vocab_sample.lines(texts(100)), tmp_path / name, 330, 1.0)["sha256"])
     assert len(hashes) == 1
 
 
 @pytest.mark.parametrize(("wrong", "word"), [(30_000, "at most"), (270, "at least")])
 def test_an_impossible_size_names_one_that_works(tmp_path: Path, wrong: int, word: str) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.vocab_size [0-9,]+ is too") as caught:
-        vocab.train(vocab.lines(texts(100)), tmp_path, wrong, 1.0)
+        vocab.train(vocab_sample.lines(texts(100)), tmp_path, wrong, 1.0)
     found = re.search(rf"tokenizer.vocab_size to {word} (\d+)", caught.value.fix)
     assert found is not None
-    assert vocab.train(vocab.lines(texts(100)), tmp_path, int(found[1]), 1.0)["vocab_size"] == int(found[1])
+    assert vocab.train(vocab_sample.lines(texts(100)), tmp_path, int(found[1]), 1.0)["vocab_size"] == int(found[1])
 
 
 def test_long_lines_are_cut_before_sentencepiece_would_drop_them(tmp_path: Path) -> None:
-    lines = list(vocab.lines(["甲" * 2500 + "\n\n乙"]))
+    lines = list(vocab_sample.lines(["甲" * 2500 + "\n\n乙"]))
     assert "".join(lines) == "甲" * 2500 + "乙" and max(len(line.encode()) for line in lines) < 4192
     one_line = "".join(texts(200)).replace("\n", "")
-    assert vocab.train(vocab.lines([one_line]), tmp_path, 330, 1.0)["vocab_size"] == 330
+    assert vocab.train(vocab_sample.lines([one_line]), tmp_path, 330, 1.0)["vocab_size"] == 330
 
 
 def test_a_file_that_is_no_model_is_a_user_error(tmp_path: Path) -> None:
@@ -86,30 +85,3 @@ def test_a_file_that_is_no_model_is_a_user_error(tmp_path: Path) -> None:
     for name in ("text.model", "missing.model"):
         with pytest.raises(UserError, match="not a sentencepiece model"):
             vocab.load(tmp_path / name)
-
-
-def fake_table() -> dedup.Table:
-    dice = np.random.default_rng(0)
-    sizes = np.concatenate([np.full(900, 100), np.full(100, 300)]).astype(np.int64)
-    sources = np.repeat(np.arange(2, dtype=np.int32), [900, 100])
-    return dedup.Table(sources, sizes.astype(np.uint32), sizes, dice.integers(0, 2**63, (1000, 2)).astype(np.uint64))
-
-
-def test_the_sample_takes_its_share_of_every_source_and_no_held_out_document() -> None:
-    table = fake_table()
-    decision = np.zeros(1000, dtype=np.uint8)
-    decision[::10] = dedup.HELD_OUT
-    wanted = vocab.sample(table, decision, 27_000)  # a quarter of the 108,000 training bytes
-    taken = [int(table.text_bytes[wanted & (table.source == source)].sum()) for source in (0, 1)]
-    assert not (wanted & (decision != dedup.TRAIN)).any()
-    assert taken == [pytest.approx(81_000 / 4, abs=100), pytest.approx(27_000 / 4, abs=300)]
-    assert np.array_equal(vocab.sample(table, decision, 10**9), decision == dedup.TRAIN)
-
-
-def test_a_sample_beyond_memory_is_refused_with_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "available_memory", lambda: 60_000_000)
-    table = fake_table()
-    table.text_bytes[:] *= 50_000
-    with pytest.raises(UserError, match="does not fit in memory") as caught:
-        vocab.sample(table, np.zeros(1000, dtype=np.uint8), 200_000_000)
-    assert caught.value.fix == "lower tokenizer.sample_bytes to 2MB"

@@ -8,7 +8,10 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.recipe import cluster
-from finlm.recipe.schema import Hardware, HardwareHost
+from finlm.recipe import recipe as recipes
+from finlm.recipe.schema import Hardware, HardwareHost, HostAccess
+
+from helpers import QUICKSTART
 
 MIXED = Hardware(
     hosts=(
@@ -48,6 +51,42 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:
     assert "expected `name slots=N`, got 'b'" in lines[0]
     assert "0 slots" in lines[1]
     assert "appears twice" in lines[2]
+
+
+def test_names_that_a_shell_would_read_are_refused(tmp_path: Path) -> None:
+    for name in ("a;reboot", "$(id)", "-oProxyCommand=x", "root@a", "a:22", "'a'"):
+        with pytest.raises(UserError, match="1 mistake") as caught:
+            cluster.load(write(tmp_path, f"{name} slots=1\n"))
+        assert "hostfile.txt:1: " in caught.value.evidence and "is not a host name" in caught.value.evidence
+
+
+def test_include_and_exclude_are_deepspeeds(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=4\nb slots=4\nc slots=2\n")
+
+    def left(**ways: str) -> list[tuple[str, int, tuple[int, ...]]]:
+        return [(host.name, host.slots, host.devices) for host in cluster.load(path, **ways).hosts]  # type: ignore[arg-type]
+
+    assert left(include="c@a:0,2") == [("a", 2, (0, 2)), ("c", 2, ())]
+    assert left(exclude="a@b:1") == [("b", 3, (0, 2, 3)), ("c", 2, ())]
+    for ways in ({"include": "d"}, {"include": "a:9"}, {"exclude": "a:x"}, {"exclude": "a@b@c"}):
+        with pytest.raises(UserError):
+            left(**ways)
+    assert "a 2, c 1" in cluster.load(path, include="a:0,1@c:0").unequal_slots
+    assert cluster.load(path, include="a@b").unequal_slots == ""
+
+
+def test_access_to_hosts_comes_from_the_recipe_and_its_mistakes_have_a_line(tmp_path: Path) -> None:
+    access = {"b": HostAccess(user="train", port=2222)}
+    hosts = cluster.load(write(tmp_path, "a slots=1\nb slots=1\n"), access=access).hosts
+    assert [host.destination for host in hosts] == ["a", "train@b:2222"]
+    with pytest.raises(UserError, match=r"hosts.worker-b: the hostfile .* has no such host; did you mean worker-a\?"):
+        cluster.load(write(tmp_path, "worker-a slots=1\n"), access={"worker-b": HostAccess()})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"base: {QUICKSTART}\nhosts:\n  b: {{port: 70000, work_dir: here}}\n  c: {{user: 'a b'}}\n")
+    with pytest.raises(UserError) as caught:
+        recipes.load(path)
+    for line, key in ((3, "port"), (3, "work_dir"), (4, "user")):
+        assert f"recipe.yaml:{line}: hosts.{'bc'[line - 3]}.{key}: should be" in caught.value.evidence
 
 
 def test_empty_and_missing_hostfiles_are_user_mistakes(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def of(name: str, *overrides: str) -> ModelShape:
     ("name", "parameters"),
     [
         ("llama2-7b-fincorpus", 6_738_415_616),
-        ("xuanyuan-13b", 13_015_864_320),
-        ("xuanyuan-70b", 68_976_648_192),
+        ("xuanyuan-13b", 13_015_864_320 + 2 * 7_438 * 5120),
+        ("xuanyuan-70b", 68_976_648_192 + 2 * 7_438 * 8192),
         ("xuanyuan-6b", 6_394_580_992),
     ],
 )

@@ -1,44 +1,87 @@
-"""One spelling for every document: the normalised text is what is counted, hashed, stored and tokenised.
+"""What happens to a row's text: the changes and filters of data.clean, in order, each with a name.
 
-Done: newline forms to \\n; control, zero-width and byte-order characters removed (tab stays); full-width letters and
-digits to ASCII, the ideographic space to a space; trailing spaces of lines cut; three or more newlines to two; white
-space around the document cut. 100 to 240 MB/s a core; applying it twice changes nothing.
+A filter returns a reason and the document is dropped under it; counts by reason and samples are kept by the documents
+step. Broken mark-up goes first, since every later rule counts characters; filters come last.
 
-Not done: NFKC, which rewrites symbols that finance texts mean (① to 1, ㎡ to m2, ％ to %); no change to Chinese
-punctuation, simplified or traditional characters; no judgement of a document's quality.
+Recipes say `clean: none` for text that is used as it is: then only the one spelling of clean_text.normalise is made.
+Perplexity and duplicates need more than one document's text; they have steps of their own.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-VERSION = 1
+from finlm.data import clean_pii, clean_rules, clean_text
+from finlm.data.clean_text import normalise
+from finlm.recipe.schema_clean import Clean
 
-# Control characters, soft hyphen, zero-width space and joiners, direction marks, word joiner, byte-order mark.
-_INVISIBLE = "\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff"
-_NEWLINE = "\x0b\x0c\x85\u2028\u2029"  # besides \r
-_FULL_WIDTH = "０-９Ａ-Ｚａ-ｚ"
-
-_ANY = re.compile(f"[{_INVISIBLE}{_NEWLINE}{_FULL_WIDTH}\r\u3000]")
-_INVISIBLES = re.compile(f"[{_INVISIBLE}]+")
-_NEWLINES = re.compile(f"\r\n?|[{_NEWLINE}]")
-_FULL_WIDTHS = re.compile(f"[{_FULL_WIDTH}]+")
-_HALF_WIDTH = {
-    code: code - 0xFEE0 for first, last in ("０９", "ＡＺ", "ａｚ") for code in range(ord(first), ord(last) + 1)
-}
-_BLANK_LINES = re.compile("\n{3,}")
+VERSION = 2
 
 
-def normalise(text: str) -> str:
-    """The text in its one spelling; "" when nothing visible is in it."""
-    if _ANY.search(text):  # one pass that most documents end with
-        text = _INVISIBLES.sub("", text)
-        text = _NEWLINES.sub("\n", text)
-        text = text.replace("\u3000", " ")
-        text = _FULL_WIDTHS.sub(lambda found: found[0].translate(_HALF_WIDTH), text)
-    if " \n" in text or "\t\n" in text:
-        # Not a regular expression: "[ \t]+\n" takes quadratic time on a long run of spaces inside a line.
-        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
-    if "\n\n\n" in text:
-        text = _BLANK_LINES.sub("\n\n", text)
-    return text.strip(" \t\n")
+class Cleaner:
+    """Maps a raw text to (clean text, None) or ("", reason); pickled as its settings.
+
+    Raises UserError for a keyword list that cannot be read.
+    """
+
+    def __init__(self, settings: Clean) -> None:
+        self.settings = settings
+        self._changes = list(_changes(settings))
+        self._filters = list(_filters(settings))
+
+    def __call__(self, text: str) -> tuple[str, str | None]:
+        """(clean text, None), or ("", reason) for a document to drop."""
+        text = spelled = normalise(clean_text.strip_html(text) if self.settings.html else text)
+        for change in self._changes:
+            text = change(text)
+        if text is not spelled:  # what was removed may leave blanks at the ends
+            text = normalise(text)
+        for judge in self._filters:
+            if reason := judge(text):
+                return "", reason
+        return text, None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cleaner, (self.settings,)
+
+
+def depends_on(settings: Clean) -> dict[str, Any]:
+    """What the documents of a recipe depend on here: the rules, and the words of the keyword list. Raises UserError."""
+    chosen = settings.model_dump(exclude={"perplexity"})
+    if settings.bad_keywords is not None:
+        chosen["bad_keywords"] = sorted(_keywords(settings.bad_keywords))
+    return {"version": VERSION, **chosen}
+
+
+def _changes(settings: Clean) -> Iterator[Callable[[str], str]]:
+    if settings.repeated_symbols:
+        yield clean_text.compress_repeats
+    if settings.boilerplate_lines:
+        yield clean_text.drop_boilerplate
+    if settings.simplified:
+        yield clean_text.simplify
+    if settings.punctuation:
+        yield clean_text.width_of_punctuation
+    if settings.mask:
+        yield clean_pii.masker(settings.mask)
+
+
+def _filters(settings: Clean) -> Iterator[clean_rules.Filter]:
+    if settings.garbled:
+        yield clean_rules.garbled
+    if settings.max_digits < 1:
+        yield clean_rules.numeric_table(settings.max_digits)
+    if settings.max_symbols < 1:
+        yield clean_rules.symbols(settings.max_symbols)
+    if settings.min_chinese > 0:
+        yield clean_rules.language(settings.min_chinese)
+    if settings.max_short_lines < 1:
+        yield clean_rules.short_lines(settings.max_short_lines)
+    if settings.bad_keywords is not None:
+        yield clean_rules.bad_keywords(_keywords(settings.bad_keywords), settings.bad_keyword_limit)
+
+
+def _keywords(path: str) -> frozenset[str]:
+    return clean_rules.read_keywords(Path(path).expanduser(), "data.clean.bad_keywords")

@@ -1,11 +1,11 @@
 """Which documents are used, and which are held out: one reason a document, decided after everything is read.
 
-Exact duplicates are found over all sources by the 128-bit hash of the normalised text; the first in the sources' order
-stays. Held out of a file source is a share of what is then left, chosen by hash, so that a growing corpus keeps its
-held-out documents; the embedded corpus brings its own. No training document equals a held-out one, whatever the
-settings. In memory: about 100 bytes a document, 1.2 GB for 12 million.
+Exact duplicates are found over all sources by the 128-bit hash of the normalised text, near-duplicates by near.py; the
+first in the sources' order stays. Held out of a file source is a share of what is then left, chosen by hash, so that a
+growing corpus keeps its held-out documents; the embedded corpus brings its own. No training document equals a held-out
+one, whatever the settings, or is a near-duplicate of one where near-duplicates are looked for.
 
-Near-duplicates are not looked for.
+In memory: about 80 bytes a document, 1 GB for 12 million.
 """
 
 from __future__ import annotations
@@ -20,12 +20,33 @@ import numpy.typing as npt
 
 from finlm.base.errors import UserError
 from finlm.data import documents
-from finlm.recipe.schema import Data
+from finlm.recipe.schema_data import Data
 
-VERSION = 1
+VERSION = 2
 
-TRAIN, HELD_OUT, TOO_SHORT, DUPLICATE, EQUALS_HELD_OUT = range(5)
-NAMES = ("kept", "held_out", "too_short", "duplicate", "equals_held_out")
+(
+    TRAIN,
+    HELD_OUT,
+    TOO_SHORT,
+    DUPLICATE,
+    EQUALS_HELD_OUT,
+    NEAR_DUPLICATE,
+    NEAR_HELD_OUT,
+    PERPLEXITY,
+    CONTAMINATED,
+) = range(9)
+NAMES = (
+    "kept",
+    "held_out",
+    "too_short",
+    "duplicate",
+    "equals_held_out",
+    "near_duplicate",
+    "near_held_out",
+    "perplexity",
+    "contaminated",
+)
+_READ = ("rows", "broken", "cleaned")  # counted where rows are read
 
 Decisions = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
@@ -58,24 +79,53 @@ class Table:
         return slice(*np.searchsorted(self.source, [number, number + 1]).tolist())
 
 
-def decide(table: Table, splits: Sequence[str], settings: Data) -> Decisions:
-    """One of TRAIN, HELD_OUT, TOO_SHORT, DUPLICATE, EQUALS_HELD_OUT a document; `splits` is that of each input."""
+def decide(
+    table: Table,
+    splits: Sequence[str],
+    settings: Data,
+    components: npt.NDArray[np.uint32] | None = None,
+    dropped: Decisions | None = None,
+) -> Decisions:
+    """One of the codes above a document.
+
+    `splits` is that of each input; `components` [documents] numbers near-duplicates alike (step_near.py); `dropped`
+    [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps refuse, else TRAIN.
+    """
     decision = np.full(len(table.source), TRAIN, dtype=np.uint8)
     is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)[table.source]
     decision[is_world] = HELD_OUT
-    too_short = table.characters < max(1, settings.min_characters)
-    decision[too_short] = TOO_SHORT
-    group, first = _groups(table.hash, decision)
-    if settings.dedup == "exact":
-        decision[~first & ~too_short] = DUPLICATE
-    decision[~is_world & ~too_short & _in_held_out_group(group, decision)] = EQUALS_HELD_OUT
+    if dropped is not None:
+        decision[dropped != TRAIN] = dropped[dropped != TRAIN]
+    decision[table.characters < max(1, settings.min_characters)] = TOO_SHORT
+    equal = equal_texts(table.hash)
+    if settings.dedup.method != "none":
+        decision[_repeats(equal, decision)] = DUPLICATE
+    of_world = _in_group_of(equal, decision == HELD_OUT) & ~is_world
+    decision[of_world & np.isin(decision, (TRAIN, DUPLICATE))] = EQUALS_HELD_OUT
+    if components is not None:
+        component = components[equal]
+        repeats, of_world = _repeats(component, decision), _in_group_of(component, decision == HELD_OUT) & ~is_world
+        decision[repeats] = np.where(of_world[repeats], NEAR_HELD_OUT, NEAR_DUPLICATE)
     for number, split in enumerate(splits):
         if split == "share":
             here = np.flatnonzero(decision[table.rows_of(number)] == TRAIN) + table.rows_of(number).start
             decision[here[_held_out(table.hash[here, 0], settings)]] = HELD_OUT
     # Without dedup, one source's held-out document may stand in another source.
-    decision[(decision == TRAIN) & _in_held_out_group(group, decision)] = EQUALS_HELD_OUT
+    decision[(decision == TRAIN) & _in_group_of(equal, decision == HELD_OUT)] = EQUALS_HELD_OUT
     return decision
+
+
+def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """The first document with the same text as each: [documents]. A 64th of the documents is sorted at a time."""
+    first = np.empty(len(hashes), dtype=np.uint32)
+    part = (hashes[:, 0] >> np.uint64(58)).astype(np.uint8)
+    for number in range(64 if len(hashes) > 2**20 else 1):
+        here = np.flatnonzero(part == number) if len(hashes) > 2**20 else np.arange(len(hashes))
+        here = here[np.lexsort((hashes[here, 1], hashes[here, 0]))]  # stable: equal texts stay in order
+        starts = np.ones(len(here), dtype=np.bool_)
+        starts[1:] = (hashes[here[1:]] != hashes[here[:-1]]).any(axis=1)
+        first[here] = here[starts][np.cumsum(starts) - 1]
+    return first
 
 
 def write(directory: Path, decision: Decisions) -> None:
@@ -90,27 +140,29 @@ def read(directory: Path) -> Decisions:
 
 
 def count(table: Table, decision: Decisions, inputs: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """{source: {rows, broken, kept, held_out, too_short, duplicate, equals_held_out, bytes, held_out_bytes}}.
+    """{source: {rows, broken, cleaned, one count for each of NAMES, bytes, held_out_bytes}}.
 
     Raises UserError for a source that has nothing left to train on.
     """
     counts: dict[str, dict[str, int]] = {}
     for number, item in enumerate(inputs):
         here = table.rows_of(number)
-        row = counts.setdefault(item["source"], dict.fromkeys(("rows", "broken", *NAMES, "bytes", "held_out_bytes"), 0))
+        row = counts.setdefault(item["source"], dict.fromkeys((*_READ, *NAMES, "bytes", "held_out_bytes"), 0))
         row["rows"] += item["rows"]
         row["broken"] += item["broken"]
+        row["cleaned"] += sum(item["dropped"].values())
         for code, name in enumerate(NAMES):
             row[name] += int(np.count_nonzero(decision[here] == code))
         row["bytes"] += int(table.text_bytes[here][decision[here] == TRAIN].sum())
         row["held_out_bytes"] += int(table.text_bytes[here][decision[here] == HELD_OUT].sum())
     for source, row in counts.items():
         if row["kept"] == 0:
-            found = ", ".join(f"{row[name]:,} {name.replace('_', ' ')}" for name in ("rows", "broken", *NAMES[1:]))
+            found = ", ".join(f"{row[name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
             raise UserError(
                 f"source {source} has no document to train on",
                 evidence=found,
-                fix="take it out of data.sources, or look at data.min_characters and data.held_out_fraction",
+                fix="take it out of data.sources, or look at data.clean, data.dedup, data.decontaminate, "
+                "data.min_characters and data.held_out_fraction",
             )
     return counts
 
@@ -121,21 +173,22 @@ def total(counts: dict[str, dict[str, int]]) -> dict[str, int]:
     return {name: sum(row[name] for row in rows) for name in rows[0]}
 
 
-def _groups(hashes: npt.NDArray[np.uint64], decision: Decisions) -> tuple[npt.NDArray[np.int64], Bools]:
-    """(number of the group of equal texts, is the first of its group) of each document; held-out ones come first."""
-    size = len(hashes)
-    group, first = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.bool_)
-    order = np.lexsort((np.arange(size), decision != HELD_OUT, hashes[:, 1], hashes[:, 0]))
-    ordered = hashes[order]
-    starts = np.ones(size, dtype=np.bool_)
-    starts[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    group[order] = np.cumsum(starts)
-    first[order] = starts
-    return group, first
+def _repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
+    """Which documents still in use are not the first of their group; held-out ones come first."""
+    number = np.arange(len(group), dtype=np.uint64)
+    order = number + (np.uint64(2**32) * (decision != HELD_OUT))
+    in_use = decision <= HELD_OUT
+    first = np.full(len(group), 2**64 - 1, dtype=np.uint64)
+    np.minimum.at(first, group[in_use], order[in_use])
+    repeats: Bools = in_use & (first[group] != order)
+    return repeats
 
 
-def _in_held_out_group(group: npt.NDArray[np.int64], decision: Decisions) -> Bools:
-    return np.isin(group, group[decision == HELD_OUT])
+def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
+    """Which documents share a group with a chosen one."""
+    groups = np.zeros(len(group), dtype=np.bool_)
+    groups[group[chosen]] = True
+    return groups[group]
 
 
 def _held_out(hashes: npt.NDArray[np.uint64], settings: Data) -> Bools:

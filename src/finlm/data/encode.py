@@ -2,10 +2,12 @@
 
 train/<source>-00000.bin and held_out/<source>-00000.bin are flat little-endian uint16 or uint32 streams, each document
 [<s>] ids </s>, cut between documents at data.shard_tokens; the .idx beside each holds where its documents start, and
-the end, as uint64. The bytes depend on the documents and the tokenizer only, not on the number of workers or the
-chunks. About 12 MB of Chinese text a second and core (sentencepiece 0.2.3). Memory is a chunk or two a worker.
+the end, as uint64. The bytes depend on the documents and the tokenizer only, not on the number of workers, the chunks
+or the encoder. Memory is a chunk or two a worker.
 
-It does not pack documents into rows: rows are arithmetic on the stream (shards.Rows).
+Each worker compares a sample of its chunk, so of every shard, between the two encoders (encoders.py).
+
+It does not pack documents into rows (packing.py).
 """
 
 from __future__ import annotations
@@ -21,10 +23,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finlm.data import dedup, documents, steps, vocab, workers
+from finlm.data import dedup, documents, encoders, readers, steps, workers
 
 VERSION = 1
 SPLITS = {"train": dedup.TRAIN, "held_out": dedup.HELD_OUT}
+
+
+_COMPARED = 2**18  # bytes of a document that are compared
+_SAMPLED = 64  # one document of so many is encoded by both encoders, and the first of every chunk
+
+
+class Disagreement(Exception):
+    """gigatoken gave other ids than sentencepiece; says for which text."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,9 @@ class Task:
     chunk: Path
     decisions: dedup.Decisions
     tokenizer: Path
-    bos: bool
+    special: tuple[int | None, int]  # <s> where documents begin with it, </s>
     dtype: str
+    encoder: str  # "gigatoken" or "sentencepiece"
 
 
 @dataclass(frozen=True)
@@ -49,43 +60,63 @@ class Encoded:
 
 
 def encode(task: Task) -> tuple[Task, dict[str, Encoded]]:
-    """The chunk's documents as ids, by split. Runs in a worker."""
-    processor = _processor(task.tokenizer)
+    """The chunk's documents as ids, by split. Runs in a worker. Raises Disagreement."""
+    encoder = _encoder(task.tokenizer, task.encoder)
     result = {}
     for split, code in SPLITS.items():
-        texts = list(documents.read_texts(task.chunk, task.decisions == code))
-        if texts:
-            result[split] = _join(vocab.encode(processor, texts), texts, processor, task)
+        texts = documents.read_bytes(task.chunk, task.decisions == code)
+        if not texts:
+            continue
+        if task.encoder == "gigatoken":
+            reference = _encoder(task.tokenizer, "sentencepiece")
+            sample = [_begin(text) for text in texts[::_SAMPLED]]
+            if different := encoders.difference(encoder, reference, sample):
+                raise Disagreement(f"{different} in {task.chunk.name}")
+        result[split] = _join(*_cuts(task.tokenizer).encode(encoder, texts), texts, task)
     return task, result
 
 
 @cache
-def _processor(tokenizer: Path) -> Any:
+def _encoder(tokenizer: Path, name: str) -> encoders.Encode:
     """Loaded once a process; the path is that of a finished step, whose content never changes."""
-    return vocab.load(tokenizer)
+    return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.Sentencepiece(tokenizer)
 
 
-def _join(encoded: Sequence[npt.NDArray[np.int32]], texts: Sequence[str], processor: Any, task: Task) -> Encoded:
+@cache
+def _cuts(tokenizer: Path) -> encoders.Cuts:
+    return encoders.Cuts(tokenizer)
+
+
+def _begin(text: bytes) -> bytes:
+    """What of a sampled text is compared: all but of very long ones."""
+    return text if len(text) <= _COMPARED else text[:_COMPARED].decode("utf-8", errors="ignore").encode()
+
+
+def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence[bytes], task: Task) -> Encoded:
     """[<s>] ids </s> of every document end to end."""
-    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64) + 1 + task.bos
+    bos, eos = task.special
+    lengths = lengths + 1 + (bos is not None)
     ends = np.cumsum(lengths)
-    ids = np.empty(int(ends[-1]), dtype=np.dtype(task.dtype).newbyteorder("<"))
-    is_text = np.ones(len(ids), dtype=np.bool_)
-    ids[ends - 1], is_text[ends - 1] = processor.eos_id(), False
-    if task.bos:
-        ids[ends - lengths], is_text[ends - lengths] = processor.bos_id(), False
-    ids[is_text] = np.concatenate(encoded)
-    return Encoded(ids, lengths, np.array([len(text.encode()) for text in texts], dtype=np.int64))
+    stream = np.empty(int(ends[-1]), dtype=np.dtype(task.dtype).newbyteorder("<"))
+    is_text = np.ones(len(stream), dtype=np.bool_)
+    stream[ends - 1], is_text[ends - 1] = eos, False
+    if bos is not None:
+        stream[ends - lengths], is_text[ends - lengths] = bos, False
+    stream[is_text] = ids
+    return Encoded(stream, lengths, np.array([len(text) for text in texts], dtype=np.int64))
 
 
 def write(
     directory: Path, tasks: Sequence[Task], processes: int, shard_tokens: int, text_bytes: int
 ) -> list[dict[str, Any]]:
-    """Encode all chunks and write the shards below directory; their manifest entries, by split and source."""
+    """Encode all chunks and write the shards below directory; their manifest entries, by split and source.
+
+    Raises Disagreement, with an unfinished directory.
+    """
     for split in SPLITS:
         (directory / split).mkdir()
     streams: dict[tuple[str, str], _Stream] = {}
-    used = min(processes, len(tasks), max(1, text_bytes // documents.BLOCK_BYTES))  # a worker takes 0.3 s to start
+    used = min(processes, len(tasks), max(1, text_bytes // readers.BLOCK_BYTES))  # a worker takes 0.3 s to start
     with (
         steps.bar("shards", text_bytes, fast_bytes=20_000_000 * used) as advance,
         workers.pool(used) as pool,

@@ -15,20 +15,23 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import vocab
-from finlm.data.chain import Chain
+from finlm.data import chain, packed, show, vocab, vocab_extend
 from finlm.data.shards import Shards
 from finlm.data.steps import Cache, NotPrepared
 from finlm.recipe.schema import Recipe
 
 
 def run(recipe: Recipe) -> Path:
-    """The recipe's shards directory, prepared where it is not yet. Raises UserError."""
+    """The recipe's shards directory with the index of its rows, prepared where it is not yet. Raises UserError."""
     if recipe.data.prepared is not None:
-        return _given(recipe, recipe.data.prepared)
+        directory = _given(recipe, recipe.data.prepared)
+        packed.rows(Shards(directory), recipe.batch.sequence_length, recipe.data.packing)
+        return directory
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.locked():
-        return _checked(Chain(recipe, cache).shards())
+        directory = _checked(chain.shards(recipe, cache))
+        show.say_reading(show.reading(recipe, Shards(directory)))
+        return directory
 
 
 def locate(recipe: Recipe) -> Path | None:
@@ -39,9 +42,14 @@ def locate(recipe: Recipe) -> Path | None:
     if recipe.data.prepared is not None:
         return _given(recipe, recipe.data.prepared)
     try:
-        return _checked(Chain(recipe, Cache(Path(recipe.data.cache_dir), build=False)).shards())
+        return _checked(chain.shards(recipe, Cache(Path(recipe.data.cache_dir), build=False)))
     except NotPrepared:
         return None
+
+
+def show_rows(recipe: Recipe, shards: Path, count: int) -> None:
+    """Print the first rows of the recipe's run as text on stderr."""
+    show.say_rows(recipe, Shards(shards), count)
 
 
 def sizes(shards: Path) -> tuple[int, int]:
@@ -50,8 +58,11 @@ def sizes(shards: Path) -> tuple[int, int]:
     return manifest["vocab_size"], sum(row["tokens"] for row in manifest["totals"]["train"].values())
 
 
-def summary(shards: Path) -> dict[str, Any]:
-    """What a run records about its data: counts of documents and tokens by source, the files, the tokenizer."""
+def summary(shards: Path, recipe: Recipe | None = None) -> dict[str, Any]:
+    """What a run records about its data: documents and tokens by source, lengths, reasons, files, the tokenizer.
+
+    With the recipe also how the run reads them: packing and the tokens of each source.
+    """
     manifest, counts = files.read_json(shards / "manifest.json"), files.read_json(shards / "documents.json")
     train, held_out = manifest["totals"]["train"], manifest["totals"].get("held_out", {})
     tokens = {
@@ -62,9 +73,11 @@ def summary(shards: Path) -> dict[str, Any]:
         }
         for source, row in train.items()
     }
-    names = ("key", "dtype", "vocab_size", "tokenizer_sha256", "add_bos")
-    about = {name: manifest[name] for name in names}
-    return about | {"documents": counts["sources"], "shards": tokens, "files": counts["files"]}
+    names = ("key", "dtype", "vocab_size", "tokenizer_sha256", "add_bos", "encoder")
+    about = {name: manifest[name] for name in names if name in manifest}
+    more = {name: counts[name] for name in ("files", "pinned", "lengths", "cleaned", "values") if name in counts}
+    reading = {"reading": show.reading(recipe, Shards(shards))} if recipe else {}
+    return about | {"documents": counts["sources"], "shards": tokens} | more | reading
 
 
 def _checked(directory: Path) -> Path:
@@ -80,10 +93,14 @@ def _given(recipe: Recipe, prepared: str) -> Path:
         tokenizer = Path(recipe.tokenizer.path).expanduser()
         vocab.load(tokenizer)
         found, wanted = vocab.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]
-        if found != wanted:
+        size = recipe.tokenizer.extend_to
+        fits = found == wanted if size is None else vocab_extend.is_extension(shards.tokenizer, tokenizer, size)
+        if not fits:
             raise UserError(
                 "the tokenizer does not match the shards",
-                evidence=f"{tokenizer} has sha256 {found}\n{directory} was encoded with {wanted}",
-                fix=f"set tokenizer.path to {shards.tokenizer}, or drop data.prepared to encode again",
+                evidence=f"{tokenizer} has sha256 {found}\n{directory} was encoded with {wanted}"
+                + (f", which is not the former extended to {size:,} pieces" if size else ""),
+                fix=f"set tokenizer.path to {shards.tokenizer}{' without extend_to' if size else ''}, "
+                "or drop data.prepared to encode again",
             )
     return directory

@@ -5,7 +5,8 @@ serves every sequence length, and resuming is a seek. Reading rows of 2,048 cost
 the page cache) and 2 bytes a token on disk.
 
 A row is a window of the stream: it may start inside a document and hold several. Nothing is padded but the end of a
-shard. Documents are not masked from each other here, and nothing here writes (encode.py does).
+shard, whose rest the released XuanYuan code would drop. Other ways to fill rows are in packing.py and packed.py;
+Rows.documents is what a mask between documents is made from. Nothing here writes (encode.py does).
 """
 
 from __future__ import annotations
@@ -128,6 +129,27 @@ class Rows:
             inputs[place, : len(window) - 1] = window[:-1]
             labels[place, : len(window) - 1] = window[1:]
         return inputs, labels
+
+    def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+        """Which document of its row an input belongs to: int32 [len(rows), T], 0, 1, ..., and -1 past the last."""
+        length = self.sequence_length
+        found = np.full((len(rows), length), -1, dtype=np.int32)
+        for place, (shard, row) in enumerate(zip(*self._locate(rows), strict=True)):
+            start = int(row) * length
+            stop = min(start + length, int(self._labels[shard]))
+            offsets = self.shards[shard].offsets
+            first, last = np.searchsorted(offsets, [start + 1, stop])
+            found[place, : stop - start] = 0
+            for offset in offsets[first:last].tolist():
+                found[place, offset - start : stop - start] += 1
+        return found
+
+    def source_ranges(self) -> dict[str, range]:
+        """Row ids of each source."""
+        ranges: dict[str, range] = {}
+        for shard, end, begin in zip(self.shards, self._ends.tolist(), [0, *self._ends.tolist()], strict=False):
+            ranges[shard.source] = range(ranges[shard.source].start if shard.source in ranges else begin, end)
+        return ranges
 
     def _locate(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
         """(shard number, row within the shard) of each row id."""

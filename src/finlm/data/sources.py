@@ -1,7 +1,8 @@
-"""Which files a recipe reads: globs expanded, names given, every mistake answered with what lies beside it.
+"""Which files a recipe reads: globs expanded, formats found, every mistake answered with what lies beside it.
 
-Each file is a source of its own in counts and in held-out perplexity. A file is named after itself unless the recipe
-names it. Nothing is read here but the directory.
+A JSON-lines file is a source of its own in counts and in held-out perplexity, named after itself unless the recipe
+names it; the text, parquet or Arrow files of one entry are one source together. Nothing is read here but directories
+and the first bytes of files.
 """
 
 from __future__ import annotations
@@ -10,47 +11,94 @@ import difflib
 import itertools
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe.schema import Source
+from finlm.recipe.schema_data import Source
 
 # "share": a share of the documents is held out; the embedded corpus brings a held-out file of its own instead.
 Split = Literal["train", "held_out", "share"]
+Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
+_SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
+_READABLE = re.compile(r"\.(jsonl?(\.gz|\.zst)?|parquet|txt(\.gz|\.zst)?)$")
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file of documents."""
+    """The files of one source and how their rows are read."""
 
     source: str
-    path: Path
+    paths: tuple[Path, ...]
     split: Split
-    text_field: str
-    sha256: str = ""  # what the recipe expects, then what the file has
+    format: Format = "jsonl"
+    text_field: str = "text"
+    meta: Mapping[str, str] = field(default_factory=dict)  # fields whose values are counted, by name
+    encoding: str = "auto"
+    expected: str = ""  # the sha256 or the revision that the recipe names
+    sha256: tuple[str, ...] = ()  # of each file
+
+    def identity(self) -> list[Any]:
+        """Everything that its documents depend on, for step keys."""
+        how = [self.format, self.text_field, dict(self.meta), self.encoding]
+        return [self.source, self.split, *how, *self.sha256]
+
+    def described(self) -> list[dict[str, str]]:
+        """Its files with their hashes, as manifests and reports name them."""
+        return [
+            {"source": self.source, "split": self.split, "file": path.name, "sha256": sha256}
+            for path, sha256 in zip(self.paths, self.sha256, strict=True)
+        ]
 
 
-def of_files(source: Source, key: str) -> list[Input]:
-    """The inputs of a recipe's path. `key` is its place in the recipe, for messages. Raises UserError for no file."""
-    assert source.path is not None
-    paths = expand(source.path)
+def of_source(source: Source, key: str) -> list[Input]:
+    """The inputs of a recipe's entry. `key` is its place in the recipe, for messages. Raises UserError for no file."""
+    if source.dataset is not None:
+        from finlm.data import hub  # loads huggingface_hub
+
+        paths, expected = hub.download(source, key), f"{source.dataset}@{source.revision}"
+    else:
+        assert source.path is not None
+        paths, expected = expand(source.path, source.split), source.sha256 or ""
     if not paths:
         raise UserError(
-            f"{key}: no file matches {source.path}", evidence=_beside(source.path), fix=f"correct {key}.path"
+            f"{key}: no file matches {source.path}", evidence=_beside(str(source.path)), fix=f"correct {key}.path"
         )
-    alone = len(paths) == 1
-    return [
-        Input(_name(source.name, path, alone), path, "share", source.text_field, source.sha256 or "") for path in paths
-    ]
+    by_format: dict[Format, list[Path]] = {}
+    for path in paths:
+        by_format.setdefault(_format(path, source), []).append(path)
+    together = source.dataset or str(source.path)
+    found = []
+    for kind, members in by_format.items():
+        groups = [[path] for path in members] if kind == "jsonl" else [members]
+        for group in groups:
+            alone = len(by_format) == len(groups) == 1
+            own = stem(group[0]) if len(group) == 1 and kind != "arrow" else _common(together)
+            name = _name(source.name, own, alone)
+            found.append(
+                Input(
+                    *(name, tuple(group), "share", kind, source.text_field, source.meta, source.encoding),
+                    expected=expected,
+                )
+            )
+    return found
 
 
-def expand(pattern: str) -> list[Path]:
-    """The files of a path or glob, sorted by name; `**` spans directories, hidden files are left out."""
+def expand(pattern: str, split: str = "train") -> list[Path]:
+    """The files of a path or glob, sorted by name; `**` spans directories, hidden files are left out.
+
+    A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`.
+    """
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
+    if (path / "dataset_dict.json").is_file():
+        path = path / split
+    if (path / "state.json").is_file():
+        return [path / item["filename"] for item in files.read_json(path / "state.json")["_data_files"]]
     fixed = list(itertools.takewhile(lambda part: not set(part) & set("*?["), path.parts))
     rest = path.parts[len(fixed) :]
     if not rest:
@@ -59,12 +107,17 @@ def expand(pattern: str) -> list[Path]:
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
+def readable(name: str) -> bool:
+    """Whether a file of this name is one that prepare reads."""
+    return bool(_READABLE.search(name.lower())) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
+
+
 def checked(inputs: list[Input]) -> list[Input]:
-    """The same inputs. Raises UserError when two files would share a name."""
+    """The same inputs. Raises UserError when two would share a name."""
     counts = Counter((item.source, item.split) for item in inputs)
     for (name, _), count in counts.items():
         if count > 1:
-            same = [str(item.path) for item in inputs if item.source == name]
+            same = [str(item.paths[0]) for item in inputs if item.source == name]
             raise UserError(
                 f"{count} sources are named {name}",
                 evidence="\n".join(same),
@@ -73,20 +126,20 @@ def checked(inputs: list[Input]) -> list[Input]:
     return inputs
 
 
-def verified(item: Input, sha256: str) -> Input:
-    """The input with its file's hash. Raises UserError when the recipe names another."""
-    if item.sha256 and item.sha256.lower() != sha256:
+def verified(item: Input, sha256: Sequence[str]) -> Input:
+    """The input with the hashes of its files. Raises UserError when the recipe names another for its only file."""
+    if item.expected and "@" not in item.expected and item.expected.lower() != sha256[0]:
         raise UserError(
-            f"{item.path} is not the file that the recipe names",
-            evidence=f"sha256 {sha256}\nthe recipe says {item.sha256}",
+            f"{item.paths[0]} is not the file that the recipe names",
+            evidence=f"sha256 {sha256[0]}\nthe recipe says {item.expected}",
             fix="fetch the file again, or correct data.sources[i].sha256",
         )
-    return replace(item, sha256=sha256)
+    return replace(item, sha256=tuple(sha256))
 
 
 def stem(path: Path) -> str:
     """news.jsonl.gz -> news."""
-    return re.sub(r"(\.jsonl?)?(\.gz)?$", "", path.name) or path.name
+    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", path.name) or path.name
 
 
 def safe(name: str) -> str:
@@ -94,8 +147,21 @@ def safe(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _name(given: str | None, path: Path, alone: bool) -> str:
-    return safe(stem(path) if given is None else given if alone else f"{given}-{stem(path)}")
+def _format(path: Path, source: Source) -> Format:
+    if source.format != "auto":
+        return source.format
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((_SUFFIXES[suffix] for suffix in reversed(suffixes) if suffix in _SUFFIXES), "jsonl")
+
+
+def _name(given: str | None, own: str, alone: bool) -> str:
+    return safe(own if given is None else given if alone else f"{given}-{own}")
+
+
+def _common(pattern: str) -> str:
+    """A name for several files: the last part of their path that is no glob."""
+    parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
+    return stem(Path(parts[-1])) if parts else "files"
 
 
 def _beside(pattern: str) -> str:

@@ -1,30 +1,47 @@
 """Hosts and slots: from a DeepSpeed hostfile, from a recipe's `hardware:`, or from this machine.
 
-The hostfile keeps DeepSpeed's own format (`name slots=N`, # comments). What kind of GPU a host has comes from the
-recipe's `hardware:` entry of the same name or from --gpu; this machine is asked through nvidia-smi, never torch.
+The hostfile keeps DeepSpeed's own format (`name slots=N`, # comments), and so do include and exclude
+(`a@b:0,2`). What kind of GPU a host has comes from the recipe's `hardware:` entry of the same name or from --gpu; how
+it is reached comes from the recipe's `hosts:`; this machine is asked through nvidia-smi, never torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from finlm.base.errors import UserError
-from finlm.recipe.schema import Hardware
+from finlm.recipe.schema import Hardware, HostAccess
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: `slots` ranks; gpu None means CPU ranks; memory_bytes None means unknown."""
+    """One host: `slots` ranks; gpu None means CPU ranks; memory_bytes None means unknown.
+
+    devices are the GPU numbers to use when not the first `slots`; access is what the recipe's `hosts:` says.
+    """
 
     name: str
     slots: int
     gpu: str | None = None
     memory_bytes: int | None = None
+    devices: tuple[int, ...] = ()
+    access: HostAccess = dataclasses.field(default_factory=HostAccess)
+
+    @property
+    def destination(self) -> str:
+        """[user@]name[:port], as ops.ssh takes it."""
+        user = f"{self.access.user}@" if self.access.user else ""
+        port = f":{self.access.port}" if self.access.port else ""
+        return f"{user}{self.name}{port}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,17 @@ class Cluster:
         """True when the ranks run on CPU."""
         return all(host.gpu is None for host in self.hosts)
 
+    @property
+    def unequal_slots(self) -> str:
+        """What follows from hosts with different numbers of ranks, in a sentence; empty when they are equal."""
+        if len({host.slots for host in self.hosts}) == 1:
+            return ""
+        counts = ", ".join(f"{host.name} {host.slots}" for host in self.hosts)
+        return (
+            f"unequal slots ({counts}): every rank has the same share of the rows and of the ZeRO shards, "
+            "so a host's part of the work is its part of the ranks"
+        )
+
 
 def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
     """The cluster a recipe was written for, or the same hosts with another kind of GPU."""
@@ -57,18 +85,47 @@ def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
             yield Host(name, host.slots, gpu or host.gpu, host.memory)
 
 
-def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None = None) -> Cluster:
+def load(
+    hostfile: str | Path,
+    hardware: Hardware | None = None,
+    gpu: str | None = None,
+    access: Mapping[str, HostAccess] | None = None,
+    include: str = "",
+    exclude: str = "",
+) -> Cluster:
     """Read a hostfile; GPU kinds from `gpu`, else from hardware's host of the same name, else CPU ranks.
 
-    Raises UserError that lists every bad line as file:line.
+    `include` and `exclude` are DeepSpeed's filters. Raises UserError that lists every bad line as file:line.
     """
     path = Path(hostfile)
+    slots = _read(path)
+    unknown = [name for name in access or {} if name not in slots]
+    if unknown:
+        close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown[0], slots, n=1))
+        raise UserError(
+            f"hosts.{unknown[0]}: the hostfile {path} has no such host{close}",
+            evidence=f"it names {', '.join(slots)}",
+            fix="use the hostfile's name in the recipe's hosts: section, or add the host to the hostfile",
+        )
+    known = {host.name: host for host in _hosts(hardware)} if hardware else {}
+    hosts = []
+    for name, devices in _filtered(slots, include, exclude).items():
+        like = known.get(name)
+        kind = gpu or (like.gpu if like else None)
+        chosen = () if devices == tuple(range(slots[name])) else devices
+        how = (access or {}).get(name, HostAccess())
+        hosts.append(Host(name, len(devices), kind, like.memory_bytes if like else None, chosen, how))
+    return Cluster(tuple(hosts), hardware.network_gbit if hardware else 10.0)
+
+
+def _read(path: Path) -> dict[str, int]:
+    """Slots of every host of the file, in its order."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the hostfile {path}", evidence=str(error)) from None
-    known = {host.name: host for host in _hosts(hardware)} if hardware else {}
-    hosts: dict[str, Host] = {}
+    slots: dict[str, int] = {}
+    first: dict[str, int] = {}
     mistakes = []
     for number, raw in enumerate(lines, 1):
         line = raw.partition("#")[0].strip()
@@ -77,19 +134,53 @@ def load(hostfile: str | Path, hardware: Hardware | None = None, gpu: str | None
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if match is None:
             mistakes.append(f"{path}:{number}: expected `name slots=N`, got {line!r}")
-        elif match[1] in hosts:
-            mistakes.append(f"{path}:{number}: {match[1]} appears twice; one line a host")
+        elif _NAME.fullmatch(match[1]) is None:
+            mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name (user and port: the recipe's hosts:)")
+        elif match[1] in slots:
+            mistakes.append(f"{path}:{number}: {match[1]} appears twice (line {first[match[1]]}); one line a host")
         elif int(match[2]) == 0:
             mistakes.append(f"{path}:{number}: {match[1]} has 0 slots; remove the line or give it 1 or more")
         else:
-            like = known.get(match[1])
-            kind = gpu or (like.gpu if like else None)
-            hosts[match[1]] = Host(match[1], int(match[2]), kind, like.memory_bytes if like else None)
+            slots[match[1]], first[match[1]] = int(match[2]), number
     if mistakes:
         raise UserError(f"{len(mistakes)} mistake(s) in the hostfile {path}", evidence="\n".join(mistakes))
-    if not hosts:
+    if not slots:
         raise UserError(f"the hostfile {path} names no host", fix="write one line a host: `name slots=N`")
-    return Cluster(tuple(hosts.values()), hardware.network_gbit if hardware else 10.0)
+    return slots
+
+
+def _filtered(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
+    """Device numbers of every host that is left by DeepSpeed's filters, in hostfile order."""
+    if include and exclude:
+        raise UserError("--include and --exclude exclude each other", fix="give one of them")
+    every = {name: tuple(range(count)) for name, count in slots.items()}
+    if include:
+        wanted = _parse_filter(include, every)
+        return {
+            name: tuple(number for number in every[name] if number in wanted[name]) for name in slots if name in wanted
+        }
+    if exclude:
+        dropped = _parse_filter(exclude, every)
+        left = {name: tuple(n for n in numbers if n not in dropped.get(name, ())) for name, numbers in every.items()}
+        every = {name: numbers for name, numbers in left.items() if numbers}
+        if not every:
+            raise UserError(f"--exclude {exclude} leaves no host", evidence=f"the hostfile names {', '.join(slots)}")
+    return every
+
+
+def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """`a@b:0,2` -> {a: all of its slots, b: (0, 2)}."""
+    found = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in every:
+            raise UserError(f"{part!r}: the hostfile has no host {name!r}", evidence=f"it names {', '.join(every)}")
+        if colon and re.fullmatch(r"\d+(,\d+)*", numbers) is None:
+            raise UserError(f"{part!r} is not a filter", fix="DeepSpeed's form is host@host:0,2")
+        found[name] = tuple(map(int, numbers.split(","))) if colon else every[name]
+        if not set(found[name]) <= set(every[name]):
+            raise UserError(f"{part!r}: {name} has slots 0 to {len(every[name]) - 1} in the hostfile")
+    return found
 
 
 def is_local(name: str) -> bool:

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 
 from finlm.recipe.schema import Optim, Recipe, Zero
 
+FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
+
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Every inconsistency of the recipe."""
     yield from _model(recipe)
+    yield from _tokenizer(recipe)
     yield from _data(recipe)
     yield from _length(recipe)
     yield from _zero(recipe)
@@ -27,23 +30,43 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"head size {model.hidden_size // model.heads} is odd; RoPE rotates pairs"
     if model.kv_heads is not None and model.heads % model.kv_heads:
         yield "model.kv_heads", f"{model.kv_heads} does not divide heads ({model.heads})"
-    tokenizer = recipe.tokenizer
+
+
+def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    tokenizer, rows = recipe.tokenizer, recipe.model.vocab_size
     if (tokenizer.path is None) == (tokenizer.vocab_size is None):
         yield "tokenizer", "give either path (an existing tokenizer.model) or vocab_size (to train one)"
-    if tokenizer.vocab_size is not None and model.vocab_size != "auto" and model.vocab_size < tokenizer.vocab_size:
-        yield (
-            "model.vocab_size",
-            f"{model.vocab_size} rows are fewer than the tokenizer's {tokenizer.vocab_size} pieces",
-        )
+    if tokenizer.extend_to is not None and tokenizer.path is None:
+        yield "tokenizer.extend_to", "needs path, the tokenizer.model to extend"
+    if tokenizer.pieces is not None and rows != "auto" and rows < tokenizer.pieces:
+        yield "model.vocab_size", f"{rows} rows are fewer than the tokenizer's {tokenizer.pieces} pieces"
+    weights = tokenizer.sample_weights
+    if weights is not None and tokenizer.pieces is None:
+        yield "tokenizer.sample_weights", "has no effect: an existing tokenizer is not trained; leave it out"
+    elif weights is not None and not any(weights.values()):
+        yield "tokenizer.sample_weights", "gives no source a weight above 0"
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for index, source in enumerate(recipe.data.sources):
-        if (source.path is None) == (source.synthetic is None):
-            yield f"data.sources[{index}]", "give either path or synthetic"
+        if sum(where is not None for where in (source.path, source.dataset, source.synthetic)) != 1:
+            yield f"data.sources[{index}]", "give either path or dataset or synthetic"
+        if source.dataset is None and (source.revision or source.files):
+            yield f"data.sources[{index}]", "revision and files belong to a dataset, which is not given"
         if source.sha256 is not None and source.path is not None and set(source.path) & set("*?["):
             yield f"data.sources[{index}].sha256", f"belongs to one file, but path is a glob ({source.path})"
-    vocabulary = recipe.tokenizer.vocab_size or recipe.model.vocab_size
+    given_share = sum(stage.share or 0.0 for stage in recipe.data.mixture)
+    if given_share > 1 + 1e-9:
+        yield "data.mixture", f"the stages' shares are {given_share:g} of the run together, more than 1"
+    for index, stage in enumerate(recipe.data.mixture):
+        key = f"data.mixture[{index}]"
+        if (stage.weights is None) == (stage.tokens is None):
+            yield key, "give either weights or tokens"
+        elif stage.tokens is not None and (stage.to is not None or stage.share is not None):
+            yield key, "tokens say how long the stage is: leave out to and share"
+        elif any(sum(weights.values()) == 0 for weights in (stage.weights, stage.to) if weights is not None):
+            yield key, "gives no source a weight above 0"
+    vocabulary = recipe.tokenizer.pieces or recipe.model.vocab_size
     if recipe.data.token_dtype == "uint16" and isinstance(vocabulary, int) and vocabulary > 65536:
         yield (
             "data.token_dtype",
@@ -71,6 +94,11 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
     zero = recipe.zero
+    if recipe.train.precision == "fp8":
+        if zero.stage != "auto" and zero.stage not in FP8_STAGES:
+            yield "zero.stage", f"fp8 runs at ZeRO stages 1 and 2; use one of them, or auto, instead of {zero.stage}"
+        if recipe.train.compile is False:
+            yield "train.compile", "fp8 without torch.compile is slower than bf16; use auto"
     if zero.stage != "auto":
         yield from zero_problems(zero, zero.stage, zero.offload_optimizer, zero.offload_param)
     if "nvme" in (zero.offload_param, zero.offload_optimizer) and zero.nvme_path is None:

@@ -6,45 +6,12 @@ resolves it. Checks that need more than one key live in recipe.rules.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import Field, Strict
 
-from finlm.base.units import parse_bytes, parse_count
-
-Auto = Literal["auto"]
-
-
-def _integral(value: Any) -> Any:
-    """YAML reads 1e6 as a float; a whole one is an integer to its author."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _bytes(value: Any) -> Any:
-    return parse_bytes(_integral(value))
-
-
-def _count(value: Any) -> Any:
-    return parse_count(_integral(value))
-
-
-def _sources(value: Any) -> Any:
-    """A path stands for {path: ...}, and one source for a list of one: `--set data.sources=corpus/*.jsonl.gz`."""
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [{"path": item} if isinstance(item, str) else item for item in items]
-
-
-Int = Annotated[int, BeforeValidator(_integral)]
-Positive = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
-Bytes = Annotated[int, BeforeValidator(_bytes)]
-Count = Annotated[int, BeforeValidator(_count), Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A frozen part of a recipe."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+from finlm.recipe.schema_data import Data, Weights
+from finlm.recipe.section import Auto, Bytes, Count, Fraction, Int, Positive, Section
 
 
 class Model(Section):
@@ -65,51 +32,25 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """A sentencepiece model: an existing file, or one trained on the recipe's documents."""
+    """A sentencepiece model: an existing file, one extended by Chinese, or one trained on the recipe's documents."""
 
     path: str | None = Field(None, description="Existing tokenizer.model; absent = train one.")
+    extend_to: Positive | None = Field(
+        None, description="Pieces after Chinese ones are added to those of path, whose ids and encodings stay."
+    )
+    extend_longest: Positive = Field(16, description="Characters a new piece has at most; 1 as in XuanYuan.")
     vocab_size: Positive | None = Field(None, description="Pieces of the trained tokenizer.")
-    sample_bytes: Bytes = Field(200_000_000, description="Text sampled for training it, e.g. 200MB.")
+    sample_bytes: Bytes = Field(200_000_000, description="Text sampled for training or extending it, e.g. 200MB.")
+    sample_weights: Weights | None = Field(
+        None, description="Shares of the sample by source or glob, others 0; absent = in proportion to their text."
+    )
     character_coverage: Fraction = Field(0.9995, description="Share of characters kept as pieces; the rest are bytes.")
     add_bos: bool = Field(True, description="Every document starts with <s>, as in Llama.")
 
-
-class Synthetic(Section):
-    """The embedded corpus (data/synthetic.py)."""
-
-    size: Bytes = Field(description="Bytes of training text over the four files, e.g. 16MB.")
-    held_out_size: Bytes = Field(1_000_000, description="Bytes of held-out text about other companies.")
-    seed: Int = Field(0, description="Seed of the fictional world.")
-
-
-class Source(Section):
-    """Where documents come from: files, or the embedded generator."""
-
-    path: str | None = Field(None, description="File or glob of JSON lines (.jsonl, .jsonl.gz).")
-    synthetic: Synthetic | None = Field(None, description="Generate the embedded corpus instead of reading files.")
-    name: str | None = Field(None, description="Name in reports; the file's stem when absent.")
-    text_field: str = Field("text", description="Key of the document's text in a row.")
-    sha256: str | None = Field(None, description="Expected hash of the (single) file.")
-
-
-class Data(Section):
-    """Documents to packed shards."""
-
-    sources: Annotated[tuple[Source, ...], Strict(False), Field(min_length=1), BeforeValidator(_sources)] = Field(
-        description="Where text is read: paths or globs, or mappings."
-    )
-    num_proc: Positive = Field(4, description="Worker processes at most; bounded by cores, memory and open files.")
-    held_out_fraction: Fraction = Field(0.01, description="Share of each file source kept for held-out perplexity.")
-    held_out_documents: Int = Field(500, description="At most so many held-out documents a source.")
-    max_broken_fraction: Fraction = Field(0.001, description="Share of unreadable rows above which prepare stops.")
-    min_characters: Int = Field(10, description="Shorter documents are dropped.")
-    dedup: Literal["exact", "none"] = Field(
-        "exact", description="Drop documents whose normalised text was seen before."
-    )
-    token_dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="Integer type of the shards.")
-    shard_tokens: Count = Field(100_000_000, description="Tokens a shard at most.")
-    cache_dir: str = Field("cache", description="Directory of prepared data, keyed by content.")
-    prepared: str | None = Field(None, description="Use these prepared shards instead of preparing the sources.")
+    @property
+    def pieces(self) -> int | None:
+        """Its size where the recipe decides it; None for an existing file."""
+        return self.vocab_size or self.extend_to
 
 
 class Batch(Section):
@@ -172,11 +113,15 @@ class Train(Section):
     tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M; an alternative to steps.")
     epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; needs prepared data.")
     seed: Int = Field(0, description="Seed of weights and data order.")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description="auto: bf16, fp16 or fp32 by hardware."
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
+        "auto",
+        description="auto: bf16, fp16 or fp32 by hardware. fp8: bf16 whose linear layers multiply in float8 (Hopper).",
     )
     fp16: Fp16 = Field(default_factory=Fp16, description="Loss scaling.")
-    recompute: Literal["auto", "none", "full"] = Field("auto", description="Activation checkpointing.")
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto", description="Activation checkpointing: nothing, the feed-forward blocks, or whole layers."
+    )
+    compile: Literal["auto"] | bool = Field("auto", description="torch.compile of each layer; auto = on GPUs.")
     cpu_ranks: Positive = Field(2, description="Processes when there is no GPU.")
 
 
@@ -213,6 +158,41 @@ class Hardware(Section):
     network_gbit: Annotated[float, Field(gt=0)] = Field(10.0, description="Speed of the link between hosts.")
 
 
+Text = Annotated[str, Field(pattern=r"^[^\r\n\x00]*$")]
+Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Text]
+Absolute = Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+class HostAccess(Section):
+    """What a hostfile cannot say about one of its hosts."""
+
+    user: Word | None = Field(None, description="User that ssh logs in as; ~/.ssh/config or this user when absent.")
+    port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(None, description="Port of the host's ssh server.")
+    python: Absolute | None = Field(None, description="Interpreter of the ranks; the same path as here when absent.")
+    work_dir: Absolute | None = Field(
+        None, description="Directory that stands for the one `train` is started in; the same path when absent."
+    )
+    address: Word | None = Field(
+        None, description="Address that the other hosts reach it by; the one ssh connects to when absent."
+    )
+    env: Environment = Field(default_factory=dict, description="Environment of its ranks, over the recipe's env.")
+
+
+class Launch(Section):
+    """How ranks are started and watched."""
+
+    master_port: Annotated[int, Field(gt=0, lt=65536)] | Auto = Field(
+        "auto", description="TCP port of the rendezvous on the first host; auto = a free one."
+    )
+    start_minutes: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="The run is ended when its first step takes longer: loading, compiling, first messages."
+    )
+    stall_minutes: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="The run is ended after so long without a finished step, evaluation or checkpoint."
+    )
+
+
 class Recipe(Section):
     """A run, fully determined together with a hostfile."""
 
@@ -229,4 +209,6 @@ class Recipe(Section):
     train: Train
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
-    env: dict[str, str] = Field(default_factory=dict, description="Environment of every rank; recorded.")
+    env: Environment = Field(default_factory=dict, description="Environment of every rank; recorded.")
+    hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
+    launch: Launch = Field(default_factory=Launch, description="Starting and watching the ranks.")

@@ -18,7 +18,7 @@ from typing import Any
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan import memory
-from finlm.record import curves, page, report_details
+from finlm.record import curves, page, report_data, report_details
 from finlm.record import history as histories
 from finlm.record.history import History
 from finlm.record.page import Html, element, join
@@ -50,7 +50,8 @@ def build(run: RunDir, *, ended: bool = False) -> Path:
         _summary(loaded),
         _curves(loaded),
         _plan(loaded),
-        _data(loaded),
+        report_data.section(data),
+        report_details.diagnosis(run),
         report_details.problems(run, history),
         report_details.samples(history),
         report_details.checkpoints(history),
@@ -228,45 +229,3 @@ _DECISIONS = (
 def _against(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | None, str | None]:
     ratio = f"{measured / planned:.2f}" if planned and measured is not None else None
     return how(planned), how(measured), ratio
-
-
-def _data(run: Run) -> Html | None:
-    documents, shards = run.data.get("documents") or {}, run.data.get("shards") or {}
-    rows = [_data_row(name, row, shards.get(name) or {}) for name, row in documents.items()]
-    if not rows:
-        return None
-    if len(rows) > 1:
-        rows.append(_data_row("all", _sum(documents), _all_shards(shards)))
-    head = ("Source", "Rows", *(title for title, _ in _COUNTS), "Tokens", "Bytes a token")
-    note = f"Vocabulary of {page.count(run.data.get('vocab_size')) or page.MISSING} pieces."
-    return page.section("Data", "data", page.table(head, rows, total=len(rows) > 1), note=note)
-
-
-_COUNTS = (
-    ("Broken", "broken"),
-    ("Duplicate", "duplicate"),
-    ("Too short", "too_short"),
-    ("As held out", "equals_held_out"),
-    ("Held out", "held_out"),
-    ("Kept", "kept"),
-)
-
-
-def _data_row(name: str, row: Mapping[str, Any], shard: Mapping[str, Any]) -> list[Any]:
-    counts = (page.count(row.get(key)) for key in ("rows", *(key for _, key in _COUNTS)))
-    return [name, *counts, page.count(shard.get("train_tokens")), page.digits(shard.get("bytes_per_token"), 2)]
-
-
-def _all_shards(shards: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The sums over all sources; the bytes a token weighted by tokens."""
-    whole = _sum(shards)
-    if not {"train_tokens", "bytes_per_token"} <= set(whole) or not whole["train_tokens"]:
-        return {}
-    text = sum(row["train_tokens"] * row["bytes_per_token"] for row in shards.values())
-    return whole | {"bytes_per_token": text / whole["train_tokens"]}
-
-
-def _sum(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Sums of the keys that every row has: what one row lacks has no total."""
-    keys = set.intersection(*(set(row) for row in rows.values())) if rows else set()
-    return {key: sum(row[key] for row in rows.values()) for key in keys}

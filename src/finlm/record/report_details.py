@@ -126,6 +126,26 @@ def problems(run: RunDir, history: History) -> Html:
     return page.section("Findings and incidents", "problems", *parts)
 
 
+def diagnosis(run: RunDir) -> Html | None:
+    """The first finding of `finlm diagnose` on a run that failed, and the names of the others."""
+    found = read(run.diagnosis).get("findings") or ()
+    if not found:
+        return None
+    first = found[0]
+    place = join([first.get("file"), first.get("line"), first.get("host")], " · ")
+    steps = [element("li", step) for step in str(first.get("fix") or "").splitlines()]
+    parts = [
+        element("h3", first.get("title")),
+        element("p", first.get("explanation")),
+        page.code(str(first.get("evidence") or "")),
+        element("p", place, class_="quiet"),
+        element("ol", join(steps)),
+    ]
+    if len(found) > 1:
+        parts.append(element("p", "Also possible: " + ", ".join(str(other.get("cause")) for other in found[1:])))
+    return page.section("Why it failed", "diagnosis", *parts)
+
+
 def _problem(head: Any, *lines: Any, is_error: bool = False) -> Html:
     inner = join(element("p", line) for line in lines if line)
     return element("div", element("h4", head), inner, class_="problem error" if is_error else "problem")

@@ -1,0 +1,158 @@
+"""Which row a position of the run reads when sources have weights that change over the run.
+
+The run's rows are cut into stages, each with a whole number of rows of every source; within a stage the sources are
+interleaved by a permutation, and each source is read in its own endless order, epoch after epoch, going on from stage
+to stage. Every number is computed from (seed, position): no state, no table, the same at any world size.
+
+A row counts as T tokens, whichever source it is of. It does not look at losses; change the weights and start a stage.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base.errors import UserError
+from finlm.data.shards import Ids, Order
+from finlm.recipe.schema_data import Stage
+
+_RAMP = 16  # equal steps of a stage whose weights change
+
+
+class Sequencing(Protocol):
+    """Row ids by position: shards.Order, or a Mixture."""
+
+    def __getitem__(self, positions: npt.NDArray[Any]) -> Ids: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions start to end of the run; rows of each source, in the order of the sources."""
+
+    start: int
+    end: int
+    rows: tuple[int, ...]
+
+
+def order(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int, seed: int) -> Any:
+    """The order in which a run of run_rows rows reads them; ranges are the row ids of each source.
+
+    Without stages every row once an epoch (shards.Order). Raises UserError for a source that there is not.
+    """
+    if not stages:
+        return Order(sum(map(len, ranges.values())), seed)
+    return Mixture(ranges, parts(ranges, stages, run_rows, sequence_length), seed)
+
+
+class Mixture:
+    """An endless order of row ids; past the run's end the last part is repeated with other rows."""
+
+    def __init__(self, ranges: Mapping[str, range], parts: Sequence[Part], seed: int) -> None:
+        self.parts = list(parts)
+        self._first = np.array([rows.start for rows in ranges.values()], dtype=np.int64)
+        self._orders = [
+            Order(len(rows), seed * 2**32 + zlib.crc32(name.encode())) if rows else None
+            for name, rows in ranges.items()
+        ]
+        self._inner = [Order(part.end - part.start, seed * 2**32 + number) for number, part in enumerate(self.parts)]
+        self._starts = np.array([part.start for part in self.parts], dtype=np.int64)
+        self._rows = np.array([part.rows for part in self.parts], dtype=np.int64)  # [parts, sources]
+        self._before = np.concatenate((np.zeros_like(self._rows[:1]), np.cumsum(self._rows, axis=0)[:-1]))
+
+    def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
+        """Row ids int64 of the positions (any shape, any integer type)."""
+        flat = np.asarray(positions, dtype=np.int64).ravel()
+        found = np.empty(len(flat), dtype=np.int64)
+        where = np.searchsorted(self._starts, flat, side="right") - 1
+        for number in np.unique(where).tolist():
+            here = np.flatnonzero(where == number)
+            part, rows = self.parts[number], self._rows[number]
+            within = flat[here] - part.start
+            place = self._inner[number][within]
+            ends = np.cumsum(rows)
+            source = np.searchsorted(ends, place, side="right")
+            # Which reading of its source this is: after the earlier parts, and after repeats of the last one.
+            repeats = within // (part.end - part.start)
+            drawn = place - (ends - rows)[source] + self._before[number][source] + repeats * rows[source]
+            for kind in np.unique(source).tolist():
+                of_kind = source == kind
+                found[here[of_kind]] = self._first[kind] + self._orders[kind][drawn[of_kind]]
+        return found.reshape(np.shape(positions))
+
+
+def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
+    """The run as parts with whole numbers of rows. Raises UserError for a source that there is not or has no row."""
+    shares = _shares(stages, run_rows * sequence_length)
+    slices: list[tuple[float, npt.NDArray[np.float64]]] = []
+    for stage, share in zip(stages, shares, strict=True):
+        first = _by_source(ranges, stage.weights or dict(stage.tokens or {}))
+        last = first if stage.to is None else _by_source(ranges, stage.to)
+        steps = 1 if stage.to is None else _RAMP
+        for step in range(steps):
+            along = step / max(1, steps - 1)
+            slices.append((share / steps, first * (1 - along) + last * along))
+    ends = np.rint(np.cumsum([share for share, _ in slices]) * run_rows).astype(np.int64)
+    ends = np.minimum(ends, run_rows)
+    ends[-1] = run_rows  # budgets may be less than the run: the last stage goes on
+    found, start = [], 0
+    for end, (_, weights) in zip(ends.tolist(), slices, strict=True):
+        if end > start:
+            found.append(Part(start, end, _apportioned(weights, end - start)))
+            start = end
+    return found
+
+
+def drawn(ranges: Mapping[str, range], parts: Sequence[Part], sequence_length: int) -> list[dict[str, Any]]:
+    """What each source gives to the run: tokens, their share, and how often the source is read."""
+    rows = np.sum([part.rows for part in parts], axis=0)
+    return [
+        {
+            "source": name,
+            "tokens": int(count) * sequence_length,
+            "share": float(count / rows.sum()),
+            "epochs": float(count / len(ranges[name])) if len(ranges[name]) else 0.0,
+            "share_by_part": [part.rows[number] / (part.end - part.start) for part in parts],
+        }
+        for number, (name, count) in enumerate(zip(ranges, rows.tolist(), strict=True))
+    ]
+
+
+def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
+    """The share of each stage in the run."""
+    given = [sum(stage.tokens.values()) / run_tokens if stage.tokens else stage.share for stage in stages]
+    missing = given.count(None)
+    rest = max(0.0, 1 - sum(share for share in given if share is not None))
+    return [rest / missing if share is None else share for share in given]
+
+
+def _by_source(ranges: Mapping[str, range], weights: Mapping[str, float]) -> npt.NDArray[np.float64]:
+    """Weights [sources], sum 1; what a glob names shares its weight by size."""
+    found = np.zeros(len(ranges))
+    names = list(ranges)
+    for pattern, weight in weights.items():
+        members = [number for number, name in enumerate(names) if fnmatchcase(name, pattern)]
+        sizes = np.array([len(ranges[names[number]]) for number in members], dtype=np.float64)
+        if sizes.sum() == 0:
+            raise UserError(
+                f"data.mixture: {pattern} {'has no row of training text' if members else 'is no source'}",
+                evidence=f"the sources are {', '.join(names)}",
+                fix="name a source or a glob of sources, or take it out",
+            )
+        found[members] += weight * sizes / sizes.sum()
+    found /= found.sum()
+    return found
+
+
+def _apportioned(weights: npt.NDArray[np.float64], rows: int) -> tuple[int, ...]:
+    """Whole numbers of rows in proportion to the weights, by largest remainder."""
+    exact = weights * rows
+    counts = np.floor(exact).astype(np.int64)
+    largest = np.argsort(-(exact - counts), kind="stable")[: rows - int(counts.sum())]
+    counts[largest] += 1
+    return tuple(counts.tolist())

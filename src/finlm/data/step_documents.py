@@ -1,0 +1,42 @@
+"""The step `documents`: rows to normalised, hashed documents (documents.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finlm.base import units
+from finlm.data import clean, documents
+from finlm.data.context import Context
+from finlm.data.sources import Input
+from finlm.data.steps import NotPrepared, Step
+
+
+def run(context: Context, inputs: Sequence[Input]) -> Step:
+    """All inputs read. Raises UserError when too many rows of a source are broken."""
+    allowed, keep = context.data.max_broken_fraction, context.cache.directory
+
+    def make(directory: Path) -> dict[str, Any]:
+        return documents.write(directory, inputs, context.data.clean, context.processes, allowed, keep)
+
+    words = context.data.clean.bad_keywords
+    if words is not None and not context.cache.build and not Path(words).expanduser().is_file():
+        raise NotPrepared("documents")
+    depends_on = {
+        "version": documents.VERSION,
+        "clean": clean.depends_on(context.data.clean),
+        "inputs": [item.identity() for item in inputs],
+    }
+    step = context.cache.step("documents", depends_on, make, documents.estimate_bytes(inputs))
+    if context.cache.build:
+        documents.check_broken(step.path, step.manifest, allowed, keep)
+    rows = step.manifest["inputs"]
+    dropped = sum(sum(row["dropped"].values()) for row in rows)
+    context.say(
+        step,
+        f"{sum(row['rows'] for row in rows):,} rows of {len({row['source'] for row in rows})} sources, "
+        f"{sum(row['broken'] for row in rows):,} broken, {dropped:,} dropped, "
+        f"{units.format_bytes(sum(row['bytes'] for row in rows))}",
+    )
+    return step

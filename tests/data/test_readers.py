@@ -1,0 +1,234 @@
+"""Every format and damage a source may have: what is read, and what is said about the rest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import zstandard
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.data import documents, parsing, readers, sources, streams
+from finlm.recipe.schema_clean import Clean, clean_or_none
+from finlm.recipe.schema_data import Source
+
+from helpers import ROOT
+
+NO_RULES = Clean(**clean_or_none("none"))
+TEXTS = [f"第{number}篇：营业收入同比增长{number}%" for number in range(500)]
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def read(directory: Path, **settings: Any) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(manifest entry, texts, broken rows) of a recipe's source that is one input."""
+    (item,) = sources.of_source(Source(**settings), "data.sources[0]")
+    item = sources.verified(item, [files.sha256_file(path) for path in item.paths])
+    out = directory / "step"
+    out.mkdir(exist_ok=True)
+    for old in (out / "chunks").glob("*") if (out / "chunks").exists() else ():
+        old.unlink()
+    if (out / "chunks").exists():
+        (out / "chunks").rmdir()
+    manifest = documents.write(out, [item], NO_RULES, 1, 1.0, directory)
+    texts = [
+        text
+        for chunk in documents.chunks(out, manifest)
+        for text in documents.read_texts(chunk.path, np.ones(chunk.rows.stop - chunk.rows.start, dtype=np.bool_))
+    ]
+    return manifest["inputs"][0], texts, list(files.read_json_lines(out / "broken.jsonl"))
+
+
+def utf16(path: Path) -> None:
+    path.write_bytes(jsonl(TEXTS).decode().encode("utf-16"))
+
+
+def two_members(path: Path) -> None:
+    path.write_bytes(gzip.compress(jsonl(TEXTS[:200])) + gzip.compress(jsonl(TEXTS[200:])) + b"\0" * 512)
+
+
+def two_frames(path: Path) -> None:
+    packer = zstandard.ZstdCompressor()
+    path.write_bytes(packer.compress(jsonl(TEXTS[:200])) + packer.compress(jsonl(TEXTS[200:])))
+
+
+def table(path: Path) -> None:
+    rows = pa.table({"text": TEXTS, "embedding": [[0.0] * 8] * 500, "meta": [{"site": "a"}] * 500})
+    parquet.write_table(rows, path, row_group_size=64)
+
+
+def lines(path: Path) -> None:
+    path.write_text("\n".join(TEXTS), encoding="gb18030")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "settings"),
+    [
+        ("news.jsonl", lambda path: path.write_bytes(b"\xef\xbb\xbf" + jsonl(TEXTS)), {}),
+        ("news.jsonl", utf16, {}),
+        ("news.jsonl.gz", two_members, {}),
+        ("unpacked.jsonl.gz", lambda path: path.write_bytes(jsonl(TEXTS)), {}),
+        ("news.jsonl.zst", two_frames, {}),
+        ("news.parquet", table, {}),
+        ("news.txt", lines, {"format": "lines", "encoding": "gb18030"}),
+    ],
+)
+def test_every_format_gives_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Any, settings: dict[str, str]
+) -> None:
+    write(tmp_path / name)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 5000)
+    entry, texts, broken = read(tmp_path, path=str(tmp_path / name), **settings)
+    assert texts == TEXTS and broken == [] and entry["rows"] == 500
+    assert entry["files"] == [
+        {"source": sources.stem(Path(name)), "split": "share", "file": name, "sha256": entry["sha256"]}
+    ]
+
+
+def test_a_saved_data_set_is_read_without_its_library(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    split = datasets.Dataset.from_dict({"content": TEXTS, "other": list(range(500))})
+    datasets.DatasetDict({"train": split, "test": split.select(range(3))}).save_to_disk(tmp_path / "set")
+    entry, texts, _ = read(tmp_path, path=str(tmp_path / "set"), text_field="content")
+    assert texts == TEXTS and entry["source"] == "set" and len(entry["sha256"]) == 64
+    assert len(read(tmp_path, path=str(tmp_path / "set"), text_field="content", split="test")[1]) == 3
+    with pytest.raises(UserError, match="has no column 'body'") as caught:
+        read(tmp_path, path=str(tmp_path / "set"), text_field="body")
+    assert caught.value.evidence == "it has content, other"
+
+
+def test_a_data_set_of_the_hub_is_read_at_its_commit_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    place = tmp_path / f"hub/datasets--finance--corpus/snapshots/{commit}/data"
+    place.mkdir(parents=True)
+    for name, texts in (("train-0.parquet", TEXTS[:250]), ("train-1.parquet", TEXTS[250:]), ("test-0.parquet", ["x"])):
+        parquet.write_table(pa.table({"text": texts}), place / name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    entry, texts, _ = read(tmp_path, dataset="finance/corpus", revision=commit)
+    assert texts == TEXTS and entry["pinned"] == f"finance/corpus@{commit}" and entry["file"] == "2 files"
+    assert read(tmp_path, dataset="finance/corpus", revision=commit, files="data/test*")[1] == ["x"]
+    with pytest.raises(UserError, match="needs the commit"):
+        read(tmp_path, dataset="finance/corpus", revision="main")
+    with pytest.raises(UserError, match="cannot be fetched"):
+        read(tmp_path, dataset="finance/absent", revision=commit)
+
+
+def test_text_files_of_a_folder_are_one_source_and_each_one_document(tmp_path: Path) -> None:
+    (tmp_path / "books").mkdir()
+    for number, text in enumerate(["第一本\n\n第二章", "第二本", ""]):
+        (tmp_path / f"books/{number}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "books/3.txt.gz").write_bytes(gzip.compress("第四本".encode()))
+    (tmp_path / "books/4.txt").write_bytes(b"\xff\xfe" + "第五本".encode("utf-16-le"))
+    entry, texts, broken = read(tmp_path, path=str(tmp_path / "books/*.txt*"))
+    assert texts == ["第一本\n\n第二章", "第二本", "", "第四本", "第五本"] and broken == []
+    assert entry["source"] == "books" and entry["file"] == "5 files" and len(entry["files"]) == 5
+
+
+def test_text_and_counted_fields_may_lie_deep_and_rows_may_differ(tmp_path: Path) -> None:
+    rows = [
+        {"body": {"zh": "甲"}, "meta": {"source": "新浪", "tags": [1]}},
+        {"body": {"zh": "乙"}, "meta": {"source": "东方财富"}, "meta.source": "新浪"},
+        {"body": {"zh": "丙"}, "meta": None},
+        {"body": "丁"},
+    ]
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows))
+    entry, texts, broken = read(tmp_path, path=str(path), text_field="body.zh", meta={"site": "meta.source"})
+    assert texts == ["甲", "乙", "丙"] and entry["values"] == {"site": [("新浪", 2), ("", 1)]}
+    assert [row["reason"] for row in broken] == ["no field 'body.zh', only 'body'"]
+
+
+def test_damage_costs_only_the_rows_it_struck_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    good = jsonl(TEXTS[:3])
+    path.write_bytes(good + b'{"text": "\xb9\xfe"}\n' + b"\0" * 4096 + b"\n" + b'{"text": "a\0b"}\n' + good)
+    _, texts, broken = read(tmp_path, path=str(path))
+    assert texts == TEXTS[:3] * 2 and [row["line"] for row in broken] == [4, 5, 6]
+    assert "not UTF-8: byte 0xb9" in broken[0]["reason"] and "NUL bytes" in broken[1]["reason"]
+    assert "NUL bytes" in broken[2]["reason"]
+    path.write_bytes(jsonl(TEXTS).decode().encode("gb18030").replace("第7篇".encode("gb18030"), b"\xff\xff", 1))
+    _, texts, broken = read(tmp_path, path=str(path), encoding="gb18030")
+    assert texts == TEXTS[:7] + TEXTS[8:] and [(row["line"], row["reason"]) for row in broken] == [(8, "not gb18030")]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["cut", "struck"])
+def test_a_damaged_archive_gives_what_comes_before(tmp_path: Path, kind: str, damage: str) -> None:
+    rng = np.random.default_rng(0)
+    texts = [f"{number} {rng.bytes(300).hex()}" for number in range(5000)]
+    pack = gzip.compress if kind == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress
+    data = bytearray(pack(jsonl(texts)))
+    if damage == "cut":
+        del data[-20_000:]
+    else:
+        data[-20_000:-19_000] = rng.bytes(1000)
+    path = tmp_path / f"news.jsonl.{kind}"
+    path.write_bytes(data)
+    entry, found, broken = read(tmp_path, path=str(path))
+    assert entry["cut"] == 1 and "the archive is" in broken[-1]["reason"]
+    assert found[:2500] == texts[:2500]  # beyond, a struck archive may give nonsense before its checksum fails
+    if damage == "cut":
+        assert found == texts[: len(found)] and len(found) > 4800 and broken[-1]["line"] == len(found) + 1
+
+
+def test_a_damaged_table_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "news.parquet"
+    table(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    entry, texts, broken = read(tmp_path, path=str(path))
+    assert texts == [] and entry["cut"] == 1 and broken[0]["reason"].startswith("the file is damaged: ")
+
+
+def test_a_document_of_100_megabytes_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    long = "净利润同比增长。" * (100_000_000 // 24)
+    path.write_bytes(jsonl(["前", long, "后"]))
+    entry, texts, _ = read(tmp_path, path=str(path))
+    assert texts == ["前", long, "后"] and entry["bytes"] > 99_000_000
+
+
+def test_pieces_of_a_file_are_cut_into_whole_lines_of_any_length() -> None:
+    text = b"one\n" + b"x" * 1000 + b"\ntwo\n\nthree"
+    for step in (1, 3, 7, 100, 5000):
+        parts = (text[start : start + step] for start in range(0, len(text), step))
+        found = list(streams.lines(parts, 10))
+        assert b"".join(data for _, data in found) == text
+        for first, data in found:
+            assert text[: text.index(data)].count(b"\n") + 1 == first
+
+
+def test_reading_tables_loads_neither_torch_nor_pandas(tmp_path: Path) -> None:
+    table(tmp_path / "news.parquet")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from pathlib import Path; from finlm.data import readers, sources;"
+        "item = sources.Input('a', (Path(sys.argv[2]),), 'share', 'parquet');"
+        "assert sum(1 for block in readers.blocks(item, lambda n: None)) == 1;"
+        "sys.exit(bool({'torch', 'pandas', 'datasets', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "src"), str(tmp_path / "news.parquet")]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_what_is_not_a_text_is_named() -> None:
+    item = sources.Input("a", (Path("x"),), "share")
+    block = readers.Block("jsonl", Path("x"), 1, b'{"text": NaN}\n{"text": "ok", "n": NaN}\n{"text": ["a"]}')
+    found = list(parsing.rows(block, item))
+    assert [row.text for row in found] == ["", "ok", ""]
+    assert [row.broken for row in found] == [
+        "field 'text' is a number, not a string", "", "field 'text' is a list, not a string"
+    ]  # fmt: skip

@@ -1,0 +1,62 @@
+"""What a tokenizer is learnt from: every source's share, weights, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.data import dedup, vocab_sample, workers
+from finlm.data.vocab_sample import shares
+
+SOURCES = ("news", "reports")
+
+
+def fake_table() -> dedup.Table:
+    dice = np.random.default_rng(0)
+    sizes = np.concatenate([np.full(900, 100), np.full(100, 300)]).astype(np.int64)
+    sources = np.repeat(np.arange(2, dtype=np.int32), [900, 100])
+    return dedup.Table(sources, sizes.astype(np.uint32), sizes, dice.integers(0, 2**63, (1000, 2)).astype(np.uint64))
+
+
+def test_the_sample_takes_its_share_of_every_source_and_no_held_out_document() -> None:
+    table = fake_table()
+    decision = np.zeros(1000, dtype=np.uint8)
+    decision[::10] = dedup.HELD_OUT
+    for weights, expected in ((None, [81_000 / 4, 27_000 / 4]), ({"news": 1, "reports": 2.0}, [9_000, 18_000])):
+        wanted = vocab_sample.choose(table, decision, SOURCES, 27_000, weights)  # of 108,000 training bytes
+        taken = [int(table.text_bytes[wanted & (table.source == source)].sum()) for source in (0, 1)]
+        assert not (wanted & (decision != dedup.TRAIN)).any()
+        assert taken == [pytest.approx(expected[0], abs=100), pytest.approx(expected[1], abs=300)]
+    assert np.array_equal(vocab_sample.choose(table, decision, SOURCES, 10**9), decision == dedup.TRAIN)
+    only_news = vocab_sample.choose(table, decision, SOURCES, 10**9, {"news": 1})
+    assert np.array_equal(only_news, (decision == dedup.TRAIN) & (table.source == 0))
+
+
+def test_what_a_source_lacks_the_others_give_by_their_weights() -> None:
+    available = {"a": 100, "b": 1000, "c": 1000}
+    assert shares(available, 600, {"a": 1, "b": 1, "c": 1}) == {"a": 100, "b": 250, "c": 250}
+    assert shares(available, 700, {"a": 4, "b": 2, "c": 1}) == {"a": 100, "b": 400, "c": 200}
+    assert shares(available, 1500, {"a": 9, "b": 1}) == {"a": 100, "b": 1000, "c": 0}
+    assert shares(available, 210, None) == {"a": 10, "b": 100, "c": 100}
+    assert shares(available, 9999, None) == available
+
+
+def test_weights_name_sources_or_globs() -> None:
+    table, decision = fake_table(), np.zeros(1000, dtype=np.uint8)
+    by_name = vocab_sample.choose(table, decision, SOURCES, 6000, {"news": 3, "reports": 1})
+    assert np.array_equal(by_name, vocab_sample.choose(table, decision, SOURCES, 6000, {"*": 0, "n*": 3, "rep*": 1}))
+    every = vocab_sample.choose(table, decision, SOURCES, 6000, {"*": 1})
+    assert np.array_equal(every, vocab_sample.choose(table, decision, SOURCES, 6000))
+    with pytest.raises(UserError, match="sample_weights: exams is no source") as caught:
+        vocab_sample.choose(table, decision, SOURCES, 1000, {"exams": 1})
+    assert caught.value.evidence == "the sources are news, reports"
+
+
+def test_a_sample_beyond_memory_is_refused_with_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "available_memory", lambda: 60_000_000)
+    table = fake_table()
+    table.text_bytes[:] *= 50_000
+    with pytest.raises(UserError, match="does not fit in memory") as caught:
+        vocab_sample.choose(table, np.zeros(1000, dtype=np.uint8), SOURCES, 200_000_000)
+    assert caught.value.fix == "lower tokenizer.sample_bytes to 2MB"
