@@ -1,0 +1,153 @@
+"""What a run directory adds to a diagnosis: all its logs together, and a first step with the run's own values.
+
+Reads recipe.yaml, plan.json, doctor.json and env/ as plain files, so that a directory copied from another machine or
+written by another version can still be diagnosed. Python 3.8, standard library and a YAML reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finlm.ops.diagnose_match import Finding
+from finlm.ops.diagnose_signatures import read_yaml
+
+LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
+
+
+def logs(run: Path) -> list[Path]:
+    """All logs of a run directory, or of a plain directory of logs."""
+    directory = run / "logs" if (run / "logs").is_dir() else run
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in LOG_SUFFIXES)
+
+
+class Run:
+    """The parts of a run directory that make a fix concrete; what cannot be read is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.recipe = _mapping(path / "recipe.yaml")
+        self.plan = _mapping(path / "plan.json")
+        self.doctor = _mapping(path / "doctor.json")
+        self.env = {file.stem: _variables(file) for file in sorted((path / "env").glob("*.env"))}
+
+    def value(self, key: str) -> Any:
+        """A value of the recipe by its dotted key, else the plan's value of the last name."""
+        found: Any = self.recipe
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found in (None, "auto"):
+            return self.plan.get(key.split(".")[-1], self.plan.get("zero_" + key.split(".")[-1]))
+        return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else read_yaml(path)
+    except Exception:  # a damaged file of a failed run must not hide its diagnosis
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _variables(file: Path) -> dict[str, str]:
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding]:
+    """The findings, with a first step that names the run's own values and the doctor's warning of the same thing."""
+    run = Run(path)
+    improved = []
+    for finding in findings:
+        step = STEPS[finding.cause](run, finding) if finding.cause in STEPS else None
+        fix = [step[lang == "zh"]] if step else []
+        warned = [w for w in run.doctor.get("findings", ()) if finding.doctor and w.get("check") == finding.doctor]
+        seen = f"finlm doctor: {warned[0].get('evidence')}" if warned else ""
+        evidence = "\n".join(filter(None, (finding.evidence, seen)))
+        improved.append(dataclasses.replace(finding, fix="\n".join([*fix, finding.fix]), evidence=evidence))
+    return improved
+
+
+def keep(findings: Sequence[Finding], path: Path) -> None:
+    """Write diagnosis.json for the report, where path is a run directory that can be written."""
+    if not (path / "recipe.yaml").exists():
+        return
+    text = json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False, indent=1)
+    partial = path / "diagnosis.json.partial"
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(str(partial), str(path / "diagnosis.json"))
+    except OSError:
+        return  # a read-only copy can be diagnosed too
+
+
+def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
+    host = finding.host or next(iter(run.env), "")
+    if not host:
+        return None
+    now = run.env.get(host, {}).get("NCCL_SOCKET_IFNAME", "")
+    named, now_zh = (f" (now {now})", f"（当前为 {now}）") if now else ("", "")
+    key = f"hosts.{host}.env.NCCL_SOCKET_IFNAME"
+    return (
+        f"Set `{key}` in the recipe to the interface that owns {host}'s address{named}: `ssh {host} ip -br addr`.",
+        f"在配方中把 `{key}` 设为 {host} 的 IP 所在网卡{now_zh}：`ssh {host} ip -br addr`。",
+    )
+
+
+def _gpu_memory(run: Run, _: Finding) -> tuple[str, str] | None:
+    micro = run.value("batch.micro_batch") or 0
+    ladder = [
+        ("batch.micro_batch", micro, max(1, int(micro) // 2)) if int(micro) > 1 else None,
+        ("train.recompute", run.value("train.recompute"), "full"),
+        ("zero.stage", run.value("zero.stage"), 3),
+        ("zero.offload_optimizer", run.value("zero.offload_optimizer"), "cpu"),
+        ("zero.offload_param", run.value("zero.offload_param"), "cpu"),
+    ]
+    return next((_change(*rung) for rung in ladder if rung and rung[1] is not None and rung[1] != rung[2]), None)
+
+
+def _learning_rate(run: Run, _: Finding) -> tuple[str, str] | None:
+    rate = run.value("optim.lr")
+    return _change("optim.lr", rate, float(rate) / 3) if rate else None
+
+
+def _host_memory(run: Run, _: Finding) -> tuple[str, str] | None:
+    for key in ("zero.offload_param", "zero.offload_optimizer"):
+        if run.value(key) == "cpu":
+            return _change(key, "cpu", "none")
+    workers = run.value("data.num_proc") or 1
+    return _change("data.num_proc", workers, max(1, int(workers) // 2)) if int(workers) > 1 else None
+
+
+def _workers(run: Run, _: Finding) -> tuple[str, str] | None:
+    workers = run.value("data.num_proc")
+    return _change("data.num_proc", workers, max(1, int(workers) // 4)) if workers and int(workers) > 1 else None
+
+
+def _precision(run: Run, _: Finding) -> tuple[str, str] | None:
+    return _change("train.precision", run.value("precision"), "auto")
+
+
+def _change(key: str, now: Any, better: Any) -> tuple[str, str]:
+    better = f"{better:.3g}" if isinstance(better, float) else better
+    return (
+        f"In this run's recipe: `{key}: {better}` (now {now}).",
+        f"在本次运行的配方中：`{key}: {better}`（当前为 {now}）。",
+    )
+
+
+STEPS = {  # a step of a fix in English and in Chinese, or None where the run gives nothing to name
+    "nccl_ifname_missing": _interface,
+    "nccl_net_unreachable": _interface,
+    "nccl_unhandled_system_error": _interface,
+    "env_not_propagated": _interface,
+    "cuda_oom": _gpu_memory,
+    "ds_loss_scale_min": _learning_rate,
+    "loss_nan": _learning_rate,
+    "host_memory_insufficient": _host_memory,
+    "too_many_open_files": _workers,
+    "bf16_unsupported": _precision,
+}

@@ -1,0 +1,250 @@
+"""diagnose on our own logs, on hostile input, as a script, and in a run directory."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finlm.base.rundir import RunDir
+from finlm.ops import diagnose, diagnose_pages, diagnose_signatures
+from finlm.ops.diagnose_match import PLACEHOLDER
+from finlm.ops.diagnose_match import diagnose as match
+from finlm.ops.diagnose_read import scan
+from finlm.recipe.schema import Recipe
+from finlm.record import report_details
+
+from helpers import ROOT, finlm
+
+LOGS = sorted((ROOT / "tests/ops/logs").glob("*.log"))
+SHARED = ROOT.parent / "shared"
+SIGNATURES = diagnose_signatures.read_yaml(diagnose_signatures.SIGNATURES)
+SCRIPT = [ROOT / f"src/finlm/ops/diagnose{part}.py" for part in ("", "_read", "_signatures", "_match", "_run", "_show")]
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+
+
+def causes(*paths: Path) -> list[str]:
+    return [finding.cause for finding in diagnose.of_logs([str(path) for path in paths])]
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda path: path.stem)
+def test_our_own_logs_are_diagnosed(log: Path) -> None:
+    wanted = log.name.split(".")[0]
+    assert causes(log)[:1] == ([] if wanted == "none" else [wanted])
+
+
+def test_every_signature_has_a_log_texts_in_two_languages_and_known_names() -> None:
+    assert {entry["id"] for entry in SIGNATURES} <= {log.name.split(".")[0] for log in LOGS}
+    signatures = diagnose_signatures.Signatures()  # raises where an expression has no literal to search for
+    for entry in SIGNATURES:
+        groups: set[str] = set()
+        for regex in [p.regex.pattern for p in signatures.all[entry["id"]].patterns] + entry.get("facts", []):
+            groups |= set(re.compile(regex).groupindex)
+        for key in ("title", "explain", "fix", "confirm"):
+            assert set(entry[key]) == {"en", "zh"}, (entry["id"], key)
+            for text in entry[key].values():
+                names = set(PLACEHOLDER.findall("\n".join(text) if isinstance(text, list) else text))
+                assert names <= groups, (entry["id"], names - groups)
+        assert len(entry["fix"]["en"]) == len(entry["fix"]["zh"]), entry["id"]
+        assert entry["threads"] or entry["id"] == "unknown"
+
+
+def test_recipe_keys_in_fixes_exist() -> None:
+    sections = set(Recipe.model_fields)
+    wrong = []
+    for entry in SIGNATURES:
+        for step in entry["fix"]["en"] + entry["fix"]["zh"]:
+            for key in re.findall(r"`((?:[a-z]+)\.[a-z_]+(?:\.[a-z_]+)*)(?=[:`])", step):
+                section, name = key.split(".")[:2]
+                field = Recipe.model_fields.get(section)
+                if section not in sections or field is None:
+                    continue
+                names = getattr(field.annotation, "model_fields", None)
+                if names is not None and name not in names:
+                    wrong.append((entry["id"], key))
+    assert not wrong
+
+
+def test_the_pages_are_current() -> None:
+    assert diagnose_pages.main(["--check"]) == 0
+
+
+def test_the_rank_that_died_first_comes_before_its_witnesses(tmp_path: Path) -> None:
+    """Host b ran out of memory at 10:00:05; host a, first in the list of files, only lost its connection."""
+    witness = "[rank0]:[E611 10:00:06.000001 ProcessGroupNCCL.cpp:1] ncclRemoteError: A call failed possibly due to a "
+    (tmp_path / "a.0.log").write_text(witness + "network error or a remote process exiting prematurely.\n")
+    (tmp_path / "b.1.log").write_text("2025-06-11 10:00:05,000 step 7\n[rank1]: " + OOM)
+    findings = diagnose.of_logs([str(tmp_path / "a.0.log"), str(tmp_path / "b.1.log")])
+    assert [finding.cause for finding in findings] == ["cuda_oom", "nccl_peer_died"]
+    assert (findings[0].host, findings[0].rank, findings[0].facts["wanted"]) == ("b", 1, "2.00 GiB")
+
+
+def test_of_two_failures_the_earlier_one_is_the_cause_whatever_the_order_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("2025-06-11 10:00:09,000 end\nOSError: [Errno 28] No space left on device\n")
+    (tmp_path / "b.log").write_text("2025-06-11 10:00:02,000 end\n" + OOM)
+    assert causes(tmp_path / "a.log", tmp_path / "b.log") == ["cuda_oom", "disk_full"]
+
+
+def test_an_unknown_error_of_one_rank_beats_the_echoes_of_the_others(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(
+        "[rank1]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer "
+        "[10.0.0.4]:2211\n[rank0]: Traceback (most recent call last):\n[rank0]: PhaseError: phase 3 before phase 2\n"
+    )
+    (finding, *_) = diagnose.of_logs([str(log)])
+    assert finding.cause == "unknown" and "PhaseError: phase 3 before phase 2" in finding.evidence
+
+
+def test_colours_prefixes_and_redrawn_bars_hide_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(
+        b"\r  0%|   | 0/9\r 11%|#  | 1/9 [00:01<00:08,  1.0s/it]\r2025-06-11T10:00:00.1Z stderr F [rank3]: "
+    )
+    with log.open("ab") as file:
+        file.write(b"\x1b[31m" + OOM.encode())
+    (finding,) = diagnose.of_logs([str(log)])
+    assert (finding.rank, finding.line) == (3, 1) and finding.evidence.startswith("torch.OutOfMemoryError")
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [os.urandom(3_000_000), b"ab" * 5_500_000, b"\xff\xfe\xc3\x28" * 100_000 + b"\n", b"\0" * 2_000_000],
+    ids=["garbage", "endless line", "broken UTF-8", "zeros"],
+)
+def test_hostile_bytes_do_no_harm(noise: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(noise + b"\n" + OOM.encode() + noise)
+    assert causes(log) == ["cuda_oom"]
+    log.write_bytes(noise)
+    assert causes(log) == []
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    block = b"".join(b"{'loss': %d.%d, 'grad_norm': 0.%d, 'epoch': 0.1}\n" % (i % 9, i, i * 7) for i in range(40_000))
+    with log.open("wb") as file:
+        for _ in range(60):
+            file.write(block)
+        file.write(OOM.encode())
+    code = (
+        "import resource, sys; sys.argv = ['diagnose', sys.argv[1]]; from finlm.ops import diagnose; "
+        "code = diagnose.main([sys.argv[1]]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", code, str(log)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    assert int(result.stdout.splitlines()[-1]) < 300_000  # kB
+
+
+def test_the_command_prints_text_or_json_and_its_exit_code_tells(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(OOM)
+    result = finlm("diagnose", log, "--json")
+    assert result.returncode == 1
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert finding["cause"] == "cuda_oom" and finding["fatal"] and finding["line"] == 1
+    assert finding["evidence"] in OOM and "batch.micro_batch" in finding["fix"]
+    assert "显存不足" in finlm("diagnose", log, "--lang", "zh").stdout
+    log.write_text("{'loss': 2.1, 'epoch': 0.1}\n")
+    assert finlm("diagnose", log).returncode == 0
+    missing = finlm("diagnose", tmp_path / "none.log")
+    assert missing.returncode == 2 and "none.log" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_it_runs_as_a_script_without_the_rest_of_finlm(tmp_path: Path) -> None:
+    """Copied to a bare host: nothing but its own files may be imported, in Python 3.8's syntax."""
+    place = tmp_path / "src/finlm/ops"
+    place.mkdir(parents=True)
+    for file in [*SCRIPT, diagnose_signatures.SIGNATURES]:
+        shutil.copy(file, place)
+    for file in SCRIPT:
+        ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 8))
+    result = subprocess.run(
+        [sys.executable, place / "diagnose.py", "-"],
+        input=OOM,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1 and "[cuda_oom]" in result.stdout, result.stderr
+
+
+def test_a_run_directory_gives_its_own_numbers_and_keeps_the_diagnosis(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "env").mkdir()
+    (tmp_path / "recipe.yaml").write_text("batch: {micro_batch: 8}\nhosts: {}\n")
+    (tmp_path / "plan.json").write_text('{"micro_batch": 8, "recompute": "none"}')
+    (tmp_path / "env/b.env").write_text("NCCL_SOCKET_IFNAME=bond0\n")
+    (tmp_path / "logs/a.0.log").write_text(OOM)
+    (finding,) = diagnose.of_run(tmp_path)
+    assert "`batch.micro_batch: 4` (now 8)" in finding.fix.splitlines()[0]
+    assert json.loads((tmp_path / "diagnosis.json").read_text())["findings"][0]["cause"] == "cuda_oom"
+    section = report_details.diagnosis(RunDir(tmp_path))
+    assert section is not None and "Out of GPU memory" in section.text
+    (tmp_path / "logs/a.0.log").unlink()
+    (tmp_path / "logs/b.1.log").write_text(
+        "b:1:1 [0] misc/socket.cc:1 NCCL WARN Bootstrap : no socket interface found\n"
+    )
+    (finding,) = diagnose.of_run(tmp_path)
+    assert "hosts.b.env.NCCL_SOCKET_IFNAME" in finding.fix and "now bond0" in finding.fix
+
+
+def test_the_record_of_failures_is_named() -> None:
+    file = SHARED / "failures/dev.jsonl"
+    if not file.exists():
+        pytest.skip(f"{file} is not here")
+    signatures = diagnose_signatures.Signatures()
+    wrong = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        log = scan(io.BytesIO(case["log"].encode()), case["id"], signatures.prefilter)
+        found = [finding.cause for finding in match([log], signatures)]
+        wanted = [] if case["cause_id"] == "none" else [case["cause_id"], *(case.get("also_ok") or [])]
+        if (found[:1] and found[0] not in wanted) or bool(found) != bool(wanted):
+            wrong.append((case["id"], found))
+    assert not wrong
+
+
+# The errors of the reports that began this: cause, and words of the fix that its author found.
+REPORTS = [
+    ("000_*", "Duplicate GPU detected", "nccl_duplicate_gpu", "same number of GPUs"),
+    ("000_*", "recomputed metadata", "ds_zero3_recompute_mismatch", "use_reentrant"),
+    ("001_*", "Duplicate GPU detected", "nccl_duplicate_gpu", "max_colocate_count=1"),
+    ("002_*", "unhandled system error", "nccl_unhandled_system_error", "NCCL_IB_DISABLE"),
+    ("002_*", "不再运行", "silent_hang_first_collective", "NCCL_SOCKET_IFNAME"),
+    ("003_*", "sm_120 is not compatible", "cuda_arch_unsupported", "whl/cu128"),
+    ("004_*", "Too many open files", "too_many_open_files", "ulimit -n 4096"),
+    ("004_*", "store->get('0') got error", "rdzv_store_peer_reset", "ssh"),
+    ("004_*", "Invalid config blocking attribute", "nccl_library_mismatch", "pip uninstall"),
+    ("004_*", "NVIDIA-SMI has failed", "driver_not_working", "dkms install"),
+    ("004_*", "Default process group has not been initialized", "process_group_not_initialized", "NCCL_SOCKET_IFNAME"),
+    ("004_*", "一直卡死", "silent_hang_first_collective", "torch.cuda.nccl.version()"),
+    ("004_*", "OOM", "cuda_oom", "zero.offload_param: cpu"),
+    ("004_*", "Current loss scale already at minimum", "ds_loss_scale_min", "optim.lr"),
+]
+
+
+@pytest.mark.parametrize(("report", "words", "cause", "fix"), REPORTS, ids=[f"{r[0][:3]}-{r[2]}" for r in REPORTS])
+def test_each_error_of_the_reports_is_named_with_its_fix(
+    report: str, words: str, cause: str, fix: str, tmp_path: Path
+) -> None:
+    found = sorted((SHARED / "seeds").glob(report))
+    if not found:
+        pytest.skip(f"{SHARED / 'seeds' / report} is not here")
+    lines = found[0].read_text(encoding="utf-8").splitlines()
+    at = next(i for i, line in enumerate(lines) if words in line)
+    # The report says "CUDA OOM" in prose; torch's own words stand for its screenshot.
+    excerpt = OOM if cause == "cuda_oom" else "\n".join(lines[max(0, at - 1) : at + 4])
+    (tmp_path / "x.log").write_text(excerpt, encoding="utf-8")
+    (finding, *_) = diagnose.of_logs([str(tmp_path / "x.log")])
+    assert finding.cause == cause and fix in finding.fix
