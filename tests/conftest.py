@@ -10,7 +10,6 @@ import pytest
 from finlm import config, pipeline
 from finlm.base.rundir import RunDir
 from finlm.data import prepare
-from finlm.ops import launch
 from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
 
@@ -48,8 +47,6 @@ def make_run(tiny: tuple[str, ...], tmp_path: Path) -> RunMaker:
         shards = prepare.run(loaded.recipe)
         hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
         plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
-        run = pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, tmp_path / "runs")
-        launch.write_host_env(run, launch.host_env(loaded.recipe, plan))
-        return run
+        return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, tmp_path / "runs")
 
     return make

@@ -23,7 +23,7 @@ ALLOWED = {
     "record": {"plan", "recipe", "base"},
     "ops": {"record", "config", "plan", "recipe", "base"},
     "data": {"recipe", "base"},
-    "train": {"config", "plan", "recipe", "base", "data.shards", "data.chat"},
+    "train": {"config", "plan", "recipe", "base", "data.shards", "data.packed", "data.mixture", "data.chat"},
     "evals": {"train", "data.shards", "recipe", "base"},
     "export": {"train", "plan", "recipe", "base"},
 }

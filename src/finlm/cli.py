@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except UserError as error:
         screen.fail(error)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         screen.say("interrupted")
         return 130
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("prepare", help="documents -> clean -> dedup -> tokenizer -> shards; skips what is unchanged")
     _recipe_options(command)
+    command.add_argument("--show", type=int, default=0, metavar="N", help="print the first N rows of the run as text")
     command.set_defaults(run=_prepare)
 
     command = add("plan", help="what a run would do: memory, ZeRO stage, micro-batch, time; needs no GPU")
@@ -53,17 +54,37 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the plan as JSON on stdout")
     command.set_defaults(run=_plan)
 
-    command = add("doctor", help="check this machine against a recipe's plan")
+    command = add("doctor", help="check every host of the hostfile, or this machine, against a recipe's plan")
     _recipe_options(command, nargs="?", default="recipes/quickstart/pretrain.yaml")
     _cluster_options(command)
+    command.add_argument("--allreduce", action="store_true", help="also measure every link with real collectives")
+    command.add_argument("--runs", type=Path, default=Path("runs"), help="where runs would go (default: %(default)s)")
+    command.add_argument("--accept-new", action="store_true", help="record the ssh keys of new hosts")
     command.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
     command.set_defaults(run=_doctor)
 
+    command = add("diagnose", help="name the cause of a failed run from its logs")
+    command.add_argument("logs", nargs="+", metavar="LOG", help="log file, run directory, or - for standard input")
+    command.add_argument("--lang", choices=("en", "zh"), default="en", help="language (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
+    command.set_defaults(run=_diagnose)
+
     command = add("train", help="prepare, plan, doctor, launch, export, report; resumes an unfinished run")
     _recipe_options(command)
-    command.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: this machine")
+    command.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt, else this machine")
+    some = command.add_mutually_exclusive_group()
+    some.add_argument("--include", default="", metavar="a@b:0,2", help="only these hosts (and slots) of the hostfile")
+    some.add_argument("--exclude", default="", metavar="a@b:0,2", help="all but these hosts (and slots)")
+    command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
+    command.add_argument("--accept-new", action="store_true", help="record the ssh keys of new hosts")
     command.add_argument("--runs", default="runs", help="directory of run directories (default: %(default)s)")
     command.add_argument("--new", action="store_true", help="start afresh even if an unfinished run exists")
+    command.add_argument(
+        "--print",
+        choices=("torchrun", "accelerate", "slurm", "k8s", "ray"),
+        dest="adapter",
+        help="only make the run directory and print what starts it under another launcher",
+    )
     command.set_defaults(run=_train)
 
     command = add("sync", help="copy this repository to every host of the hostfile and prove the copies equal")
@@ -116,7 +137,11 @@ def _load(options: argparse.Namespace) -> Loaded:
 def _prepare(options: argparse.Namespace) -> int:
     from finlm.data import prepare
 
-    print(prepare.run(_load(options).recipe))
+    recipe = _load(options).recipe
+    shards = prepare.run(recipe)
+    if options.show > 0:
+        prepare.show_rows(recipe, shards, options.show)
+    print(shards)
     return 0
 
 
@@ -127,7 +152,7 @@ def _make_plan(options: argparse.Namespace, loaded: Loaded) -> Plan:
 
     recipe = loaded.recipe
     if options.hostfile:
-        hosts = cluster.load(options.hostfile, recipe.hardware, options.gpu)
+        hosts = cluster.load(options.hostfile, recipe.hardware, options.gpu, recipe.hosts)
     elif options.local:
         hosts = cluster.local(recipe.train.cpu_ranks)
     else:
@@ -151,20 +176,57 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from finlm.ops import doctor
+    from finlm.data import prepare
+    from finlm.ops import doctor, doctor_gather, doctor_speed, doctor_trees, sync
+    from finlm.recipe import cluster
 
     loaded = _load(options)
-    findings = doctor.check_local(loaded.recipe, _make_plan(options, loaded))
+    recipe = loaded.recipe
+    if not (options.hostfile or options.local):
+        options.hostfile = cluster.default_hostfile()
+    plan = _make_plan(options, loaded)
+    if options.hostfile:
+        hosts = cluster.load(options.hostfile, recipe.hardware, options.gpu, recipe.hosts)
+        trees = doctor_trees.wanted(recipe, sync.repository_root(), prepare.locate(recipe))
+    else:
+        hosts, trees = doctor.this_machine(plan), doctor_trees.wanted(recipe, None, None)
+    facts = doctor_gather.gather(recipe, plan, hosts, options.runs, trees=trees, accept_new=options.accept_new)
+    findings = doctor.judge(recipe, plan, hosts, facts, trees)
+    doctor.show_table(plan, hosts, facts, findings)
+    speeds: dict[str, Any] = {}
+    if options.allreduce:
+        slow, speeds = doctor_speed.measure(recipe, plan, hosts, facts, findings)
+        findings = sorted(findings + slow, key=lambda finding: finding.level)
     doctor.show(findings)
     if options.json:
-        print(json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False))
+        document = {"findings": [finding.to_json() for finding in findings]} | ({"links": speeds} if speeds else {})
+        print(json.dumps(document, ensure_ascii=False))
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from finlm.ops import diagnose
+
+    return diagnose.run(options.logs, options.lang, options.json)
 
 
 def _train(options: argparse.Namespace) -> int:
     from finlm import pipeline
+    from finlm.recipe import cluster
 
-    return pipeline.train(_load(options), hostfile=options.hostfile, runs=Path(options.runs), new=options.new)
+    loaded = _load(options)
+    recipe, hostfile = loaded.recipe, options.hostfile or cluster.default_hostfile()
+    if hostfile:
+        ways = options.include, options.exclude
+        hosts = cluster.load(hostfile, recipe.hardware, options.gpu, recipe.hosts, *ways)
+    else:
+        hosts = cluster.local(recipe.train.cpu_ranks)
+    runs = Path(options.runs)
+    if options.adapter:
+        for command in pipeline.adapt(loaded, hosts, runs, options.new, options.adapter):
+            print(command)
+        return 0
+    return pipeline.train(loaded, hosts, runs, options.new, options.accept_new)
 
 
 def _sync(options: argparse.Namespace) -> int:

@@ -9,28 +9,61 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from finlm import config
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.data import prepare
-from finlm.ops import doctor, launch
+from finlm.ops import adapters, doctor, doctor_gather, doctor_network, gather, launch
 from finlm.plan import planner, show
 from finlm.plan.plan import Plan
-from finlm.recipe import cluster, recipe, shape
+from finlm.recipe import recipe, shape
+from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
+from finlm.recipe.schema import Launch, Recipe
 from finlm.record import manifest, report
 
 SAMPLE_TOKENS = 80
 
 
-def train(loaded: Loaded, hostfile: str | None, runs: Path, new: bool) -> int:
+def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False) -> int:
     """Run a recipe to its report; 0, or 1 when doctor found an error."""
     wanted = loaded.recipe
-    listed = hostfile or cluster.default_hostfile()
-    hosts = cluster.load(listed, wanted.hardware) if listed else cluster.local(wanted.train.cpu_ranks)
-    launch.refuse_remote_hosts(hosts)
+    shards, plan, ds_config = _planned(loaded, hosts)
+    facts = doctor_gather.gather(wanted, plan, hosts, runs, accept_new=accept_new)
+    findings = doctor.judge(wanted, plan, hosts, facts)
+    doctor.show(findings)
+    if any(finding.level == "error" for finding in findings):
+        return 1
+    run = None if new else _unfinished(loaded, plan, shards, runs)
+    if run is None:
+        run = create_run(loaded, plan, ds_config, shards, runs)
+    files.write_json(run.doctor, {"findings": [finding.to_json() for finding in findings]})
+    try:
+        network = doctor_network.host_env(facts)
+        launch.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
+        gather.checkpoint(run, hosts, plan.steps, accept_new)
+        _export(run)
+    finally:
+        report.build(run, ended=True)
+    _finish(run)
+    return 0
+
+
+def adapt(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, adapter: str) -> list[str]:
+    """Make or find the run directory, and the files that start it under another launcher; the commands to type."""
+    shards, plan, ds_config = _planned(loaded, hosts)
+    run = None if new else _unfinished(loaded, plan, shards, runs)
+    if run is None:
+        run = create_run(loaded, plan, ds_config, shards, runs)
+    return adapters.write(adapter, RunDir(run.path.absolute()), loaded.recipe, plan, hosts)
+
+
+def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]]:
+    """Prepared data, plan and DeepSpeed settings, shown."""
+    wanted = loaded.recipe
     if wanted.train.epochs is None and (wanted.tokenizer.vocab_size or wanted.model.vocab_size != "auto"):
         # What can be refused without the data is refused before hours go into preparing it.
         config.deepspeed(wanted, planner.make(wanted, hosts, shape.of(wanted)))
@@ -44,30 +77,16 @@ def train(loaded: Loaded, hostfile: str | None, runs: Path, new: bool) -> int:
         )
     ds_config = config.deepspeed(wanted, plan)
     show.plan(plan, loaded)
-    findings = doctor.check_local(wanted, plan, runs)
-    doctor.show(findings)
-    if any(finding.level == "error" for finding in findings):
-        return 1
-    run = _unfinished(loaded, plan, shards, runs) if not new else None
-    if run is None:
-        run = create_run(loaded, plan, ds_config, shards, runs)
-    files.write_json(run.doctor, {"findings": [finding.to_json() for finding in findings]})
-    launch.write_host_env(run, launch.host_env(wanted, plan))
-    try:
-        launch.run_ranks(run, plan)
-        _export(run)
-    finally:
-        report.build(run, ended=True)
-    _finish(run)
-    return 0
+    if hosts.unequal_slots:
+        screen.say(hosts.unequal_slots)
+    return shards, plan, ds_config
 
 
 def _unfinished(loaded: Loaded, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
     """The newest run of the same recipe, plan and data that has not finished."""
-    text = recipe.dump(loaded.recipe)
     for directory in sorted(runs.glob(f"{loaded.recipe.name}-*"), reverse=True):
         run = RunDir(directory)
-        if not (run.manifest.exists() and run.recipe.read_text(encoding="utf-8") == text):
+        if not (run.manifest.exists() and _same_training(run, loaded.recipe)):
             continue
         same_data = files.read_json(run.manifest)["shards"]["path"] == str(shards.resolve())
         if any(event["status"] == "finished" for event in run.read_events("end")):
@@ -77,6 +96,16 @@ def _unfinished(loaded: Loaded, plan: Plan, shards: Path, runs: Path) -> RunDir 
             screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
             return run
     return None
+
+
+def _same_training(run: RunDir, wanted: Recipe) -> bool:
+    """Equal but for how hosts are reached and watched, which may be mended between two launches of a run."""
+    try:
+        former = recipe.load(run.recipe).recipe
+    except UserError:  # written by a version with other keys
+        return False
+    ways = {"hosts": {}, "launch": Launch()}
+    return former.model_copy(update=ways) == wanted.model_copy(update=ways)
 
 
 def create_run(loaded: Loaded, plan: Plan, ds_config: dict[str, object], shards: Path, runs: Path) -> RunDir:
@@ -92,7 +121,7 @@ def create_run(loaded: Loaded, plan: Plan, ds_config: dict[str, object], shards:
         files.write_json(run.origins, dict(loaded.origins))
         files.write_json(run.plan, plan.to_json())
         files.write_json(run.ds_config, ds_config)
-        files.write_json(run.data, prepare.summary(shards))
+        files.write_json(run.data, prepare.summary(shards, loaded.recipe))
         manifest.copy_code(run.code)
         files.write_json(run.manifest, manifest.make(loaded.recipe, plan, shards.resolve()))
     return RunDir(path.absolute())

@@ -10,6 +10,8 @@ from __future__ import annotations
 class UserError(Exception):
     """A mistake the user can mend: what is wrong, what shows it, what to do."""
 
+    exit_code = 2
+
     def __init__(self, problem: str, *, evidence: str = "", fix: str = "") -> None:
         super().__init__(problem)
         self.problem = problem
@@ -27,6 +29,14 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive default pickling, and workers hand errors to their parent by pickle.
         return _rebuild, (type(self), self.problem, self.evidence, self.fix)
+
+
+class RunFailed(UserError):
+    """Training ended before its end; exit_code is that of the first rank that failed, 128 + N for signal N."""
+
+    def __init__(self, problem: str, *, evidence: str = "", fix: str = "", exit_code: int = 1) -> None:
+        super().__init__(problem, evidence=evidence, fix=fix)
+        self.exit_code = exit_code
 
 
 def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:

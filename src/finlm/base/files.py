@@ -19,7 +19,7 @@ from typing import Any
 def write_text(path: Path, text: str) -> None:
     """Write text under path in one step: a temporary neighbour, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")  # hosts may share a disk
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

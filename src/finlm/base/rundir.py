@@ -4,11 +4,12 @@ runs/<name>-<time>/
     recipe.yaml  plan.json  ds_config.json  manifest.json   written before launch, never changed
     origins.json  doctor.json  data.json   where values came from, findings before launch, document and token counts
     code/                    the source that runs
-    env/<host>.env           KEY=VALUE lines applied on that host before torch is imported
+    env/<host>.env           KEY=VALUE lines applied on that host before torch is imported; <host> as in the hostfile
     events.jsonl             one object per step, evaluation, checkpoint or incident: the only source of numbers
     logs/<host>.<rank>.log
     checkpoints/step-N/      complete only when its manifest.json exists
     export/                  Hugging Face format
+    diagnosis.json           why it failed, by ops.diagnose; absent while nothing did
     report.html
 """
 
@@ -18,7 +19,7 @@ import fcntl
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
+
+HOST_VARIABLE = "FINLM_HOST"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class RunDir:
     origins = property(lambda self: self.path / "origins.json")
     doctor = property(lambda self: self.path / "doctor.json")
     data = property(lambda self: self.path / "data.json")
+    diagnosis = property(lambda self: self.path / "diagnosis.json")
     code = property(lambda self: self.path / "code")
     env = property(lambda self: self.path / "env")
     events = property(lambda self: self.path / "events.jsonl")
@@ -48,6 +52,12 @@ class RunDir:
     checkpoints = property(lambda self: self.path / "checkpoints")
     export = property(lambda self: self.path / "export")
     report = property(lambda self: self.path / "report.html")
+
+    @property
+    def shards(self) -> Path:
+        """The prepared data: the manifest's path, or a link on hosts where it lies elsewhere."""
+        link = self.path / "shards"
+        return link if link.is_symlink() else Path(files.read_json(self.manifest)["shards"]["path"])
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Add one row {"kind": ..., "time": unix seconds, ...} to events.jsonl; NaN and infinity become null."""
@@ -103,12 +113,22 @@ def locked(run: RunDir) -> Iterator[int]:
         yield file.fileno()
 
 
+def host_name() -> str:
+    """This host's name in the run: the hostfile's, which the launcher tells its ranks, else the system's."""
+    return os.environ.get(HOST_VARIABLE) or os.uname().nodename
+
+
+def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
+    """Write env/<host>.env. Values are single lines; nothing in them is special."""
+    files.write_text(run.env / f"{host}.env", "".join(f"{name}={value}\n" for name, value in sorted(env.items())))
+
+
 def apply_host_env(run_path: Path) -> None:
-    """Apply env/<hostname>.env to os.environ. Called by the training entry before torch is imported."""
-    file = run_path / "env" / f"{os.uname().nodename}.env"
+    """Apply env/<host>.env to os.environ. Called by the training entry before torch is imported."""
+    file = run_path / "env" / f"{host_name()}.env"
     if not file.exists():
         return
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").split("\n"):
         name, separator, value = line.partition("=")
         if separator and not name.startswith("#"):
             os.environ[name.strip()] = value

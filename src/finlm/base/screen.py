@@ -6,7 +6,7 @@ Everything goes to stderr, so that stdout carries results only (one JSON documen
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,3 +84,14 @@ def fail(error: UserError) -> None:
         say("  evidence: " + error.evidence.replace("\n", "\n            "))
     if error.fix:
         say("  fix:      " + error.fix.replace("\n", "\n            "))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows of words under a header, coloured on a terminal: green ok, yellow warn, red FAIL."""
+    from rich.table import Table
+
+    styles = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
+    grid = Table(*header, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        grid.add_row(*(f"[{styles[word]}]{word}[/]" if word in styles else word for word in row))
+    console().print(grid)

@@ -1,29 +1,48 @@
-"""Preflight: what would make this run fail or crawl, told from the hosts' facts before anything starts.
+"""Preflight: what would make a run fail or crawl, told from the hosts' facts before anything starts.
 
-`check` is pure: recipe, plan, cluster and facts (of probe.py) in, findings out. An "error" stops `finlm train`, a
-"warning" does not. Every finding carries the numbers it was made from and a way to mend it. A fact the probe could not
-get is unknown, not wrong: a healthy machine gives no finding. About half a second, all of it the probe.
+`judge` is pure: recipe, plan, cluster and facts (of the probes) in, findings out. An "error" stops `finlm train`, a
+"warning" does not. Every finding carries the numbers it was made from and a way to mend it. A fact the probes could not
+get is unknown, not wrong: a healthy cluster gives no finding. One host takes about a second, three over ssh 3.
 
-Does not look into the data, does not measure speed, and does not see faults that only show under load.
+Does not look into the data, does not see faults that only show under load, and measures speed only when asked
+(doctor_speed).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finlm.base import screen
-from finlm.ops import doctor_checks
+from finlm.ops import doctor_checks, doctor_gpu, doctor_hosts, doctor_network
+from finlm.ops.doctor_checks import Fault
+from finlm.ops.doctor_gather import gather
+from finlm.ops.doctor_network import AllFacts, HostFault
+from finlm.ops.doctor_trees import Tree
 from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Cluster, Host, is_local
 from finlm.recipe.schema import Recipe
+
+# Columns of the table: the checks they stand for, and the facts without which nothing was examined.
+COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "login": (("ssh", "probe"), ""),
+    "python": (("python",), "python"),
+    "packages": (("packages", "versions", "torch", "nccl"), "packages"),
+    "GPU": (("driver", "gpus", "gpu-memory", "gpu-processes", "gpu-health", "precision"), "gpu"),
+    "memory": (("memory", "shm", "cores"), "memory"),
+    "disk": (("disk", "nvme"), "disks"),
+    "limits": (("open-files", "memlock"), "limits"),
+    "build": (("compiler", "libaio", "build-lock"), "extensions"),
+    "network": (("names", "reach", "nic", "port", "infiniband", "link"), "links"),
+    "logins": (("logins",), "links"),
+    "clock": (("clock",), "clock"),
+    "code": (("code",), "trees"),
+    "data": (("data", "model"), "trees"),
+}
+SECTIONS = ("python", "packages", "memory", "disks", "shm", "limits", "tools", "libaio", "gpu", "extensions", "cores")
 
 
 @dataclass(frozen=True)
@@ -41,44 +60,66 @@ class Finding:
         return dataclasses.asdict(self)
 
 
-def check(recipe: Recipe, plan: Plan, cluster: Cluster, facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Everything wrong on the cluster's hosts, errors first. `facts` maps a host's name to the probe's document."""
-    faults: list[tuple[str, doctor_checks.Fault]] = []
-    for host in cluster.hosts:
-        if host.name in facts:
-            found = doctor_checks.of_host(recipe, plan, host, facts[host.name], alone=len(plan.hosts) == 1)
-            faults += [(host.name, fault) for fault in found]
-        else:
-            missing = "no facts of this host were gathered"
-            faults.append((host.name, ("probe", "error", missing, f"try `ssh {host.name} python3 -V`")))
-    faults += doctor_checks.between_hosts(plan, cluster, facts)
-    findings = [Finding(name, host, level, evidence, fix) for host, (name, level, evidence, fix) in faults]
+def check(recipe: Recipe, plan: Plan, cluster: Cluster, runs: Path) -> list[Finding]:
+    """Ask every host and judge: what `finlm train` does before it starts."""
+    return judge(recipe, plan, cluster, gather(recipe, plan, cluster, runs))
+
+
+def judge(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, trees: Sequence[Tree] = ()) -> list[Finding]:
+    """Everything wrong on the cluster's hosts, errors first. `facts` maps a host's name to what gather() got."""
+    known = {name: dict.fromkeys(SECTIONS) | dict(one) for name, one in facts.items() if "failed" not in one}
+    faults = list(_of_each_host(recipe, plan, cluster, facts, known))
+    between = [
+        *doctor_hosts.of_versions(recipe, plan, known),
+        *doctor_hosts.of_devices(plan, cluster, known),
+        *doctor_network.of_links(recipe, plan, cluster, known),
+        *doctor_hosts.of_trees(trees, known),
+    ]
+    # A package that differs from the other hosts' also differs from the pin: one cause, one finding.
+    odd = {host for host, fault in between if fault[0] == "versions"}
+    faults = [(host, fault) for host, fault in faults if not (host in odd and fault[:2] == ("packages", "warning"))]
+    findings = [Finding(name, host, level, evidence, fix) for host, (name, level, evidence, fix) in faults + between]
     return sorted(findings, key=lambda finding: finding.level)
 
 
-def check_local(recipe: Recipe, plan: Plan, runs: Path = Path("runs"), port: int | None = None) -> list[Finding]:
-    """Findings of this machine, as the plan's host of its name, else as the plan's first one."""
+def _of_each_host(
+    recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, known: Mapping[str, Mapping[str, Any]]
+) -> Iterator[HostFault]:
+    alone = len(plan.hosts) == 1
+    for host in cluster.hosts:
+        if host.name not in known:
+            yield host.name, _unreached(host.name, facts.get(host.name, {}).get("failed"))
+            continue
+        one = known[host.name]
+        for program in ("host", "gpu", "links", "trees"):
+            if program in (one.get("errors") or {}):
+                evidence = f"the probe of {program} failed: {one['errors'][program]}"
+                yield host.name, ("probe", "warning", evidence, f"what it would tell is unknown; see ssh {host.name}")
+        yield from ((host.name, fault) for fault in doctor_checks.of_host(recipe, plan, host, one, alone))
+        yield from ((host.name, fault) for fault in doctor_gpu.of_gpus(plan, host, one))
+
+
+def _unreached(name: str, failed: Mapping[str, str] | None) -> Fault:
+    if failed is None:
+        return "ssh", "error", "no facts of this host were gathered", f"try `ssh {name} python3 -V`"
+    python = "python3 is not installed" in failed["problem"]
+    evidence = f"{failed['problem']}\n{failed['evidence']}".rstrip()
+    return "python" if python else "ssh", "error", evidence, failed["fix"]
+
+
+def this_machine(plan: Plan) -> Cluster:
+    """This machine as the plan's host of its name, else as the plan's first one."""
     planned = next((host for host in plan.hosts if is_local(host.name)), plan.hosts[0])
-    host = Host(planned.name if is_local(planned.name) else "localhost", planned.slots, planned.gpu)
-    disks = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
-    return check(recipe, plan, Cluster((host,)), {host.name: local_facts(disks, port, recipe.env)})
+    return Cluster((Host(planned.name if is_local(planned.name) else "localhost", planned.slots, planned.gpu),))
 
 
-def local_facts(
-    disks: Mapping[str, Path] | None = None, port: int | None = None, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The probe's document of this machine. `disks` maps a role (run, nvme) to a directory that may not exist yet.
-
-    The environment is the one ranks get: the interpreter's directory is on PATH, where ninja lies.
-    """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    command = [sys.executable, str(Path(__file__).with_name("probe.py"))]
-    command += [f"--disk={role}={directory}" for role, directory in (disks or {}).items()]
-    command += [] if port is None else [f"--port={port}"]
-    environment = {**os.environ, "PATH": path, **(env or {})}
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
-    facts: dict[str, Any] = json.loads(output)
-    return facts
+def show_table(plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence[Finding]) -> None:
+    """One row a host, one column for each group of checks; on stderr. Columns that no host was examined for are out."""
+    rows = [list(_cells(host.name, facts.get(host.name, {}), findings, plan)) for host in cluster.hosts]
+    shown = [index for index in range(len(COLUMNS)) if any(row[index] != "-" for row in rows)]
+    header = ["host", *(list(COLUMNS)[index] for index in shown)]
+    named = zip((host.name for host in cluster.hosts), rows, strict=True)
+    screen.table(header, [[name, *(row[index] for index in shown)] for name, row in named])
 
 
 def show(findings: Sequence[Finding]) -> None:
@@ -92,3 +133,20 @@ def show(findings: Sequence[Finding]) -> None:
         screen.say(f"doctor: {errors} error(s), {len(findings) - errors} warning(s)")
     else:
         screen.say("doctor: nothing wrong")
+
+
+def _cells(name: str, facts: Mapping[str, Any], findings: Sequence[Finding], plan: Plan) -> Iterator[str]:
+    """ok, warn or FAIL for each column; - where nothing was examined."""
+    unneeded = ("GPU",) * (plan.device == "cpu") + ("logins", "clock") * (len(plan.hosts) == 1)
+    for column, (checks, needs) in COLUMNS.items():
+        levels = {finding.level for finding in findings if finding.host == name and finding.check in checks}
+        if needs == "trees":
+            examined = any(role in (facts.get("trees") or {}) for role in checks)
+        else:
+            examined = bool(facts.get(needs)) if needs else "failed" not in facts
+        if needs in ("packages", "extensions"):
+            examined = examined and doctor_checks.is_ranks_own(facts)
+        if levels:
+            yield "FAIL" if "error" in levels else "warn"
+        else:
+            yield "ok" if examined and column not in unneeded else "-"

@@ -1,4 +1,4 @@
-"""The checks of doctor.py: pure functions from plan and facts of probe.py to faults, one per cause.
+"""Checks of one host's software, memory, disks and limits: pure functions from plan and facts to faults, one a cause.
 
 Each threshold names where it comes from. A fact that is None could not be gathered and gives no fault.
 """
@@ -14,13 +14,14 @@ from typing import Any, Literal
 import finlm
 from finlm.base.units import format_bytes
 from finlm.plan.plan import Plan
-from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.cluster import Host
 from finlm.recipe.schema import Recipe
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # the range the trainer was run with
 MIN_SHM_BYTES = 64 * 2**20  # Docker's default, which NCCL's segments (9.6 MB a channel) of a few GPUs fill
 MIN_OPEN_FILES = 1024
+MIN_LOCKED_BYTES = 64 * 2**20  # NCCL registers some 10 MB a channel; systemd's default of 8 MiB fails at the first
 SHARED_LOCK_SECONDS = 600  # on a network disk another host may be building: the slowest op took 165 s
 _PRETRAIN = ("torch", "deepspeed", "transformers", "sentencepiece", "tokenizers", "protobuf", "numpy", "pydantic")
 NEEDED = {"pretrain": (*_PRETRAIN, "ruamel.yaml")}
@@ -49,32 +50,38 @@ def of_host(recipe: Recipe, plan: Plan, host: Host, facts: Mapping[str, Any], al
     """Everything wrong on one host; `alone` = it is the only one of the run."""
     yield from _python(facts)
     yield from _packages(recipe, plan, facts)
-    if facts["gpu"] is not None:
-        yield from _driver(plan, host, facts["gpu"])
-        if plan.device == "cuda":
-            yield from _devices(plan, host, facts["gpu"])
     yield from _memory(plan, facts)
+    cores = facts["cores"]
+    if plan.device == "cpu" and cores and not alone and host.slots > cores["affinity"]:
+        evidence = f"{host.slots} CPU ranks on {cores['affinity']} core(s)"
+        yield "cores", "error", evidence, f"slots={cores['affinity']} or fewer for {host.name} in the hostfile"
     yield from _disks(recipe, plan, host, facts["disks"] or {}, alone)
     yield from _shm(plan, host, facts["shm"])
-    yield from _open_files(facts["limits"])
+    yield from _limits(plan, facts)
     yield from _compilers(plan, facts)
     yield from _locks(plan, facts["extensions"])
-    if facts["port"] is not None and not facts["port"]["free"]:
-        port = facts["port"]["port"]
-        evidence = f"cannot listen on port {port}: {facts['port']['error']}"
-        yield "port", "error", evidence, f"`ss -ltnp 'sport = :{port}'` names the process; end it or use another port"
 
 
 def _python(facts: Mapping[str, Any]) -> Iterator[Fault]:
     python = facts["python"]
-    if python and tuple(map(int, re.findall(r"\d+", python["version"])[:2])) < MIN_PYTHON:
+    if python and python["executable"] != python.get("wanted", python["executable"]):
+        evidence = f"{python['wanted']} is not there; its python3 is {python['version']} ({python['executable']})"
+        fix = "`bash scripts/setup.sh` there makes .venv; an interpreter elsewhere is named by hosts.<name>.python"
+        yield "python", "error", evidence, fix
+    elif python and tuple(map(int, re.findall(r"\d+", python["version"])[:2])) < MIN_PYTHON:
         evidence = f"{python['executable']} is Python {python['version']}; 3.11 or newer is needed"
-        yield "python", "error", evidence, "`scripts/setup.sh` makes .venv with a newer Python"
+        yield "python", "error", evidence, "`bash scripts/setup.sh` makes .venv with a newer Python"
+
+
+def is_ranks_own(facts: Mapping[str, Any]) -> bool:
+    """Whether the facts come from the interpreter that the ranks use, so that its packages mean something."""
+    python = facts.get("python")
+    return not python or python["executable"] == python.get("wanted", python["executable"])
 
 
 def _packages(recipe: Recipe, plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
     installed, wanted = facts["packages"], pins()
-    if installed is None:
+    if installed is None or not is_ranks_own(facts):
         return
     install = "`pip install -r requirements.txt` with the interpreter of .venv"
     needed = [name for name in NEEDED.get(recipe.stage, ALL_STAGES) if name in wanted]
@@ -89,11 +96,6 @@ def _packages(recipe: Recipe, plan: Plan, facts: Mapping[str, Any]) -> Iterator[
     if plan.device == "cuda" and (installed.get("torch") or "").endswith("+cpu"):
         evidence = f"torch {installed['torch']} has no CUDA, the plan is for GPUs"
         yield "torch", "error", evidence, "`pip install --force-reinstall torch` from the CUDA index"
-    nccl = {name: version for name, version in installed.items() if name.startswith("nvidia-nccl") and version}
-    if plan.device == "cuda" and len(nccl) > 1:
-        listed = ", ".join(f"{name} {version}" for name, version in nccl.items())
-        evidence = f"{listed} install the same libnccl.so.2; the last one installed wins"
-        yield "nccl", "warning", evidence, "uninstall the one torch does not need, then reinstall the other"
 
 
 def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str, str]) -> bool:
@@ -101,81 +103,6 @@ def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str
     if not version:
         return False
     return ".".join(version.split(".")[:2]) not in TORCH_VERSIONS if name == "torch" else version != wanted[name]
-
-
-def between_hosts(plan: Plan, cluster: Cluster, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Fault]]:
-    """(host, fault) for hosts whose NCCL differs from the first one's: the first collective fails or hangs."""
-    versions = {}
-    for host in cluster.hosts:
-        installed = (facts.get(host.name) or {}).get("packages") or {}
-        wheels = sorted(f"{name} {installed[name]}" for name in installed if name.startswith("nvidia-nccl"))
-        if wheels:
-            versions[host.name] = ", ".join(wheels)
-    if plan.device == "cpu" or not versions:
-        return
-    first = next(iter(versions))
-    for name, listed in versions.items():
-        if listed != versions[first]:
-            evidence = f"{name} has {listed}, {first} has {versions[first]}"
-            yield name, ("nccl", "error", evidence, "install the same requirements.txt on every host")
-
-
-def _driver(plan: Plan, host: Host, gpu: Mapping[str, Any]) -> Iterator[Fault]:
-    mend = "`nvidia-smi` must list the GPUs: after a driver update reboot, or reload the nvidia modules"
-    if gpu["error"] and plan.device == "cuda":
-        yield "driver", "error", f"nvidia-smi: {gpu['error']}", mend
-    elif gpu["error"] and gpu["pci"]:
-        evidence = f"{gpu['pci']} NVIDIA GPU(s) on the PCI bus, but nvidia-smi: {gpu['error']}; the plan uses CPU ranks"
-        yield "driver", "warning", evidence, mend
-    elif plan.device == "cuda":
-        chosen = visible(gpu)
-        if chosen is not None and len(chosen) < host.slots:
-            limit = "" if gpu["visible"] is None else f", CUDA_VISIBLE_DEVICES={gpu['visible']}"
-            smi = f"nvidia-smi lists {len(gpu['devices'])}" if gpu["nvidia_smi"] else "nvidia-smi is not installed"
-            evidence = f"{len(chosen)} visible GPU(s), the plan uses {host.slots} ({smi}{limit})"
-            yield "gpus", "error", evidence, "lower slots in the hostfile, or make the GPUs visible"
-
-
-def visible(gpu: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The devices CUDA_VISIBLE_DEVICES leaves, in its order, by CUDA's rule; None with MIG, which is not understood."""
-    devices: list[Mapping[str, Any]] = gpu["devices"]
-    if gpu["visible"] is None:
-        return devices
-    chosen: list[Mapping[str, Any]] = []
-    for item in (part.strip() for part in gpu["visible"].split(",")):
-        if item.startswith("MIG-"):
-            return None
-        match = [one for one in devices if item == str(one["index"]) or (item[:4] == "GPU-" and item in one["uuid"])]
-        if not match:  # the first invalid entry ends the list
-            break
-        chosen += match[:1]
-    return chosen
-
-
-def _devices(plan: Plan, host: Host, gpu: Mapping[str, Any]) -> Iterator[Fault]:
-    used = (visible(gpu) or [])[: host.slots]
-    full = [one for one in used if one["memory_free"] is not None and one["memory_free"] < plan.gpu_bytes]
-    if full:
-        lines = [
-            f"GPU {one['index']} ({one['name']}): {format_bytes(one['memory_free'])} free of "
-            f"{format_bytes(one['memory_total'])}, the plan needs {format_bytes(plan.gpu_bytes)}{_holders(one)}"
-            for one in full
-        ]
-        fix = "end those processes, choose other GPUs with CUDA_VISIBLE_DEVICES, or plan for less memory with --gpu"
-        yield "gpu-memory", "error", "\n".join(lines), fix
-    old = [one for one in used if one["compute_capability"] and float(one["compute_capability"]) < 8.0]
-    if old and plan.precision == "bf16":
-        named = ", ".join(f"GPU {one['index']} ({one['name']}) {one['compute_capability']}" for one in old)
-        evidence = f"bf16 needs compute capability 8.0: {named}"
-        yield "precision", "error", evidence, "set train.precision to fp16"
-
-
-def _holders(device: Mapping[str, Any]) -> str:
-    held = [
-        f"{one['name']} (pid {one['pid']}{', ' + format_bytes(one['bytes']) if one['bytes'] is not None else ''})"
-        for one in device["processes"]
-    ]
-    return f"; held by {', '.join(held)}" if held else ""
 
 
 def _memory(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
@@ -207,7 +134,7 @@ def _disks(recipe: Recipe, plan: Plan, host: Host, disks: Mapping[str, Any], alo
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of one DeepSpeed checkpoint: weights, fp32 master (none for fp32 at stage 0) and two Adam moments."""
-    weights = 4 if plan.precision == "fp32" else 2
+    weights = 4 if plan.precision == "fp32" else 2  # bytes; fp8 keeps bf16 weights
     master = 0 if plan.precision == "fp32" and plan.zero_stage == 0 else 4
     return (weights + master + 8) * plan.parameters
 
@@ -232,11 +159,17 @@ def _shm(plan: Plan, host: Host, shm: Mapping[str, Any] | None) -> Iterator[Faul
         yield "shm", "warning", f"{evidence}, Docker's default; NCCL's segments are 9.6 MB a channel", fix
 
 
-def _open_files(limits: Mapping[str, Any] | None) -> Iterator[Fault]:
-    soft, hard = limits["nofile"] if limits else (None, None)
+def _limits(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
+    limits = facts["limits"] or {}
+    soft, hard = limits.get("nofile", (None, None))
     if soft is not None and soft < MIN_OPEN_FILES:
         evidence = f"{soft} open files allowed (hard limit {'none' if hard is None else hard}), {MIN_OPEN_FILES} needed"
         yield "open-files", "error", evidence, "`ulimit -n 4096`, or raise nofile in /etc/security/limits.conf"
+    soft, hard = limits.get("memlock", (None, None))
+    ports = (facts.get("links") or {}).get("infiniband") or []
+    if plan.device == "cuda" and soft is not None and soft < MIN_LOCKED_BYTES and any(one["active"] for one in ports):
+        evidence = f"{format_bytes(soft)} of memory may be locked; InfiniBand locks every buffer it sends from"
+        yield "memlock", "error", evidence, "memlock unlimited in /etc/security/limits.conf, then log in anew"
 
 
 def built_ops(plan: Plan) -> set[str]:
@@ -249,7 +182,7 @@ def built_ops(plan: Plan) -> set[str]:
 def _compilers(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
     tools, extensions = facts["tools"], facts["extensions"] or {}
     ops = built_ops(plan) - set(extensions.get("prebuilt", ()))
-    if not ops or tools is None:
+    if not ops or tools is None or not is_ranks_own(facts):
         return
     why = f"DeepSpeed compiles {', '.join(sorted(ops))} at first use"
     install = {

@@ -1,126 +1,173 @@
-"""Start the ranks of a run with the DeepSpeed launcher, follow events.jsonl, end everything that was started.
+"""Start the ranks of a run on all hosts, follow events.jsonl, end everything that was started.
 
-The launcher and its ranks get their own session, so that one signal ends them all: a SIGTERM to DeepSpeed's runner
-alone leaves the ranks running as orphans. Success is the trainer's `end` event, not the exit code: the runner exits 0
-when its child dies by a signal.
+Every host, this machine too, runs an agent (launch_agent.py) that starts DeepSpeed's launcher of one node
+(`deepspeed.launcher.launch`, what `deepspeed --no_ssh` runs). DeepSpeed's pdsh mode was measured and left: killing its
+launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote shell unquoted,
+environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of the interpreter,
+and its exit code is 0 when its child dies by a signal. With an agent a host, each of these is ours to decide.
+
+Success is the trainer's `end` event. What fails is told by launch_watch.py; nothing of a run is left on any host.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from finlm.base import files, screen
-from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, locked
+from finlm.base.errors import RunFailed, UserError
+from finlm.base.rundir import RunDir, locked, write_host_env
+from finlm.ops import launch_watch, places, ssh, sync
+from finlm.ops.doctor_trees import model_path
+from finlm.ops.launch_env import host_env
+from finlm.ops.launch_session import Session
+from finlm.ops.launch_watch import Progress
+from finlm.ops.places import there
 from finlm.plan.plan import Plan
-from finlm.recipe.cluster import Cluster, is_local
-from finlm.recipe.schema import Recipe
+from finlm.recipe import recipe as recipes
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Launch, Recipe
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
+PING_SECONDS = 2.0
+END_SECONDS = 12.0
+EXIT_SECONDS = 60.0  # from the trainer's end event to the end of its processes
+SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.json", "code")
 
 
-def refuse_remote_hosts(hosts: Cluster) -> None:
-    """Raises UserError when the ranks would run anywhere but here."""
-    remote = [host.name for host in hosts.hosts if not is_local(host.name)]
+def run_ranks(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe | None = None,
+    hosts: Cluster | None = None,
+    *,
+    network: Mapping[str, Mapping[str, str]] | None = None,
+    accept_new: bool = False,
+) -> None:
+    """Train to the end on the plan's hosts. Raises RunFailed with the cause when it does not get there.
+
+    recipe and hosts: the run directory's unless given; access to hosts may have changed since it was made. network:
+    what each host's ranks need in their environment to talk through the right card (doctor_network.host_env).
+    """
+    recipe = recipe or recipes.load(run.recipe).recipe
+    hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
+    with locked(run):
+        sessions = _sessions(run, recipe, hosts, accept_new)
+        seen = run.events.stat().st_size if run.events.exists() else 0
+        former = {str(path): _lines(path) for path in run.logs.glob("*.log")}
+        try:
+            with _ended(sessions):
+                _start(run, plan, recipe, hosts, sessions, network or {}, accept_new)
+                _follow(run, plan, sessions, recipe.launch, seen)
+        except RunFailed as failure:
+            raise _diagnosed(run, failure, former) from None
+
+
+def _sessions(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> list[Session]:
+    """Bring the run to every host and prepare a session for each. Raises UserError when a host cannot have it."""
+    with ThreadPoolExecutor(16) as pool:
+        own = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
+    here = [host.name for host, is_own in zip(hosts.hosts, own, strict=True) if is_own]
+    if len(here) > 1:
+        raise UserError(f"{' and '.join(here)} are the same machine: this one", fix="give it one line in the hostfile")
+    remote = [host for host, is_own in zip(hosts.hosts, own, strict=True) if not is_own]
+    status = dict.fromkeys(here, "this machine")
     if remote:
-        raise UserError(
-            f"the hostfile names other machines: {', '.join(remote)}",
-            evidence="this version launches on one machine only",
-            fix="comment the lines of hostfile.txt out, or leave --hostfile out, to train on this machine",
+        model = model_path(recipe)
+        data = [run.shards, model] if model else [run.shards]
+        places = {host.destination: functools.partial(there, access=host.access) for host in remote}
+        names = [host.destination for host in remote]
+        results = sync.sync(run.path, names, names=SYNCED, data=data, there=places, accept_new=accept_new)
+        status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
+    sessions, first = [], 0
+    for node, host in enumerate(hosts.hosts):
+        ranks = range(first, first + host.slots)
+        found = status[host.name]
+        sessions.append(Session(host, node, ranks, local=found == "this machine", stream=found == "equal"))
+        first += host.slots
+    return sessions
+
+
+def _start(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe,
+    hosts: Cluster,
+    sessions: Sequence[Session],
+    network: Mapping[str, Mapping[str, str]],
+    accept_new: bool,
+) -> None:
+    """Start every agent, learn how the hosts are reached, then let them start their ranks."""
+    wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
+    for session in sessions:
+        access = session.host.access
+        session.start(
+            run, there(run.path, access), places.python(access), wanted if session.node == 0 else None, accept_new
         )
-
-
-def command(run: RunDir, plan: Plan, port: int) -> list[str]:
-    """The DeepSpeed launcher's command line for a run on this machine."""
-    return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        *("--hostfile", os.devnull),  # else the runner picks up /job/hostfile where there is one
-        *(f"--num_gpus={plan.world_size}", "--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank"),
-        *("--module", "finlm.train", str(run.path)),
-    ]
-
-
-def host_env(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Environment of the ranks of a host: the recipe's env and the threads a rank may use."""
-    env = {}
-    if plan.device == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        env["OMP_NUM_THREADS"] = str(max(1, cores // plan.hosts[0].slots))
-    else:
-        env["OMP_NUM_THREADS"] = "4" if plan.offload_optimizer == "none" else "16"
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return env | recipe.env
-
-
-def write_host_env(run: RunDir, env: dict[str, str]) -> None:
-    """Write env/<this host>.env, applied by every rank before torch is imported."""
-    text = "".join(f"{name}={value}\n" for name, value in sorted(env.items()))
-    files.write_text(run.env / f"{os.uname().nodename}.env", text)
-
-
-def run_ranks(run: RunDir, plan: Plan) -> None:
-    """Train to the end. Raises UserError with the first failing rank's last lines when it does not get there."""
-    with locked(run) as lock:
-        status = _launch(run, plan, lock)
-    if status != "finished":
+    for session in sessions:
+        session.wait_hello()
+    port = sessions[0].hello["port"]
+    if isinstance(port, str):
         raise UserError(
-            f"training ended with status {status}",
-            evidence=_last_words(run),
-            fix=f"read {run.logs}; the same command resumes from the last complete checkpoint",
+            f"port {wanted} of {sessions[0].name} cannot be used for the rendezvous",
+            evidence=f"launch.master_port: {wanted}: {port}",
+            fix=f"`ss -ltnp 'sport = :{wanted}'` on {sessions[0].name} names the process; or choose another port",
         )
-
-
-def _launch(run: RunDir, plan: Plan, lock: int) -> str:
-    """Start the launcher, follow it, and leave nothing behind; the status of the end event or "crashed"."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(run.code), os.environ.get("PYTHONPATH")))),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja lies beside python
-        "DS_SKIP_CUDA_CHECK": "1",  # nvcc may be newer than torch's CUDA within a major version
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    run.logs.mkdir(parents=True, exist_ok=True)
-    seen = run.events.stat().st_size if run.events.exists() else 0
-    with (run.logs / "launcher.log").open("ab") as log:
-        process = subprocess.Popen(
-            command(run, plan, free_port()),
+    addresses = _addresses(sessions)
+    world = {host.name: list(host.devices or range(host.slots)) for host in hosts.hosts}
+    for session in sessions:
+        env = host_env(recipe, plan, session.host, session.hello["cores"], network.get(session.name, {}))
+        write_host_env(run, session.name, env)
+        shards = there(run.shards, session.host.access)
+        session.say(
+            do="start",
             env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=(lock,),
+            world=world,
+            node=session.node,
+            address=addresses[sessions[0].name],
+            port=port,
+            shards=None if shards == run.shards else str(shards),
         )
-    with _ended(process):
-        return _follow(run, plan, process, seen)
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _addresses(sessions: Sequence[Session]) -> dict[str, str]:
+    """Each host's address as its peers reach it: where ssh arrived, and for this machine from where it came."""
+    if len(sessions) == 1:
+        return {sessions[0].name: sessions[0].host.access.address or "127.0.0.1"}
+    came_from = next((s.hello["came_from"] for s in sessions if s.hello["came_from"]), None)
+    found = {}
+    for session in sessions:
+        address = session.host.access.address or (came_from if session.local else session.hello["arrived_at"])
+        if address is None:
+            raise UserError(
+                f"the address of {session.name} is not known",
+                evidence="its ssh server does not say at which address the connection arrived (SSH_CONNECTION)",
+                fix=f"give it in the recipe: hosts.{session.name}.address",
+            )
+        found[session.name] = address
+    return found
 
 
 @contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Whatever happens in the block, no process of the launcher's session is left after it."""
+def _ended(sessions: Sequence[Session]) -> Iterator[None]:
+    """Whatever happens in the block, no process of the run is left on a host that can be reached after it."""
     previous = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
+        for session in sessions:
+            session.end()
+        deadline = time.monotonic() + END_SECONDS
+        for session in sessions:
+            session.release(deadline)
         signal.signal(signal.SIGTERM, previous)
-        for how, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            if _session_is_gone(process, how, patience):
-                break
 
 
 def _terminated(*_: object) -> None:
@@ -128,36 +175,80 @@ def _terminated(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _session_is_gone(process: subprocess.Popen[bytes], how: signal.Signals, patience: float) -> bool:
-    deadline = time.monotonic() + patience
-    try:
-        os.killpg(process.pid, how)
-        while time.monotonic() < deadline:
-            process.poll()  # reaps, so that the group can become empty
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
-    except ProcessLookupError:
-        process.wait()
-        return True
-    return False
-
-
-def _follow(run: RunDir, plan: Plan, process: subprocess.Popen[bytes], seen: int) -> str:
-    """Show progress until the launcher ends; the status of the end event, or "crashed" without one."""
-    status = "crashed"
+def _follow(run: RunDir, plan: Plan, sessions: Sequence[Session], limits: Launch, seen: int) -> None:
+    """Show events behind the first `seen` bytes until the run is over. Raises RunFailed, recorded as an incident."""
+    progress, status, next_ping = Progress(time.monotonic()), "", 0.0
+    events = _events(run, seen)
     with screen.progress("training", plan.steps, "") as advance:
-        for event in _events(run, process, seen):
-            if event["kind"] == "start" and event["step"]:
-                advance(event["step"])
-            elif event["kind"] == "step":
-                advance(1, f"step {event['step']}/{plan.steps}  {_describe(event)}")
-            elif event["kind"] == "eval":
-                screen.say(f"step {event['step']}: held-out loss {event['loss']:.4f}")
-            elif event["kind"] == "incident":
-                screen.say(f"step {event['step']}: {event['what']}: {event['detail']}")
-            elif event["kind"] == "end":
-                status = event["status"]
-    return status
+        while True:
+            now = time.monotonic()
+            over = all(session.code is not None for session in sessions)  # asked first: no event comes after it
+            for event in next(events):
+                status = _show(event, plan, advance, progress, now) or status
+            if status == "finished":
+                if over or progress.since(now) > EXIT_SECONDS:
+                    return
+            elif launch_watch.in_trouble(sessions, now):
+                launch_watch.settle(sessions, now)
+                raise _failed(run, progress, launch_watch.cause(run, sessions, progress, time.monotonic()))
+            elif launch_watch.is_stalled(progress, limits, now):
+                raise _failed(run, progress, launch_watch.stalled(run, sessions, progress, limits, now))
+            elif over:
+                words = progress.words(now)
+                raise _failed(
+                    run, progress, RunFailed(f"training ended with status {status or 'none'}", evidence=words)
+                )
+            if now > next_ping:
+                next_ping = now + PING_SECONDS
+                for session in sessions:
+                    session.say(do="ping")
+            time.sleep(POLL_SECONDS)
+
+
+def _failed(run: RunDir, progress: Progress, failure: RunFailed) -> RunFailed:
+    """The failure, recorded."""
+    run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
+    return failure
+
+
+def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
+    """The failure with the known cause that the logs show. `former`: lines in the logs before this launch."""
+    from finlm.ops import diagnose  # only a failed run needs its signatures
+
+    try:
+        found = diagnose.of_run(run.path)
+    except OSError as error:
+        failure.fix += f"\nthe logs could not be diagnosed: {error}"
+        return failure
+    new = [finding for finding in found if finding.fatal and finding.line > former.get(finding.file, 0)]
+    if new:
+        top = new[0]
+        where = f"{Path(top.file).name}:{top.line}"
+        failure.fix += f"\ndiagnosis of the logs ({where}): {top.title}\n{top.fix}".rstrip()
+    return failure
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _show(event: dict[str, Any], plan: Plan, advance: screen.Advance, progress: Progress, now: float) -> str:
+    """Show one event; the status of an end event, else nothing."""
+    progress.at = now
+    if event["kind"] == "start" and event["step"]:
+        progress.step = event["step"]
+        advance(event["step"])
+    elif event["kind"] == "step":
+        progress.step, progress.stepped = event["step"], True
+        advance(1, f"step {event['step']}/{plan.steps}  {_describe(event)}")
+    elif event["kind"] == "eval":
+        screen.say(f"step {event['step']}: held-out loss {event['loss']:.4f}")
+    elif event["kind"] == "incident":
+        screen.say(f"step {event['step']}: {event['what']}: {event['detail']}")
+    elif event["kind"] == "end":
+        return str(event["status"])
+    return ""
 
 
 def _describe(event: dict[str, Any]) -> str:
@@ -165,30 +256,14 @@ def _describe(event: dict[str, Any]) -> str:
     return f"{loss}  {event['tokens_per_second']:,.0f} tokens/s"
 
 
-def _events(run: RunDir, process: subprocess.Popen[bytes], offset: int) -> Iterator[dict[str, Any]]:
-    """Events behind the first offset bytes as they are written, until the launcher has ended and all are read."""
+def _events(run: RunDir, offset: int) -> Iterator[list[dict[str, Any]]]:
+    """The events that were added to events.jsonl since the last look, again and again."""
     while True:
-        ended = process.poll() is not None
+        block = b""
         if run.events.exists():
             with run.events.open("rb") as file:
                 file.seek(offset)
                 block = file.read()
-            complete = block[: block.rfind(b"\n") + 1]
-            offset += len(complete)
-            yield from files.parse_json_lines(complete.splitlines())
-        if ended:
-            return
-        time.sleep(POLL_SECONDS)
-
-
-def _last_words(run: RunDir, lines: int = 12) -> str:
-    """The end of the rank log that reports an error, preferring the rank that failed first."""
-    logs = sorted(run.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    texts = [(path, path.read_text(encoding="utf-8", errors="replace").splitlines()) for path in logs]
-    for path, text in texts:
-        if any("Error" in line for line in text) and path.name != "launcher.log":
-            return "\n".join([f"{path}:", *text[-lines:]])
-    for path, text in reversed(texts):
-        if text:
-            return "\n".join([f"{path}:", *text[-lines:]])
-    return f"no output in {run.logs}"
+        complete = block[: block.rfind(b"\n") + 1]
+        offset += len(complete)
+        yield list(files.parse_json_lines(complete.splitlines()))

@@ -1,18 +1,17 @@
 """One JSON document with the facts of this host: `python probe.py ...`, or `ssh host python3 - ... < probe.py`.
 
-Python 3.8 syntax and the standard library only, so that a bare host can be asked; about 0.5 s, of which g++ and
-nvidia-smi take most. Every section is gathered on its own: one that fails is null and explained under "errors".
-Options: --disk ROLE=PATH (repeatable; the roles "run" and "nvme" have a meaning to doctor), --port N.
+Python 3.8 syntax and the standard library only, so that a bare host can be asked; about 0.4 s, most of
+it g++. Every section is gathered on its own: one that fails is null and explained under "errors".
+Options: --disk ROLE=PATH (repeatable; the roles "run" and "nvme" have a meaning to doctor).
 
 Judges nothing: what is right or wrong depends on the plan and is decided in doctor.py. Changes nothing but a temporary
-file for the libaio link test.
+file for the libaio link test. GPUs are probe_gpu.py's, the network is probe_links.py's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -21,7 +20,6 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -36,8 +34,6 @@ PACKAGES = (
 )
 COMPILERS = ("ninja", "cc1plus", "g++", "c++", "clang++", "nvcc", "cicc", "ptxas", "cudafe++", "ld", "collect2")
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p")
-GPU_KEYS = ("index", "name", "uuid", "memory.total", "memory.used", "memory.free", "driver_version", "compute_cap")
-MIB = 1024 * 1024
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -45,12 +41,11 @@ def main() -> None:
     """Print the document."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--disk", action="append", default=[], metavar="ROLE=PATH")
-    parser.add_argument("--port", type=int)
     options = parser.parse_args()
-    print(json.dumps(facts(dict(item.partition("=")[::2] for item in options.disk), options.port)))
+    print(json.dumps(facts(dict(item.partition("=")[::2] for item in options.disk))))
 
 
-def facts(disks: dict[str, str], port: int | None) -> dict[str, Any]:
+def facts(disks: dict[str, str]) -> dict[str, Any]:
     """All sections. Never raises."""
     sections: dict[str, Callable[[], Any]] = {
         "hostname": socket.gethostname,
@@ -64,11 +59,8 @@ def facts(disks: dict[str, str], port: int | None) -> dict[str, Any]:
         "limits": limits,
         "tools": lambda: {name: tool(name) for name in ("g++", "ninja", "nvcc")},
         "libaio": libaio,
-        "gpu": gpu,
         "packages": packages,
-        "network": network,
         "extensions": extensions,
-        "port": lambda: None if port is None else port_state(port),
     }
     result: dict[str, Any] = {"probe": 1, "time": time.time()}
     errors = {}
@@ -187,42 +179,6 @@ def libaio() -> bool | None:
         return run("g++", str(source), "-o", f"{source}.out", *flags, "-laio")[0] == 0
 
 
-def gpu() -> dict[str, Any]:
-    """What nvidia-smi says, or its error; what CUDA_VISIBLE_DEVICES says; NVIDIA GPUs on the PCI bus."""
-    smi, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    result: dict[str, Any] = {"nvidia_smi": smi, "error": None, "devices": [], "visible": visible}
-    buses = Path("/sys/bus/pci/devices").glob("*")
-    result["pci"] = sum(read(bus / "vendor") == "0x10de" and read(bus / "class").startswith("0x03") for bus in buses)
-    if smi is None:
-        return result
-    csv = "--format=csv,noheader,nounits"
-    code, output = run(smi, "--query-gpu=" + ",".join(GPU_KEYS), csv)
-    if code != 0:
-        result["error"] = output or f"nvidia-smi exited with code {code}"
-        return result
-    rows = [line.replace(", ", ",").split(",") for line in output.splitlines()]
-    result["devices"] = [device(dict(zip(GPU_KEYS, row))) for row in rows if len(row) == len(GPU_KEYS)]  # noqa: B905
-    for line in run(smi, "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", csv)[1].splitlines():
-        cells = [cell.strip() for cell in line.split(",", 3)]
-        for one in result["devices"]:
-            if len(cells) == 4 and one["uuid"] == cells[0]:
-                one["processes"].append({"pid": number(cells[1]), "bytes": number(cells[2], MIB), "name": cells[3]})
-    return result
-
-
-def device(row: dict[str, str]) -> dict[str, Any]:
-    """One GPU; null for what the driver does not tell."""
-    capability = row["compute_cap"] if re.match(r"\d+\.\d+$", row["compute_cap"]) else None
-    named = {"index": number(row["index"]), "name": row["name"], "uuid": row["uuid"], "driver": row["driver_version"]}
-    bytes_of = {f"memory_{kind}": number(row[f"memory.{kind}"], MIB) for kind in ("total", "used", "free")}
-    return {**named, "compute_capability": capability, **bytes_of, "processes": []}
-
-
-def number(text: str, unit: int = 1) -> int | None:
-    """A whole number of units; null for nvidia-smi's [N/A] and its like."""
-    return int(text) * unit if text.isdigit() else None
-
-
 def packages() -> dict[str, str | None]:
     """Versions of what training needs and of every NCCL wheel; null = not installed."""
     found: dict[str, str] = {}
@@ -230,19 +186,6 @@ def packages() -> dict[str, str | None]:
         found.setdefault((distribution.metadata["Name"] or "").lower(), distribution.version)
     nccl = {name: version for name, version in found.items() if name.startswith("nvidia-nccl")}
     return {**{name: found.get(name) for name in PACKAGES}, **nccl}
-
-
-def network() -> list[dict[str, Any]]:
-    """Interfaces with their IPv4 address (null = none) and state."""
-    result = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            address = None
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                address = socket.inet_ntoa(answer[20:24])
-            result.append({"name": name, "address": address, "state": read(f"/sys/class/net/{name}/operstate")})
-    return result
 
 
 def extensions() -> dict[str, Any]:
@@ -283,17 +226,6 @@ def open_files() -> Iterator[tuple[int, int]]:
         with contextlib.suppress(OSError):
             status = Path(link).stat()
             yield status.st_dev, status.st_ino
-
-
-def port_state(port: int) -> dict[str, Any]:
-    """Whether a listener could be opened on the port, as torch's rendezvous does it (SO_REUSEADDR, all addresses)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("", port))
-        except OSError as error:
-            return {"port": port, "free": False, "error": str(error)}
-    return {"port": port, "free": True, "error": None}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rsync of named files from a directory here to the same path on a host.
+"""One rsync of named files from a directory here to a host, or back.
 
 A file appears under its final name only when it is whole; what a cut transfer brought waits in .finlm-partial beside
 it, and the next one sends only the rest. `cd` runs before the far rsync, so no path is ever read by its own quoting
@@ -37,15 +37,15 @@ class Sent:
 
 
 def command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new: bool) -> list[str]:
-    """The command line; the names of the files, ended by NUL, go to its stdin. Run it in `path`."""
+    """The command line to the host's `path`; the names of the files, ended by NUL, go to its stdin."""
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
         *(("--ignore-times",) if whole else ()),
         *("--files-from=-", "--from0", f"--partial-dir={sync_remote.PARTIAL}", f"--timeout={SILENCE_SECONDS}"),
         *("--info=progress2", "--stats", "--no-human-readable"),
-        *("-e", shlex.join(["ssh", *ssh.options(accept_new)])),
+        *("-e", shlex.join(["ssh", *ssh.options(accept_new), *ssh.port_option(host)])),
         *("--rsync-path", f"cd {shlex.quote(str(path))} && rsync"),
-        *("--", "./", f"{ssh.check_host(host)}:./"),
+        *("--", "./", f"{ssh.login(host)}:./"),
     ]
 
 
@@ -54,18 +54,19 @@ def send(
     path: Path,
     names: list[str],
     *,
+    there: Path | None = None,
     follow_links: bool,
     whole: bool,
     accept_new: bool,
     percent: Callable[[int], None],
 ) -> Sent:
-    """Make the files equal on host; `whole` distrusts sizes and times and compares contents.
+    """Make the files equal on host, below the path `there`; `whole` distrusts sizes and times and compares contents.
 
     Calls percent(0..100) as it goes. Raises UserError with ssh's or rsync's reason.
     """
     if not names:
         return Sent()
-    line = command(host, path, follow_links=follow_links, whole=whole, accept_new=accept_new)
+    line = command(host, there or path, follow_links=follow_links, whole=whole, accept_new=accept_new)
     with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
         listed.write(b"".join(sync_remote.encode(name) + b"\0" for name in names))
         listed.seek(0)
@@ -83,6 +84,18 @@ def send(
     if process.returncode:
         raise _explain(host, path, process.returncode, problem)
     return Sent(_number(rb"regular files transferred", output), _number(rb"Literal data", output))
+
+
+def fetch(host: str, there: Path, path: Path, names: list[str], *, accept_new: bool) -> None:
+    """Copy files below `there` on host to path here. Raises UserError with ssh's or rsync's reason."""
+    if not names:
+        return
+    *settings, here, far = command(host, there, follow_links=True, whole=False, accept_new=accept_new)
+    line = [*settings, far, here]
+    listed = b"".join(sync_remote.encode(name) + b"\0" for name in names)
+    done = subprocess.run(line, cwd=path, input=listed, capture_output=True, env=ssh.environment())
+    if done.returncode:
+        raise _explain(host, path, done.returncode, done.stderr.decode(errors="replace"))
 
 
 def _number(label: bytes, output: bytes) -> int:

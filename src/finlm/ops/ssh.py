@@ -3,7 +3,8 @@
 Every call stands alone: 0.2 s on a local network for never having a stale master connection to clean up. Nothing is
 ever asked at a prompt, a dead host is given up after 8 s, a host that dies during a command after 15 to 20 s.
 
-It does not switch host key checking off, choose keys or ports (~/.ssh/config does), or retry.
+A host is written [user@]name[:port]. It does not switch host key checking off, choose keys (~/.ssh/config does), or
+retry.
 """
 
 from __future__ import annotations
@@ -77,25 +78,44 @@ class Result:
 
 
 def check_host(host: str) -> str:
-    """The host as given: [user@]name with letters, digits, '.', '_' and '-'. Raises UserError on anything else."""
+    """The host as given: [user@]name[:port], of letters, digits, '.', '_' and '-'. Raises UserError otherwise."""
     word = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-    if re.fullmatch(rf"({word}@)?{word}", host) is None:
+    if re.fullmatch(rf"({word}@)?{word}(:\d{{1,5}})?", host) is None:
         raise UserError(
             f"{host!r} is not a host name",
             evidence="a name is made of letters, digits, '.', '_' and '-', starts with none of the last two, "
             "and may have user@ before it",
-            fix="correct it in the hostfile; an IPv6 address or a port gets a name in ~/.ssh/config",
+            fix="correct it in the hostfile; an IPv6 address gets a name in ~/.ssh/config",
         )
     return host
 
 
-def options(accept_new: bool = False) -> list[str]:
-    """OpenSSH's options for a connection nobody watches; accept_new stores unknown host keys, never changed ones."""
+def login(host: str) -> str:
+    """[user@]name without the port."""
+    return check_host(host).partition(":")[0]
+
+
+def port_option(host: str) -> list[str]:
+    """ssh's option for the host's port, when it has one."""
+    port = check_host(host).partition(":")[2]
+    return ["-p", port] if port else []
+
+
+def typed(host: str) -> str:
+    """The host as one types it after `ssh `."""
+    return shlex.join([*port_option(host), login(host)])
+
+
+def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list[str]:
+    """OpenSSH's options for a connection nobody watches; accept_new stores unknown host keys, never changed ones.
+
+    A host that is silent for alive_count * ALIVE_SECONDS is given up.
+    """
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
         "ServerAliveInterval": ALIVE_SECONDS,
-        "ServerAliveCountMax": ALIVE_COUNT,
+        "ServerAliveCountMax": alive_count,
         "StrictHostKeyChecking": "accept-new" if accept_new else "yes",
         "ClearAllForwardings": "yes",  # a LocalForward in ~/.ssh/config would collide with itself
         "LogLevel": "ERROR",  # login banners are not errors
@@ -103,9 +123,10 @@ def options(accept_new: bool = False) -> list[str]:
     return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
 
 
-def command(host: str, argv: Sequence[str], *, accept_new: bool = False) -> list[str]:
+def command(host: str, argv: Sequence[str], *, accept_new: bool = False, alive_count: int = ALIVE_COUNT) -> list[str]:
     """The local command line that runs argv on host, every argument quoted for the remote shell."""
-    return ["ssh", *options(accept_new), "--", check_host(host), shlex.join(argv)]
+    settings = options(accept_new, alive_count=alive_count)
+    return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
 
 
 def environment() -> dict[str, str]:
@@ -138,7 +159,7 @@ def run(
         raise UserError(
             f"{host} did not finish `{argv[0]}` within {timeout_seconds:.0f} seconds",
             evidence=shlex.join(line),
-            fix=f"look at the load and the disks of {host}: ssh {host} uptime",
+            fix=f"look at the load and the disks of {host}: ssh {typed(host)} uptime",
         ) from None
     result = Result(host, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
     if result.code in (FAILED, NOT_FOUND) or (check and result.code):
@@ -153,11 +174,11 @@ def explain(host: str, code: int, stderr: str, program: str) -> UserError:
         return UserError(
             f"{program} is not installed on {host}",
             evidence=evidence,
-            fix=f"ssh {host} sudo apt-get install {program}   (dnf, yum or zypper on other systems)",
+            fix=f"ssh {typed(host)} sudo apt-get install {program}   (dnf, yum or zypper on other systems)",
         )
     known = reason(host, stderr) if code == FAILED else None
     return known or UserError(
-        f"{program} failed on {host} with exit code {code}", evidence=evidence, fix=f"try by hand: ssh {host}"
+        f"{program} failed on {host} with exit code {code}", evidence=evidence, fix=f"try by hand: ssh {typed(host)}"
     )
 
 
@@ -165,8 +186,9 @@ def reason(host: str, stderr: str) -> UserError | None:
     """Why ssh did not get through, from its messages; None when they are not ssh's own."""
     for pattern, problem, fix in _REASONS:
         if re.search(pattern, stderr):
-            names = {"host": host, "name": host.rpartition("@")[2]}
-            return UserError(problem.format(**names), evidence=last_lines(stderr), fix=fix.format(**names))
+            name = login(host).rpartition("@")[2]
+            fix = fix.format(host=typed(host), name=name)
+            return UserError(problem.format(host=host), evidence=last_lines(stderr), fix=fix)
     return None
 
 
@@ -181,7 +203,7 @@ def is_this_machine(host: str) -> bool:
 
     A name that ~/.ssh/config sends to another port of this machine is another host: a container or a tunnel.
     """
-    name = check_host(host).rpartition("@")[2]
+    name = login(host).rpartition("@")[2]
     own = os.uname().nodename
     if name in {"localhost", own, own.partition(".")[0]}:
         return True
@@ -195,10 +217,16 @@ def is_this_machine(host: str) -> bool:
     return any(_is_own_address(family, address) for family, _, _, _, address in found)
 
 
+def address(host: str) -> str:
+    """What ssh connects to: HostName of ~/.ssh/config, else the host's own name."""
+    return _settings(host).get("hostname", login(host).rpartition("@")[2])
+
+
 def _settings(host: str) -> dict[str, str]:
     """What ~/.ssh/config makes of the name; nothing is contacted."""
     try:
-        done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, timeout=10, env=environment())
+        line = ["ssh", "-G", *port_option(host), "--", login(host)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=10, env=environment())
     except (OSError, subprocess.TimeoutExpired):
         return {}
     pairs = (line.partition(" ") for line in done.stdout.splitlines())

@@ -10,12 +10,13 @@ leaves .venv, cache and runs of a host alone.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,6 @@ from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.ops import ssh, sync_remote, sync_trees
 from finlm.ops.sync_host import HostResult, Job, sync_host
-from finlm.ops.sync_trees import Tree
 
 HOSTS_AT_ONCE = 16  # more only divide this machine's network link
 
@@ -61,22 +61,26 @@ def sync(
     root: Path,
     hosts: Sequence[str],
     *,
+    names: Sequence[str] | None = None,
     data: Sequence[Path] = (),
+    there: Mapping[str, Callable[[Path], Path]] | None = None,
     accept_new: bool = False,
     dry_run: bool = False,
 ) -> list[HostResult]:
-    """Make root's code and the data paths equal on every host, one result a host in the order given.
+    """Make root's code (or its files and directories `names`) and the data paths equal on every host.
+
+    `there` maps a path here to the path on a host where it differs. One result a host in the order given.
 
     Raises UserError before anything is contacted when a host name or path is unusable, and after all hosts are done
     when some failed, naming each with its reason.
     """
-    names = [ssh.check_host(host) for host in dict.fromkeys(hosts)]
+    wanted = [ssh.check_host(host) for host in dict.fromkeys(hosts)]
     with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
-        own = dict(zip(names, pool.map(ssh.is_this_machine, names), strict=True))
-    results = {name: HostResult(name, "this machine") for name in names if own[name]}
+        own = dict(zip(wanted, pool.map(ssh.is_this_machine, wanted), strict=True))
+    results = {name: HostResult(name, "this machine") for name in wanted if own[name]}
     for result in results.values():
         screen.say(str(result))
-    remote = [name for name in names if not own[name]]
+    remote = [name for name in wanted if not own[name]]
     if not remote:
         screen.say("the hostfile names only this machine: nothing to sync")
         return list(results.values())
@@ -84,12 +88,18 @@ def sync(
         raise UserError("rsync is not installed on this machine", fix="apt-get install rsync   (or dnf, brew)")
     root = Path(os.path.abspath(root))  # noqa: PTH100 - resolve() would follow links, and the path must stay the same
     with _only_one(root) as token:
-        trees = (sync_trees.code(root), *(sync_trees.data(path) for path in data))
+        first = sync_trees.code(root) if names is None else sync_trees.named(root, list(names))
+        trees = (first, *(sync_trees.data(path) for path in data))
         for tree in trees:
             size = format_bytes(tree.size_bytes)
             screen.say(f"{tree.path}: {len(tree.files):,} files, {size}, tree {tree.sha256[:12]}")
-        results |= _all_hosts(remote, root, trees, token, accept_new, dry_run)
-    return [results[name] for name in names]
+        jobs = {name: Job(root, trees, token, accept_new, dry_run) for name in remote}
+        for name, place in (there or {}).items():
+            if name in jobs:
+                moved = tuple(dataclasses.replace(tree, there=place(tree.path)) for tree in trees)
+                jobs[name] = dataclasses.replace(jobs[name], root=place(root), trees=moved)
+        results |= _all_hosts(jobs)
+    return [results[name] for name in wanted]
 
 
 @contextmanager
@@ -119,11 +129,9 @@ def _only_one(root: Path) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def _all_hosts(
-    hosts: list[str], root: Path, trees: tuple[Tree, ...], token: str, accept_new: bool, dry_run: bool
-) -> dict[str, HostResult]:
+def _all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
     """Every host in parallel; a host that fails does not hold up the others."""
-    total = sum(tree.size_bytes for tree in trees) * len(hosts)
+    total = sum(tree.size_bytes for job in jobs.values() for tree in job.trees)
     done: dict[str, HostResult] = {}
     failed: dict[str, UserError] = {}
     one_at_a_time = threading.Lock()
@@ -133,8 +141,7 @@ def _all_hosts(
             with one_at_a_time:
                 advance(amount)
 
-        job = Job(root, trees, token, accept_new, dry_run, arrived)
-        running = {pool.submit(sync_host, host, job): host for host in hosts}
+        running = {pool.submit(sync_host, host, job, arrived): host for host, job in jobs.items()}
         for future in as_completed(running):
             host = running[future]
             try:
@@ -144,7 +151,7 @@ def _all_hosts(
                 failed[host] = error
                 screen.say(f"{host}: failed: {error.problem}")
     if failed:
-        raise _failure([(host, failed[host]) for host in hosts if host in failed], len(hosts))
+        raise _failure([(host, failed[host]) for host in jobs if host in failed], len(jobs))
     return done
 
 

@@ -53,18 +53,20 @@ class HostResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every host."""
+    """What a host shall get. `root` is the first tree's path there."""
 
     root: Path
     trees: tuple[Tree, ...]
     token: str
     accept_new: bool
     dry_run: bool
-    arrived: Callable[[float], None]  # bytes since the last call
 
 
-def sync_host(host: str, job: Job) -> HostResult:
-    """Claim, copy, prove; what the proof finds different is compared by content and sent again, once."""
+def sync_host(host: str, job: Job, arrived: Callable[[float], None]) -> HostResult:
+    """Claim, copy, prove; what the proof finds different is compared by content and sent again, once.
+
+    Calls arrived(bytes since the last call) as it goes.
+    """
     started = time.monotonic()
     reply = _ask(host, job, "prepare")
     shared, removed = reply["state"] == "shared", reply.get("removed", 0)
@@ -78,12 +80,12 @@ def sync_host(host: str, job: Job) -> HostResult:
     sent = Sent()
     if not shared:
         for tree in job.trees:
-            sent += _copy(host, job, tree, list(tree.files))
+            sent += _copy(host, job, tree, list(tree.files), arrived)
     differing = _differing(host, job)
     repaired: list[str] = []
     for tree, names in differing.items():
         if names and not shared:
-            sent += _copy(host, job, tree, names, whole=True)
+            sent += _copy(host, job, tree, names, None)
             repaired += names
     if repaired:
         differing = _differing(host, job)
@@ -95,22 +97,23 @@ def sync_host(host: str, job: Job) -> HostResult:
     return HostResult(host, status, tree_hash, sent.files, sent.content_bytes, removed, tuple(repaired), seconds)
 
 
-def _copy(host: str, job: Job, tree: Tree, names: list[str], *, whole: bool = False) -> Sent:
-    """rsync names of tree; the first pass moves the progress bar by the tree's size, a repair does not."""
+def _copy(host: str, job: Job, tree: Tree, names: list[str], arrived: Callable[[float], None] | None) -> Sent:
+    """rsync names of tree; the first pass moves the progress bar by the tree's size, a repair (None) does not."""
     shown = 0
 
     def percent(now: int) -> None:
         nonlocal shown
-        if now > shown and not whole:
-            job.arrived((now - shown) / 100 * tree.size_bytes)
+        if now > shown and arrived:
+            arrived((now - shown) / 100 * tree.size_bytes)
             shown = now
 
     sent = rsync.send(
         host,
         tree.path,
         names,
+        there=tree.there,
         follow_links=tree.follow_links,
-        whole=whole,
+        whole=arrived is None,
         accept_new=job.accept_new,
         percent=percent,
     )
@@ -139,7 +142,7 @@ def _refusal(host: str, root: Path, reply: dict[str, Any]) -> UserError:
         return UserError(
             f"{root} on {host} is not empty and was not written by finlm sync",
             evidence=f"it has {names}, and no {sync_remote.RECORD}",
-            fix=f"look at it, then remove it: ssh {host} rm -r {shlex.quote(shlex.quote(str(root)))}\n"
+            fix=f"look at it, then remove it: ssh {ssh.typed(host)} rm -r {shlex.quote(shlex.quote(str(root)))}\n"
             "or keep it and work in another directory on this machine: sync uses the same path on every host",
         )
     return UserError(

@@ -31,11 +31,12 @@ class Tree:
     files: dict[str, str]
     size_bytes: int
     follow_links: bool
+    there: Path | None = None  # where it lies on the host; the same path when None
 
     @property
     def key(self) -> str:
-        """The path as text that survives JSON."""
-        return sync_remote.text(self.path)
+        """The host's path as text that survives JSON."""
+        return sync_remote.text(self.there or self.path)
 
     @cached_property
     def sha256(self) -> str:
@@ -54,6 +55,15 @@ def code(root: Path) -> Tree:
     for name in nested:
         screen.say(f"{root / name}: a repository of its own, not copied")
     return _tree(root, [name for name in names if name not in set(nested)], follow_links=False)
+
+
+def named(root: Path, names: list[str]) -> Tree:
+    """These files below root, and all files of those that are directories; what does not exist is left out."""
+    found = [name for name in names if (root / name).is_file()]
+    for name in names:
+        below = _files_below(root / name, skip=("__pycache__",)) if (root / name).is_dir() else ()
+        found += [f"{name}/{file}" for file in below]
+    return _tree(root, found, follow_links=False)
 
 
 def data(path: Path) -> Tree:

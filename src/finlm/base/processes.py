@@ -1,0 +1,26 @@
+"""Process families that end together, by Linux's prctl(2): no handler or thread of ours has to be alive for it.
+
+On other systems these do nothing, and a killed parent leaves its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Loaded at import: between fork and exec nothing may take the loader's lock.
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the thread that started it ends; survives exec, not fork."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent dies become children of this process instead of init's."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

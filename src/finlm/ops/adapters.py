@@ -1,0 +1,229 @@
+"""What starts a run under another launcher: files in <run>/launch/ and the commands to type. Nothing is started here.
+
+For clusters where ranks are started by Slurm, Kubernetes or Ray, and for those who prefer torchrun or accelerate. The
+run directory and the prepared data must lie at the same path on all hosts, on a shared disk or copied (`finlm sync`
+proves copies); doctor, the watchdog and the gathering of a checkpoint belong to `finlm train` and are not part of it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import HOST_VARIABLE, RunDir
+from finlm.ops.launch_env import host_env
+from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Recipe
+
+PORT = 29500  # torch's own default; launch.master_port where the recipe gives one
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start, and where."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    hosts: Cluster
+
+    @property
+    def master(self) -> str:
+        """The first host's address, or its name."""
+        return self.hosts.hosts[0].access.address or self.hosts.hosts[0].name
+
+    @property
+    def port(self) -> int:
+        """Of the rendezvous."""
+        return PORT if self.recipe.launch.master_port == "auto" else self.recipe.launch.master_port
+
+    def env(self, host: Host) -> dict[str, str]:
+        """Of a host's ranks. The name is for logs/<host>.<rank>.log."""
+        own = {"PYTHONPATH": str(self.run.code), HOST_VARIABLE: host.name} if host.name else {}
+        return host_env(self.recipe, self.plan, host) | own
+
+    def slots(self, launcher: str) -> int:
+        """Ranks a host. Raises UserError when hosts differ, which the launcher cannot say."""
+        counts = {host.slots for host in self.hosts.hosts}
+        if len(counts) > 1:
+            raise UserError(
+                f"{launcher} starts the same number of ranks on every host",
+                evidence=", ".join(f"{host.name} {host.slots}" for host in self.hosts.hosts),
+                fix="use --print torchrun, or --include hosts with equal slots",
+            )
+        return counts.pop()
+
+
+Made = tuple[dict[str, str], list[str]]
+"""Texts by file name, and the commands; `{here}` stands for the directory of the files."""
+
+
+def torchrun(job: Job) -> Made:
+    """A script for each host; the first host's is the rendezvous."""
+    made = {}
+    for node, host in enumerate(job.hosts.hosts):
+        line = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts.hosts)}"),
+            *(f"--nproc_per_node={host.slots}", f"--node_rank={node}", f"--master_addr={job.master}"),
+            *(f"--master_port={job.port}", "-m", "finlm.train", str(job.run.path)),
+        ]
+        made[f"torchrun-{host.name}.sh"] = _script(_exports(job.env(host), _devices(host)), f"exec {shlex.join(line)}")
+    return made, [f"bash {{here}}/{name}    # on {name[9:-3]}" for name in made]
+
+
+def accelerate(job: Job) -> Made:
+    """A configuration for each machine, as `accelerate config` writes it, and a script that uses it."""
+    made: dict[str, str] = {}
+    slots = job.slots("accelerate")
+    for node, host in enumerate(job.hosts.hosts):
+        name = f"accelerate-{host.name}"
+        made[f"{name}.yaml"] = _yaml(
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {
+                    "deepspeed_config_file": str(job.run.ds_config),
+                    "deepspeed_multinode_launcher": "standard",
+                    "zero3_init_flag": False,
+                },
+                "use_cpu": job.plan.device == "cpu",
+                "num_machines": len(job.hosts.hosts),
+                "num_processes": slots * len(job.hosts.hosts),
+                "machine_rank": node,
+                "main_process_ip": job.master,
+                "main_process_port": job.port,
+                "rdzv_backend": "static",
+                "same_network": True,
+                "main_training_function": "main",
+            }
+        )
+        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        last = ["-m", "finlm.train", str(job.run.path)]
+        run = f'exec {shlex.join(line)} "$(dirname "$0")/{name}.yaml" {shlex.join(last)}'
+        made[f"{name}.sh"] = _script(_exports(job.env(host), _devices(host)), run)
+    return made, [f"bash {{here}}/{name}    # on {name[11:-3]}" for name in made if name.endswith(".sh")]
+
+
+def slurm(job: Job) -> Made:
+    """An sbatch script: one task a rank, Slurm chooses the nodes; all tasks end when one fails."""
+    slots, nodes = job.slots("Slurm"), len(job.hosts.hosts)
+    log = job.run.path / "logs" / "slurm-%j.log"
+    header: dict[str, object] = {
+        "job-name": job.recipe.name,
+        "nodes": nodes,
+        "ntasks-per-node": slots,
+        "output": log,
+        "open-mode": "append",
+        "exclusive": None,
+        "signal": "TERM@60",
+    }
+    if job.plan.device == "cuda":
+        header["gpus-per-node"] = slots
+    lines = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in header.items()]
+    port = job.port if job.recipe.launch.master_port != "auto" else "$((20000 + SLURM_JOB_ID % 10000))"
+    exports = [
+        *_exports({"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))),
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        f"export MASTER_ADDR MASTER_PORT={port} WORLD_SIZE=$SLURM_NTASKS",
+    ]
+    rank = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_SIZE=$SLURM_NTASKS_PER_NODE; " + 'exec "$@"'
+    task = shlex.join([sys.executable, "-u", "-m", "finlm.train", str(job.run.path)])
+    run = f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(rank)} rank {task}"
+    return {"job.sbatch": _script(exports, run, lines)}, ["sbatch {here}/job.sbatch"]
+
+
+def k8s(job: Job) -> Made:
+    """A Kubeflow PyTorchJob (kubeflow.org/v1); image and volume claim are this cluster's and to be filled in."""
+    slots, nodes = job.slots("PyTorchJob"), len(job.hosts.hosts)
+    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    container: dict[str, Any] = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": "IMAGE-WITH-REQUIREMENTS.TXT",
+        "workingDir": str(Path.cwd()),
+        "command": ["python", "-m", "torch.distributed.run", "-m", "finlm.train", str(job.run.path)],
+        # Kubernetes expands $(NAME) in values; $$ stands for a dollar sign.
+        "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in sorted(env.items())],
+        "volumeMounts": [{"name": "work", "mountPath": str(Path.cwd())}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if job.plan.device == "cuda":
+        container["resources"] = {"limits": {"nvidia.com/gpu": slots}}
+    volumes = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": "CLAIM-OF-THE-WORKING-DIRECTORY"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a pod's own has 64 MiB, too little for NCCL
+    ]
+    pod = {"template": {"spec": {"containers": [container], "volumes": volumes}}, "restartPolicy": "Never"}
+    replicas = {"Master": {"replicas": 1, **pod}}
+    if nodes > 1:
+        replicas["Worker"] = {"replicas": nodes - 1, **pod}
+    document = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": job.recipe.name.replace("_", "-").replace(".", "-")},
+        "spec": {
+            "nprocPerNode": str(slots),
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+    return {"pytorchjob.yaml": _yaml(document)}, ["kubectl apply -f {here}/pytorchjob.yaml"]
+
+
+def ray(job: Job) -> Made:
+    """A script for the head node of a Ray cluster: one worker a rank, each with a GPU (or CPU) of its own."""
+    slots = job.slots("Ray")
+    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    line = [sys.executable, "-m", "finlm.ops.ray_job", str(job.run.path), str(len(job.hosts.hosts)), str(slots)]
+    line += ["--gpu"] if job.plan.device == "cuda" else []
+    line += [f"--env={','.join(sorted(env))}"]  # names only: a command line is for everyone to read
+    return {"ray.sh": _script(_exports(env), f"exec {shlex.join(line)}")}, ["bash {here}/ray.sh    # on the head node"]
+
+
+ADAPTERS: dict[str, Callable[[Job], Made]] = {
+    "torchrun": torchrun,
+    "accelerate": accelerate,
+    "slurm": slurm,
+    "k8s": k8s,
+    "ray": ray,
+}
+
+
+def write(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
+    """Write the files of one adapter into the run directory; the commands that start the run."""
+    made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
+    directory = run.path / "launch"
+    run.logs.mkdir(exist_ok=True)  # Slurm loses the output of a job whose directory is not there
+    for file, text in made.items():
+        files.write_text(directory / file, text)
+    return [command.format(here=shlex.quote(str(directory))) for command in commands]
+
+
+def _script(settings: list[str], last: str, directives: Sequence[str] = ()) -> str:
+    return "\n".join(["#!/usr/bin/env bash", *directives, "set -euo pipefail", *settings, last, ""])
+
+
+def _exports(*envs: Mapping[str, str]) -> list[str]:
+    merged = {name: value for env in envs for name, value in env.items()}
+    return [f"export {name}={shlex.quote(value)}" for name, value in sorted(merged.items())]
+
+
+def _devices(host: Host) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    stream = StringIO()
+    yaml = YAML()
+    yaml.representer.ignore_aliases = lambda *_: True  # Master and Worker share a pod
+    yaml.width = 1000
+    yaml.dump(document, stream)
+    return stream.getvalue()

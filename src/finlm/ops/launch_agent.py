@@ -1,0 +1,224 @@
+"""The process that finlm keeps on every host of a run: starts the host's ranks, sends their logs home, ends them.
+
+`python -m finlm.ops.launch_agent`, over ssh or, on this machine, as a child; one JSON object a line each way. Its life
+hangs on its stdin: when that closes, or nothing is heard for the agreed time, the head or the network is gone and the
+ranks are ended. The kernel ends them when the agent itself is killed (PR_SET_PDEATHSIG from agent to launcher to rank),
+so that no case leaves a process behind.
+
+Runs on a host that has the run directory and its Python packages; standard library and finlm.base only.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from finlm.base import processes, rundir
+from finlm.ops import launch_ranks, launch_reach
+
+MARK = "finlm-agent:"  # login scripts may print too
+BEAT_SECONDS = 2.0
+TICK_SECONDS = 0.1
+END_SECONDS = 4.0  # between SIGTERM and SIGKILL
+LOCK_SECONDS = 12.0  # a former run's agent needs so long to notice that it is alone
+CHUNK_BYTES = 1 << 18
+
+
+class Line:
+    """Both directions of the connection. `heard` is when the head last said anything; `open` whether it still can."""
+
+    def __init__(self) -> None:
+        self.heard = time.monotonic()
+        self.open = True
+        self._wishes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._out = os.dup(1)  # whatever the launcher prints must not mix with it
+        self._one_at_a_time = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send one line; an unreachable head is noticed by the listener."""
+        line = f"{MARK}{json.dumps({'kind': kind, **fields})}\n".encode()
+        with self._one_at_a_time:
+            try:
+                while line:
+                    line = line[os.write(self._out, line) :]
+            except OSError:
+                self.open = False
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """The head's first wish; None after so many seconds, or when the line has closed."""
+        try:
+            return self._wishes.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def _listen(self) -> None:
+        for text in sys.stdin:
+            self.heard = time.monotonic()
+            wish = json.loads(text)
+            if wish["do"] != "ping":
+                self._wishes.put(wish)
+        self.open = False
+        self._wishes.put(None)
+
+
+def main() -> None:
+    """Greet, start what the head asks for, follow it to its end; the launcher's exit code."""
+    line = Line()
+    request = line.next(30)
+    if request is None:
+        os._exit(1)
+    processes.adopt_orphans()
+    run = rundir.RunDir(Path(request["run"]))
+    lock = _lock(run, request["host"])
+    line.say("hello", locked=lock is not None, **launch_reach.facts(request["port"]))
+    start = line.next(request["patience"])
+    if lock is None or start is None or start["do"] != "start":
+        os._exit(1)
+    names = [run.logs / f"{request['host']}.*.log", *([run.events] if request["events"] else [])]
+    sender = Sender(line, run.path, names if request["stream"] else [])
+    try:
+        launcher = _launch(run, request["host"], start, lock)
+    except OSError as error:
+        line.say("refused", reason=f"{type(error).__name__}: {error}")
+        os._exit(1)
+    _follow(request, line, launcher, sender)
+    os._exit(0)
+
+
+def _lock(run: rundir.RunDir, host: str) -> int | None:
+    """Hold this host's part of the run; the ranks inherit it. None when former ranks hold it still.
+
+    A name for each host: on a shared disk all of them lie in one directory.
+    """
+    lock = os.open(run.path / f".lock-{host}", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+
+
+def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> subprocess.Popen[bytes]:
+    """Start DeepSpeed's launcher of one node, in a session of its own. Raises OSError, for example on a full disk."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
+    env = os.environ | {rundir.HOST_VARIABLE: host, "PATH": path} | start["env"]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(run.code), env.get("PYTHONPATH"))))
+    if start["shards"]:
+        link = run.path / "shards"
+        link.unlink(missing_ok=True)
+        link.symlink_to(start["shards"])
+    rundir.write_host_env(run, host, start["env"])
+    world = base64.urlsafe_b64encode(json.dumps(start["world"]).encode()).decode()
+    command = [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"),
+        *(f"--node_rank={start['node']}", f"--master_addr={start['address']}", f"--master_port={start['port']}"),
+        *("--no_local_rank", "--module", "finlm.train", str(run.path)),
+    ]
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with (run.logs / f"{host}.launcher.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(lock,),
+            preexec_fn=processes.die_with_parent,
+        )
+
+
+def _follow(request: dict[str, Any], line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
+    """Beat, and watch ranks and head until the launcher has ended or has to; then end what is left and say so."""
+    ranks = launch_ranks.Ranks(launcher.pid, request["slots"])
+    next_beat = 0.0
+    while launcher.poll() is None and line.open and time.monotonic() - line.heard < request["patience"]:
+        wish = line.next(TICK_SECONDS)
+        if wish and wish["do"] == "stacks":
+            ranks.signal(signal.SIGUSR1)
+        elif wish and wish["do"] == "end":
+            break
+        for rank, status in ranks.look():
+            line.say("rank", rank=rank, code=status)
+        if time.monotonic() > next_beat:
+            line.say("beat", ranks=ranks.states(), free_bytes=shutil.disk_usage(request["run"]).free)
+            next_beat = time.monotonic() + BEAT_SECONDS
+    code = launcher.poll()
+    line.say("beat", ranks=ranks.states(), free_bytes=shutil.disk_usage(request["run"]).free)
+    for rank, status in ranks.look():
+        line.say("rank", rank=rank, code=status)
+    end_all(launcher, ranks)
+    sender.finish()
+    line.say("exit", code=launch_ranks.as_signal(launcher.returncode if code is None else code), asked=code is None)
+
+
+def end_all(launcher: subprocess.Popen[bytes], ranks: launch_ranks.Ranks) -> None:
+    """End the launcher's session and whatever it left to this subreaper."""
+    for how, patience in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            launcher.poll()
+            left = ranks.family()
+            if not left:
+                return
+            for pid in left:
+                try:
+                    os.kill(pid, how)
+                except ProcessLookupError:
+                    continue
+            launch_ranks.reap(launcher.pid)
+            time.sleep(0.05)
+
+
+class Sender(threading.Thread):
+    """Sends home what is appended to the files of some patterns; a slow line holds up nothing but itself."""
+
+    def __init__(self, line: Line, root: Path, patterns: list[Path]) -> None:
+        super().__init__(daemon=True)
+        self.line, self.root, self.patterns = line, root, patterns
+        self.offsets = {path: path.stat().st_size for path in self._files()}  # what a former launch wrote is known
+        self.ending = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look for more until told to finish, then once again."""
+        while not self.ending.wait(0.2):
+            self._send()
+        self._send()
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Wait until all is sent, but not for a line that is stuck."""
+        self.ending.set()
+        self.join(seconds)
+
+    def _files(self) -> list[Path]:
+        return [path for pattern in self.patterns for path in sorted(pattern.parent.glob(pattern.name))]
+
+    def _send(self) -> None:
+        for path in self._files():
+            with path.open("rb") as file:
+                file.seek(self.offsets.get(path, 0))
+                while block := file.read(CHUNK_BYTES):
+                    text = block.decode("utf-8", "surrogateescape")
+                    self.line.say("log", file=path.relative_to(self.root).as_posix(), text=text)
+                    self.offsets[path] = file.tell()
+
+
+if __name__ == "__main__":
+    main()

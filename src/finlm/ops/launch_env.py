@@ -1,0 +1,28 @@
+"""The environment of the ranks of a host: what finlm sets, and the recipe's own on top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Host
+from finlm.recipe.schema import Recipe
+
+
+def host_env(
+    recipe: Recipe, plan: Plan, host: Host, cores: int | None = None, network: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Time limits, threads, network, then the recipe's and the host's own. cores: the host's, where known."""
+    longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
+    env = {
+        "DS_SKIP_CUDA_CHECK": "1",  # nvcc may be newer than torch's CUDA within a major version
+        "TOKENIZERS_PARALLELISM": "false",
+        "DEEPSPEED_TIMEOUT": str(math.ceil(longest) + 1),  # minutes; the watchdog comes first and says more
+    }
+    if plan.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // host.slots))
+    else:
+        env["OMP_NUM_THREADS"] = "4" if plan.offload_optimizer == "none" else "16"
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return env | dict(network or {}) | recipe.env | host.access.env

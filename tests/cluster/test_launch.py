@@ -1,0 +1,92 @@
+"""Training on several hosts, from the command a user types: the same losses as on one, and everything comes home."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finlm.base import files
+from finlm.base.rundir import RunDir
+from finlm.ops import launch
+from finlm.plan.plan import Plan
+
+from .netcluster import WORK, Cluster, Host
+from .training import ONE_THREAD, Training, command, the_run, write_hostfile
+from helpers import ROOT, sets
+
+
+def losses(run: RunDir) -> list[float]:
+    return [event["loss"] for event in run.read_events("step")]
+
+
+def checkout(host: Host) -> None:
+    """A clone of this repository as a user has it: the files git lists, and an environment that is set up."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in listed:
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            target = host.work / "repo" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    (host.work / "repo" / ".venv").symlink_to(ROOT / ".venv")
+    (host.work / "repo" / "scripts" / "setup.sh").write_text("")  # there is no package index in here
+
+
+def test_two_hosts_from_the_script_equal_one_host(
+    pair: Cluster, finished: tuple[RunDir, str], tiny: tuple[str, ...]
+) -> None:
+    checkout(pair[0])
+    repo = pair[0].work / "repo"
+    (repo / "hostfile.txt").write_text("n0 slots=1\nn1 slots=1\n")
+    (pair[1].work / "of n1" / ".venv").parent.mkdir()
+    (pair[1].work / "of n1" / ".venv").symlink_to(ROOT / ".venv")
+    # n1 keeps everything elsewhere, and one of its values would run something if any shell read it.
+    bait = f"'; touch {WORK}/bitten; $(touch {WORK}/bitten) \" "
+    access = "hosts={n1: {work_dir: '/srv/job/of n1', user: root, port: 22, env: {BAIT: \"%s\"}}}"
+    overrides = [*tiny, ONE_THREAD, access % bait.replace('"', '\\"'), "data.cache_dir=cache"]
+    done = pair[0].run("bash", f"{WORK}/repo/scripts/pretrain_run.sh", *sets(overrides), timeout=180, check=False)
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(next((repo / "runs").iterdir()))
+    assert losses(run) == pytest.approx(losses(finished[0]), abs=1e-3)
+    assert run.export.is_dir() and run.report.exists()
+    assert {path.name for path in run.logs.glob("*.[0-9].log")} == {"n0.0.log", "n1.1.log"}
+    env = [(run.env / f"{host.name}.env").read_text() for host in pair.hosts]
+    assert "GLOO_SOCKET_IFNAME=eno1\n" in env[0] and "GLOO_SOCKET_IFNAME=ens5\n" in env[1]
+    assert f"BAIT={bait}\n" in env[1] and not any((host.work / "bitten").exists() for host in pair.hosts)
+    there = pair[1].work / "of n1" / "runs" / run.path.name
+    assert not (there / "shards").resolve().is_relative_to(WORK + "/repo") and (there / "shards").is_symlink()
+    assert (there / "logs" / "n1.1.log").read_bytes() == (run.logs / "n1.1.log").read_bytes()
+    step = run.checkpoint(20)
+    own = set(files.read_json(there / "checkpoints" / "step-20" / "manifest.json")["files"])
+    assert own < set(files.read_json(step / "manifest.json")["files"])  # gathered for the export
+
+
+def test_three_hosts_with_zero_3_equal_one_and_the_first_may_be_another_machine(
+    trio: Cluster, make_run: Callable[..., RunDir], tiny: tuple[str, ...]
+) -> None:
+    short = ("batch.tokens_per_step=960", "train.steps=8")  # 15 rows: equal for one rank and for three
+    alone = make_run(*short, ONE_THREAD, ranks=1)
+    launch.run_ranks(alone, Plan.read(alone.plan))
+    write_hostfile(trio[0], "n1 slots=1", "n2 slots=1", "n0 slots=1")
+    training = Training(trio, command([*tiny, *short, "zero.stage=3"])).over()
+    assert training.process.returncode == 0, training.said
+    run = the_run(trio[0])
+    assert losses(run) == pytest.approx(losses(alone), abs=1e-3)
+    assert {path.name for path in run.logs.glob("*.[0-9].log")} == {"n1.0.log", "n2.1.log", "n0.2.log"}
+    assert list(run.read_events("end"))[-1]["status"] == "finished"
+
+
+def test_hosts_that_share_a_disk_get_no_second_copy(pair: Cluster, tiny: tuple[str, ...], tmp_path: Path) -> None:
+    write_hostfile(pair[0], "n0 slots=1", "n1 slots=1")  # /tmp is one directory for both
+    training = Training(pair, command([*tiny, "train.steps=6"], "--runs", str(tmp_path / "runs"))).over()
+    assert training.process.returncode == 0, training.said
+    assert "n1: sees the same directory (shared file system)" in training.said
+    run = RunDir(next((tmp_path / "runs").iterdir()))
+    assert (run.logs / "n1.1.log").read_text().count("Setting accelerator to CPU") == 1
+    assert len(losses(run)) == 6

@@ -1,0 +1,104 @@
+"""Start `finlm train` on a host of a cluster, wait for a step, and see what is left of it on every host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from finlm.base.rundir import RunDir
+
+from .netcluster import WORK, Cluster, Host
+from .syncing import ENV, until
+from helpers import QUICKSTART, sets
+
+ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
+
+
+def command(overrides: Sequence[str], *more: str) -> list[str]:
+    """A `finlm train` of the tiny quickstart on the hosts of WORK/hostfile.txt."""
+    line = [sys.executable, "-m", "finlm", "train", str(QUICKSTART), *sets((*overrides, ONE_THREAD))]
+    return [*line, "--hostfile", f"{WORK}/hostfile.txt", *more]
+
+
+def write_hostfile(host: Host, *lines: str) -> None:
+    (host.work / "hostfile.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def the_run(host: Host) -> RunDir:
+    """The run below the host's working directory that trained last, as the real machine sees it."""
+    events = (host.work / "runs").glob("quickstart-*/events.jsonl")
+    return RunDir(max(events, key=lambda path: path.stat().st_mtime).parent)
+
+
+def processes(host: Host, word: str = "finlm") -> dict[int, str]:
+    """Command lines with a word in them of a host's processes, by their PIDs on the real machine."""
+    found: dict[int, str] = {}
+    try:
+        mine = Path(f"/proc/{host.pid}/ns/pid").readlink()
+    except OSError:  # switched off
+        return found
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "ns/pid").readlink() == mine:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if word in line:
+                    found[int(entry.name)] = line
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+def pids(host: Host, what: str) -> list[int]:
+    """PIDs of the host's ranks ("finlm.train ") or agent ("launch_agent")."""
+    found = processes(host, what)
+    return [pid for pid, line in found.items() if line.startswith(sys.executable) and "deepspeed.launcher" not in line]
+
+
+class Training:
+    """A running command; `said` is its output once it is over, `seconds` the time from the fault to its end."""
+
+    def __init__(self, cluster: Cluster, line: Sequence[str]) -> None:
+        self.cluster = cluster
+        self.process = cluster[0].popen(*line, env=ENV)
+        self.said = ""
+        self.seconds = 0.0
+        self._fault = 0.0
+
+    def reach(self, step: int) -> Training:
+        """Wait until so many steps are recorded since the start of this command."""
+        began = time.time()
+
+        def there() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(self.process.stdout.read() if self.process.stdout else "")
+            if not list(self.cluster[0].work.glob("runs/quickstart-*/events.jsonl")):
+                return False
+            return sum(row["time"] > began for row in the_run(self.cluster[0]).read_events("step")) >= step
+
+        until(there, 90)
+        self._fault = time.monotonic()
+        return self
+
+    def kill(self, host: Host, what: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the host's ranks or agent."""
+        found = pids(host, what)
+        assert found, processes(host)
+        for pid in found:
+            os.kill(pid, how)
+
+    def over(self) -> Training:
+        """Wait for the end of the command, and then of every process of the run on every host."""
+        try:
+            self.said, _ = self.process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self.seconds = time.monotonic() - self._fault
+        until(lambda: not any(processes(host, "finlm.") for host in self.cluster.hosts), 15)
+        print(f"{self.seconds:.1f} s\n{self.said}")  # the numbers of the logbook's fault table: pytest -rP
+        return self
