@@ -107,29 +107,40 @@ def test_a_count_stands_for_identical_hosts(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_the_ranks_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "visible_gpus", lambda: [])
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: {})
     found = cluster.local(3)
     assert (found.world_size, found.is_cpu, found.hosts[0].name) == (3, True, "localhost")
     assert (found.hosts[0].memory_bytes or 0) > 2**28
-    monkeypatch.setattr(cluster, "visible_gpus", lambda: ["NVIDIA H200"] * 4)
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: dict.fromkeys(range(4), "NVIDIA H200"))
     assert (cluster.local(3).world_size, cluster.local(3).hosts[0].gpu) == (4, "NVIDIA H200")
+    assert cluster.local(3).hosts[0].devices == ()
+    monkeypatch.setattr(cluster, "visible_gpus", lambda: {2: "NVIDIA H200", 3: "NVIDIA H200"})
+    assert (cluster.local(3).world_size, cluster.local(3).hosts[0].devices) == (2, (2, 3))
 
 
 @pytest.mark.parametrize(
     ("visible", "names"),
-    [("0,2", ["A", "C"]), ("2,0", ["C", "A"]), ("1,9,0", ["B"]), ("", []), ("-1", []), ("GPU-abc", ["A"])],
+    [
+        ("0,2", {0: "A", 2: "C"}),
+        ("2,0", {2: "C", 0: "A"}),
+        ("1,9,0", {1: "B"}),
+        ("", {}),
+        ("-1", {}),
+        ("GPU-b", {1: "B"}),
+        ("GPU-x", {}),
+    ],
 )
 def test_cuda_visible_devices_limits_the_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: dict[int, str]
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf 'A\\nB\\nC\\n'\n")
+    program.write_text("#!/bin/sh\nprintf 'A, GPU-a1\\nB, GPU-b2\\nC, GPU-c3\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert cluster.visible_gpus() == names
+    assert list(cluster.visible_gpus().items()) == list(names.items())
 
 
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cluster.visible_gpus() == []
+    assert cluster.visible_gpus() == {}

@@ -75,10 +75,9 @@ def visible(gpu: Mapping[str, Any]) -> list[Device] | None:
 
 def used(host: Host, gpu: Mapping[str, Any]) -> list[Device]:
     """The devices that the ranks of a host take."""
-    chosen = visible(gpu) or []
-    if host.devices:
-        return [chosen[number] for number in host.devices if number < len(chosen)]
-    return chosen[: host.slots]
+    if host.devices:  # numbers of the machine: DeepSpeed's launcher makes them CUDA_VISIBLE_DEVICES
+        return [gpu["devices"][number] for number in host.devices if number < len(gpu["devices"])]
+    return (visible(gpu) or [])[: host.slots]
 
 
 def _memory(plan: Plan, devices: Sequence[Device]) -> Iterator[Fault]:

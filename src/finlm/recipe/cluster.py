@@ -198,31 +198,35 @@ def default_hostfile() -> Path | None:
 
 def local(cpu_ranks: int) -> Cluster:
     """This machine: all visible GPUs, else cpu_ranks CPU ranks."""
-    names = visible_gpus()
+    found = visible_gpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if names:
-        return Cluster((Host("localhost", len(names), names[0], memory),))
-    return Cluster((Host("localhost", cpu_ranks, None, memory),))
+    if not found:
+        return Cluster((Host("localhost", cpu_ranks, None, memory),))
+    # The launcher counts the GPUs of the machine, so a choice by CUDA_VISIBLE_DEVICES must be told to it.
+    devices = () if list(found) == list(range(len(found))) else tuple(found)
+    return Cluster((Host("localhost", len(found), next(iter(found.values())), memory, devices),))
 
 
-def visible_gpus() -> list[str]:
-    """Names of the GPUs nvidia-smi lists, limited by CUDA_VISIBLE_DEVICES; empty without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def visible_gpus() -> dict[int, str]:
+    """{number: name} of the GPUs that nvidia-smi lists, chosen by CUDA_VISIBLE_DEVICES; empty without a driver."""
+    command = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
-    names = [line.strip() for line in output.splitlines() if line.strip()]
+        return {}
+    rows = [line.partition(", ")[::2] for line in output.splitlines() if line.strip()]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if chosen is None else list(_chosen(names, chosen))
+    numbers = range(len(rows)) if chosen is None else _chosen([uuid.strip() for _, uuid in rows], chosen)
+    return {number: rows[number][0].strip() for number in numbers}
 
 
-def _chosen(names: list[str], visible: str) -> Iterable[str]:
-    """CUDA's rule: indices (or UUIDs) in order, the first invalid one ends the list."""
+def _chosen(uuids: list[str], visible: str) -> Iterable[int]:
+    """CUDA's rule: numbers or beginnings of UUIDs in order, the first invalid one ends the list."""
     for item in filter(None, (part.strip() for part in visible.split(","))):
-        if item.startswith(("GPU-", "MIG-")):
-            yield names[0]
-        elif item.isdigit() and int(item) < len(names):
-            yield names[int(item)]
-        else:
+        if item.isdigit() and int(item) < len(uuids):
+            yield int(item)
+            continue
+        matching = [number for number, uuid in enumerate(uuids) if item.startswith("GPU-") and uuid.startswith(item)]
+        if not matching:
             return
+        yield matching[0]
