@@ -6,6 +6,7 @@ command resumes an unfinished run and does not repeat a finished one's preparati
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def adapt(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, adapter: str) -
 def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]]:
     """Prepared data, plan and DeepSpeed settings, shown."""
     wanted = loaded.recipe
-    if wanted.train.epochs is None and (wanted.tokenizer.vocab_size or wanted.model.vocab_size != "auto"):
+    if wanted.train.epochs is None and (wanted.tokenizer.pieces or wanted.model.vocab_size != "auto"):
         # What can be refused without the data is refused before hours go into preparing it.
         config.deepspeed(wanted, planner.make(wanted, hosts, shape.of(wanted)))
     shards = prepare.run(wanted)
@@ -91,7 +92,7 @@ def _unfinished(loaded: Loaded, plan: Plan, shards: Path, runs: Path) -> RunDir 
         same_data = files.read_json(run.manifest)["shards"]["path"] == str(shards.resolve())
         if any(event["status"] == "finished" for event in run.read_events("end")):
             continue
-        if same_data and Plan.read(run.plan) == plan:
+        if same_data and files.read_json(run.plan) == json.loads(json.dumps(plan.to_json())):
             step = max((step for step, _ in run.complete_checkpoints()), default=0)
             screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
             return run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from finlm.base.errors import UserError
 from finlm.plan import planner
 from finlm.plan.plan import Plan, PlanError
 from finlm.recipe import cluster, recipe, shape
@@ -184,3 +185,9 @@ def test_stage_0_in_16_bits_is_warned_about_and_never_chosen() -> None:
     plan = make(SIX_B, host(slots=1, gpu="B200", memory="1TiB"), "zero.stage=0", "batch.micro_batch=1")
     assert any("step on zero gradients" in reason for reason in plan.reasons)
     assert make(SIX_B, host(slots=1, gpu="B200", memory="1TiB"), *AUTO).zero_stage == 1
+
+
+def test_a_plan_of_another_version_says_where_its_code_is() -> None:
+    value = {"recipe": "old", "hosts": [], "reasons": []}
+    with pytest.raises(UserError, match="another version of finlm"):
+        Plan.from_json(value)

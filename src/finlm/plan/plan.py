@@ -64,9 +64,16 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        """The inverse of to_json."""
-        hosts = tuple(PlannedHost(**host) for host in value["hosts"])
-        return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
+        """The inverse of to_json. Raises UserError for a plan of another version."""
+        try:
+            hosts = tuple(PlannedHost(**host) for host in value["hosts"])
+            return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                "this plan was written by another version of finlm",
+                evidence=str(error),
+                fix="use the code that the run directory carries: PYTHONPATH=RUN/code python -m finlm ...",
+            ) from None
 
     @staticmethod
     def read(path: Path) -> Plan:
