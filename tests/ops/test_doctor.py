@@ -107,9 +107,21 @@ def test_offload_needs_a_compiler_and_other_plans_do_not(tool: str, words: str) 
     found = only(examine(facts, gpu_plan(zero_stage=2, offload_optimizer="cpu")))
     assert (found.check, found.level) == ("compiler", "error")
     assert "cpu_adam" in found.evidence and tool in found.evidence and words in found.fix
-    assert examine(facts) == []
+    assert examine(facts, gpu_plan(compiled=False)) == []
     prebuilt = changed(**{f"tools__{tool}": None, "extensions__prebuilt": ["cpu_adam"]})
-    assert examine(prebuilt, gpu_plan(zero_stage=2, offload_optimizer="cpu")) == []
+    assert examine(prebuilt, gpu_plan(zero_stage=2, offload_optimizer="cpu", compiled=False)) == []
+
+
+def test_compiled_layers_need_a_c_compiler() -> None:
+    found = only(examine(changed(**{"tools__g++": None}), gpu_plan(compiled=True)))
+    assert found.check == "compiler" and "train.compile: false" in found.fix
+
+
+def test_float8_needs_torchao() -> None:
+    facts = changed(packages__torchao=None)
+    assert examine(facts, gpu_plan()) == []
+    found = only(examine(facts, gpu_plan(precision="fp8")))
+    assert found.check == "packages" and "torchao" in found.evidence
 
 
 def test_a_ninja_off_the_path_is_not_enough() -> None:

@@ -85,6 +85,7 @@ def _packages(recipe: Recipe, plan: Plan, facts: Mapping[str, Any]) -> Iterator[
         return
     install = "`pip install -r requirements.txt` with the interpreter of .venv"
     needed = [name for name in NEEDED.get(recipe.stage, ALL_STAGES) if name in wanted]
+    needed += ["torchao"] if plan.precision == "fp8" else []
     missing = [f"{name}=={wanted[name]}" for name in needed if not installed.get(name)]
     if missing:
         yield "packages", "error", f"not installed: {', '.join(missing)}", install
@@ -182,7 +183,13 @@ def built_ops(plan: Plan) -> set[str]:
 def _compilers(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
     tools, extensions = facts["tools"], facts["extensions"] or {}
     ops = built_ops(plan) - set(extensions.get("prebuilt", ()))
-    if not ops or tools is None or not is_ranks_own(facts):
+    if tools is None or not is_ranks_own(facts):
+        return
+    if not ops and plan.compiled and plan.device == "cuda" and tools["g++"] is None:
+        evidence = "torch.compile builds its kernels' launchers with a C compiler; g++ was not found"
+        fix = "`apt-get install g++` or `yum install gcc-c++`; train.compile: false does without, a fifth slower"
+        yield "compiler", "error", evidence, fix
+    if not ops:
         return
     why = f"DeepSpeed compiles {', '.join(sorted(ops))} at first use"
     install = {
