@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base.rundir import RunDir
-from finlm.ops import diagnose, diagnose_pages, diagnose_signatures
+from finlm.ops import diagnose, diagnose_pages, diagnose_signatures, doctor
 from finlm.ops.diagnose_match import PLACEHOLDER
 from finlm.ops.diagnose_match import diagnose as match
 from finlm.ops.diagnose_read import scan
@@ -28,6 +28,7 @@ LOGS = sorted((ROOT / "tests/ops/logs").glob("*.log"))
 SHARED = ROOT.parent / "shared"
 SIGNATURES = diagnose_signatures.read_yaml(diagnose_signatures.SIGNATURES)
 SCRIPT = [ROOT / f"src/finlm/ops/diagnose{part}.py" for part in ("", "_read", "_signatures", "_match", "_run", "_show")]
+FILE_SUFFIXES = {"txt", "json", "yaml", "py", "sh", "so", "model", "pt", "log"}
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 
 
@@ -57,19 +58,21 @@ def test_every_signature_has_a_log_texts_in_two_languages_and_known_names() -> N
         assert entry["threads"] or entry["id"] == "unknown"
 
 
+def test_doctor_checks_named_by_signatures_exist() -> None:
+    checks = {check for names, _ in doctor.COLUMNS.values() for check in names}
+    assert not {(entry["id"], entry["doctor"]) for entry in SIGNATURES if entry["doctor"] not in {None, *checks}}
+
+
 def test_recipe_keys_in_fixes_exist() -> None:
-    sections = set(Recipe.model_fields)
+    """`section.name` followed by a colon or the closing backtick is a key of the recipe, or it is a file's name."""
     wrong = []
     for entry in SIGNATURES:
         for step in entry["fix"]["en"] + entry["fix"]["zh"]:
-            for key in re.findall(r"`((?:[a-z]+)\.[a-z_]+(?:\.[a-z_]+)*)(?=[:`])", step):
-                section, name = key.split(".")[:2]
+            for section, name in re.findall(r"`([a-z]+)\.([A-Za-z_]+)(?:\.\w+)*(?=[:`])", step):
                 field = Recipe.model_fields.get(section)
-                if section not in sections or field is None:
-                    continue
-                names = getattr(field.annotation, "model_fields", None)
-                if names is not None and name not in names:
-                    wrong.append((entry["id"], key))
+                keys = getattr(field.annotation, "model_fields", {name}) if field else FILE_SUFFIXES
+                if name not in keys:
+                    wrong.append((entry["id"], f"{section}.{name}"))
     assert not wrong
 
 
@@ -135,8 +138,9 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
             file.write(block)
         file.write(OOM.encode())
     code = (
-        "import resource, sys; sys.argv = ['diagnose', sys.argv[1]]; from finlm.ops import diagnose; "
-        "code = diagnose.main([sys.argv[1]]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+        "import sys; from pathlib import Path; from finlm.ops import diagnose; code = diagnose.main([sys.argv[1]]); "
+        # Not ru_maxrss: a child begins with that of the process it was forked from.
+        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]); sys.exit(code)"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, str(log)]
@@ -158,6 +162,19 @@ def test_the_command_prints_text_or_json_and_its_exit_code_tells(tmp_path: Path)
     assert finlm("diagnose", log).returncode == 0
     missing = finlm("diagnose", tmp_path / "none.log")
     assert missing.returncode == 2 and "none.log" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
+    """`finlm diagnose LOG | head -1`: the pipe is closed before anything is written."""
+    (tmp_path / "x.log").write_text(OOM)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "src/finlm/ops/diagnose.py", tmp_path / "x.log"]
+    try:
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
 
 
 def test_it_runs_as_a_script_without_the_rest_of_finlm(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ _DIED = re.compile(
 )
 _ENDED_WELL = re.compile(r"exits successfully|train_runtime|Training completed|'status': 'finished'")
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
+_GOES_ON = re.compile(
+    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b"
+)  # says itself what it does instead
 _SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
@@ -123,7 +126,8 @@ def _counting(signature: Signature, found: Matches, logs: Sequence[Log]) -> Iter
                 continue
             if pattern.last is not None and not _near_end(hit, log, pattern.last):
                 continue
-            if not _harmless(hit, log, pattern.level if signature.id != "unknown" else "unknown"):
+            level = pattern.level if signature.id != "unknown" else "unknown"
+            if pattern.lasting or not _harmless(hit, log, level):
                 yield _Candidate(signature, pattern, hit, match)
 
 
@@ -135,17 +139,18 @@ def _near_end(hit: Hit, log: Log, lines: int) -> bool:
 def _harmless(hit: Hit, log: Log, level: str) -> bool:
     """Whether training went on, or ended well, after a hit; for a warning and a hint one step is enough."""
     steps, rest = log.steps_after(hit.last), log.rest(hit.last)
+    ended_well = bool(_ENDED_WELL.search(rest))
     warning = bool(_WARNING.search(hit.text))
     if warning and level == "echo":
         return True  # connections close at the end of a healthy run too; a rank that failed also prints an error
     if level == "hint" or warning:
-        return steps > 0 or bool(_ENDED_WELL.search(rest))
-    if level == "unknown":
-        if IGNORED.search(_lines_before(log, hit)):
-            return True
-        if (steps > 1 or _ENDED_WELL.search(rest)) and not _DIED.search(rest):
-            return True
-    return steps >= GOES_ON_STEPS and not _DIED.search(rest)
+        return steps > 0 or ended_well
+    if level == "unknown" and IGNORED.search(_lines_before(log, hit)):
+        return True
+    if _DIED.search(rest):
+        return False
+    enough = 2 if level == "unknown" or _GOES_ON.search(hit.text) else GOES_ON_STEPS
+    return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one
 
 
 def _lines_before(log: Log, hit: Hit, lines: int = 25) -> str:

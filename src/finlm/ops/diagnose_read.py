@@ -178,14 +178,11 @@ def _candidates(
         block = _without_garbage(block)
     shapes = [hash(line) for line in block.translate(None, _NUMBERS).split(b"\n")]
     distinct = set(shapes)
-    again = distinct & kept.keys() & seen
     new = distinct - seen
-    if not new and not again:
+    if not new and not distinct & kept.keys():
         return
     lines = block.split(b"\n")
     starts = [0, *accumulate(len(line) + 1 for line in lines)]
-    for shape in again:
-        kept[shape][-1].last = offset + starts[len(shapes) - 1 - shapes[::-1].index(shape)]
     for i, shape in enumerate(shapes):
         if shape not in new or shape in seen:
             continue
@@ -195,6 +192,9 @@ def _candidates(
             yield starts[i] + low, starts[i] + high, shape
         if not found or len(kept[shape]) >= SAME_SHAPE:
             seen.add(shape)
+    for shape in distinct & kept.keys():  # also of lines that were not kept: only what comes after all of them is later
+        last = offset + starts[len(shapes) - 1 - shapes[::-1].index(shape)]
+        kept[shape][-1].last = max(kept[shape][-1].last, last)
     if len(seen) > SHAPES:
         seen.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -62,7 +63,11 @@ def _indented(block: str) -> list[str]:
 
 
 def show(findings: Sequence[Finding], lang: str, as_json: bool) -> None:
-    """Text to stdout, or JSON to stdout and the text to stderr."""
-    print(text(findings, lang), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False))
+    """Text to stdout, or JSON to stdout and the text to stderr. A reader that stops early (`| head -1`) is no error."""
+    try:
+        print(text(findings, lang), file=sys.stderr if as_json else sys.stdout)
+        if as_json:
+            print(json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own last flush fails

@@ -32,6 +32,7 @@ class Pattern:
     lacks: str | None = None
     hosted: bool = False
     last: int | None = None
+    lasting: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _signature(entry: dict[str, Any]) -> Signature:
                 lacks=rule.get("lacks"),
                 hosted=rule.get("hosted", False),
                 last=rule.get("last"),
+                lasting=rule.get("lasting", False),
             )
         )
     return Signature(
