@@ -162,7 +162,24 @@ def test_what_the_launcher_reports_is_named(cause: str, script: str, stop: int |
     assert diagnosed(tmp_path, [*TORCHRUN, str(tmp_path / "rank.py")], stop) == cause
 
 
+OVERFLOW = """
+import os, deepspeed, deepspeed.ops, torch
+from deepspeed.accelerator import get_accelerator
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+type(get_accelerator()).is_fp16_supported = lambda self: True
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
+optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+settings = {"train_batch_size": 1, "fp16": fp16, "zero_optimization": {"stage": 1}, "optimizer": optimizer}
+model = torch.nn.Linear(8, 8).half()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+for _ in range(8):
+    engine.backward(engine(torch.full((1, 8), 60000.0, dtype=torch.half)).float().square().sum())
+    engine.step()
+"""
 LIBRARIES = [
+    ("ds_loss_scale_min", OVERFLOW),
     (
         "transformers_arg_removed",
         "from transformers import TrainingArguments\nTrainingArguments('out', evaluation_strategy='no')",
