@@ -21,7 +21,7 @@ from finlm.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes/quickstart/pretrain.yaml"
-SEEDS = ROOT / "recipes/llama2-7b-fincorpus/pretrain.yaml"
+RECORD = ROOT / "recipes/llama2-7b-fincorpus/pretrain.yaml"
 TWO_HOSTS = (
     "hardware.hosts=[{name: a, slots: 2, gpu: H200, memory: 1TiB}, {name: b, slots: 2, gpu: H200, memory: 1TiB}]"
 )
@@ -58,7 +58,7 @@ def test_every_value_is_concrete_and_the_batch_adds_up() -> None:
 def test_torch_adam_is_fused_without_offload_and_absent_with_it() -> None:
     assert settings(QUICKSTART)["optimizer"]["params"]["fused"] is True
     assert settings(QUICKSTART)["optimizer"]["params"]["torch_adam"] is True
-    offloaded = settings(SEEDS)["optimizer"]["params"]
+    offloaded = settings(RECORD)["optimizer"]["params"]
     assert not {"torch_adam", "fused"} & set(offloaded)
 
 
@@ -70,19 +70,19 @@ def test_adam_is_adam_and_not_deepspeeds_adamw() -> None:
 def test_the_precision_section_follows_the_plan() -> None:
     assert not {"fp16", "bf16"} & set(settings(QUICKSTART))
     assert settings(QUICKSTART, "train.precision=bf16")["bf16"] == {"enabled": True}
-    fp16 = settings(SEEDS, "train.fp16.loss_scale_window=500")["fp16"]
+    fp16 = settings(RECORD, "train.fp16.loss_scale_window=500")["fp16"]
     assert fp16["loss_scale_window"] == 500
     assert fp16["min_loss_scale"] == 1
 
 
 def test_zero_plus_plus_and_nvme_keys_appear_only_when_asked() -> None:
-    plain = settings(SEEDS, TWO_HOSTS)["zero_optimization"]
+    plain = settings(RECORD, TWO_HOSTS)["zero_optimization"]
     assert not any(key.startswith("zero_") for key in plain)
     plus = ["zero.hpz_partition_size=2", "zero.quantized_weights=true", "zero.quantized_gradients=true"]
-    made = settings(SEEDS, TWO_HOSTS, *plus)["zero_optimization"]
+    made = settings(RECORD, TWO_HOSTS, *plus)["zero_optimization"]
     assert (made["zero_hpz_partition_size"], made["zero_quantized_weights"]) == (2, True)
     nvme = ["zero.offload_optimizer=nvme", "zero.offload_param=nvme", "zero.nvme_path=nvme"]
-    made = settings(SEEDS, TWO_HOSTS, *nvme)
+    made = settings(RECORD, TWO_HOSTS, *nvme)
     param = made["zero_optimization"]["offload_param"]
     assert param["nvme_path"] == "nvme"
     assert param["buffer_size"] * 4 >= 32000 * 4096  # a rank's part of the largest matrix
@@ -102,9 +102,9 @@ def test_zero_plus_plus_and_nvme_keys_appear_only_when_asked() -> None:
     ],
 )
 def test_what_deepspeed_refuses_or_ignores_is_refused(overrides: list[str], key: str) -> None:
-    assert list(refusals(SEEDS, *overrides)) == [key]
+    assert list(refusals(RECORD, *overrides)) == [key]
     with pytest.raises(UserError, match="refuse or ignore 1"):
-        settings(SEEDS, *overrides)
+        settings(RECORD, *overrides)
 
 
 def test_quantized_weights_are_refused_on_cpu() -> None:
@@ -127,7 +127,7 @@ def test_a_plan_that_contradicts_its_hardware_is_refused_with_every_reason() -> 
 
 
 def test_several_hosts_keep_their_own_checkpoints() -> None:
-    assert settings(SEEDS)["checkpoint"] == {"use_node_local_storage": True}
+    assert settings(RECORD)["checkpoint"] == {"use_node_local_storage": True}
     assert "checkpoint" not in settings(QUICKSTART)
 
 
@@ -215,7 +215,7 @@ CASES: dict[str, list[str]] = {
 def test_deepspeed_trains_with_the_settings_of_every_stage(tmp_path: Path) -> None:
     cases = {name: settings(QUICKSTART, *SHORT, *overrides) for name, overrides in CASES.items()}
     # This CPU has no fp16 units, so the planner refuses it; the child process lets DeepSpeed emulate them.
-    fp16 = settings(SEEDS)["fp16"]
+    fp16 = settings(RECORD)["fp16"]
     cases |= {f"stage {stage} fp16": cases[f"stage {stage}"] | {"fp16": fp16} for stage in (1, 3)}
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(cases))
