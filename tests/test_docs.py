@@ -57,7 +57,7 @@ def test_the_command_works(command: str, corpus: Path, tmp_path: Path) -> None:
         options = re.findall(r"--[a-z-]+", command)
         command = ".venv/bin/hf download --help"
         assert all(option in shell(command).stdout for option in options)
-    elif command.startswith("git clone http"):
+    elif command.startswith("git clone"):
         assert all(option in shell("git clone -h").stdout for option in re.findall(r"--[a-z-]+", command))
         return
     elif "=corpus/" in command:
