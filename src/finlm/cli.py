@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return int(options.run(options))
     except UserError as error:
