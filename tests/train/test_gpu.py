@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +13,7 @@ from finlm.data.shards import IGNORED
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.train import kernels
+from finlm.train import documents, kernels
 
 from helpers import ROOT
 
@@ -95,3 +96,34 @@ def test_no_further_from_exact_than_plain_bf16(changes: dict[str, object], facto
     ours, theirs = distance(gradients(swapped), gradients(exact)), distance(gradients(reference), gradients(exact))
     print({name: (round(ours[name], 5), round(theirs[name], 5)) for name in ours})
     assert all(ours[name] <= factor * theirs[name] + 1e-4 for name in ours)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
+    torch._dynamo.reset()
+    lengths = [[512], [100, 300, 112], [1, 510, 1], [256, 256]]
+    numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in lengths])
+    inputs = torch.randint(0, VOCABULARY, (4, 512), generator=torch.Generator().manual_seed(1)).cuda()
+    exact, reference = small(torch.float32), small(torch.bfloat16)
+    swapped = small(torch.bfloat16, 5120)
+    swapped.set_attn_implementation(documents.implementation("cuda", torch.bfloat16))
+    with torch.no_grad():
+        for model in (swapped, reference):
+            for name, parameter in model.named_parameters():
+                parameter[: len(exact.get_parameter(name))] = exact.get_parameter(name)
+    plan = planned(compiled=compiled)
+    kernels.swap(swapped, plan)
+    expected, usual = (
+        sum(
+            plain(model, part[None], part[None])
+            for row, n in zip(inputs, lengths, strict=True)
+            for part in row.split(n)
+        )
+        for model in (exact, reference)
+    )
+    found = swapped(inputs, inputs, torch.from_numpy(documents.bounds(numbers)).cuda())
+    for loss in (expected, usual, found):
+        (loss / inputs.numel()).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=2e-4)
+    ours, theirs = distance(gradients(swapped), gradients(exact)), distance(gradients(reference), gradients(exact))
+    assert all(ours[name] <= 1.25 * theirs[name] + 1e-4 for name in ours)

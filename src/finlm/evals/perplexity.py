@@ -31,6 +31,7 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
         loaded.plan.micro_batch,
         loaded.recipe.eval.max_tokens_per_source,
         device,
+        loaded.recipe.data.document_masks,
     )
 
 

@@ -107,6 +107,9 @@ class Data(Section):
         description="How rows are filled: the stream cut into windows; the released XuanYuan code's blocks of each "
         "1,000 documents; or no document cut that fits.",
     )
+    document_masks: bool = Field(
+        False, description="Attention and positions end at a document's end; otherwise a row's documents see each other."
+    )
     mixture: Annotated[tuple[Stage, ...], Strict(False), BeforeValidator(_stages)] = Field(
         (), description="Stages of the run with the weights of the sources; absent = every row once an epoch."
     )

@@ -8,22 +8,28 @@ from pinned memory, and the host does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from finlm.data.mixture import Sequencing
 from finlm.data.packed import PackedRows
-from finlm.data.shards import Ids, Rows
+from finlm.data.shards import Rows
 from finlm.plan.plan import Plan
+from finlm.train import documents
 
 
 class Batches:
     """The micro-batches of one rank."""
 
-    def __init__(self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int) -> None:
+    def __init__(
+        self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int, document_masks: bool = False
+    ) -> None:
         self.rows = rows
         self.order = order
+        self.document_masks = document_masks
         self.micro_batch = plan.micro_batch
         self.micro_steps = plan.gradient_accumulation_steps
         self.world_size = plan.world_size
@@ -40,12 +46,16 @@ class Batches:
         """Labels that count in a step over all ranks and micro-steps: the loss's denominator, without a message."""
         return self.rows.supervised(self.row_ids(step).ravel())
 
-    def read(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(inputs, labels) of this rank for each micro-step: int64 [micro_batch, sequence] on the device."""
+    def read(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The model's arguments of this rank for each micro-step, on the device.
+
+        Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of documents.bounds.
+        """
         for row_ids in self.row_ids(step)[:, self.rank]:
             inputs, labels = self.rows.read(row_ids)
-            yield self._moved(inputs), self._moved(labels)
+            bounds = (documents.bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
+            yield tuple(map(self._moved, (inputs, labels, *bounds)))
 
-    def _moved(self, ids: Ids) -> torch.Tensor:
+    def _moved(self, ids: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(ids)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

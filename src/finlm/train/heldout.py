@@ -15,16 +15,24 @@ import torch
 from torch import distributed
 
 from finlm.data.shards import IGNORED, Rows, Shards
+from finlm.train import documents
 
-LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LossSum = Callable[..., torch.Tensor]
 
 
 def evaluate(
-    loss_sum: LossSum, shards: Shards, sequence_length: int, micro_batch: int, max_tokens: int, device: torch.device
+    loss_sum: LossSum,
+    shards: Shards,
+    sequence_length: int,
+    micro_batch: int,
+    max_tokens: int,
+    device: torch.device,
+    document_masks: bool = False,
 ) -> dict[str, Any]:
     """{"loss", "perplexity", "sources": {name: {loss, perplexity, bits_per_byte, tokens}}} over the held-out split.
 
-    loss_sum maps (inputs, labels), each int64 [batch, sequence], to the summed negative log-likelihood.
+    loss_sum maps (inputs, labels), each int64 [batch, sequence], and with document masks the bounds of
+    documents.bounds, to the summed negative log-likelihood.
     """
     rank, world_size = (
         (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
@@ -41,7 +49,10 @@ def evaluate(
             wanted = np.arange(start + rank * micro_batch, start + (rank + 1) * micro_batch)
             inputs, labels = rows.read(np.minimum(wanted, count - 1))
             labels[wanted >= count] = IGNORED  # a rank past the end computes along without counting
-            batch = torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)
+            batch = [torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)]
+            if document_masks:
+                within = documents.bounds(rows.documents(np.minimum(wanted, count - 1)))
+                batch.append(torch.from_numpy(within).to(device))
             with torch.no_grad():
                 nll += loss_sum(*batch).double()
             tokens += int((labels != IGNORED).sum())

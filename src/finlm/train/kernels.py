@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from finlm.plan.plan import Plan
+from finlm.train import documents
 from finlm.train.loss import linear_cross_entropy
 
 ATTENTION = {
@@ -85,13 +86,19 @@ def swap(model: LlamaForCausalLM, plan: Plan) -> None:
 
 
 def swap_loss(model: LlamaForCausalLM, vocab_size: int) -> None:
-    """Let model(inputs, labels), each int64 [batch, sequence], be the summed next-token loss, an fp32 scalar."""
+    """Let model(inputs, labels), each int64 [batch, sequence], be the summed next-token loss, an fp32 scalar.
+
+    With a third argument, int32 bounds (documents.bounds), attention and positions end at a document's end.
+    """
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size)
     model.forward = partial(_summed_loss, model)
 
 
-def _summed_loss(model: LlamaForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+def _summed_loss(
+    model: LlamaForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None
+) -> torch.Tensor:
+    within = documents.arguments(bounds, input_ids.shape, model.config._attn_implementation)
+    hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state
     loss: torch.Tensor = model.lm_head(hidden, labels)  # a call of the module: ZeRO-3 gathers its weight
     return loss
 

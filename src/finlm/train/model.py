@@ -19,7 +19,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from finlm.base.errors import UserError
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
-from finlm.train import embeddings, kernels
+from finlm.train import documents, embeddings, kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -73,11 +73,16 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config:
     try:
         with deepspeed.zero.Init(config_dict_or_path=ds_config) if plan.zero_stage == 3 else nullcontext(), device:
             padded = LlamaConfig(**config.to_dict() | {"vocab_size": plan.padded_vocab_size})
-            model = LlamaForCausalLM._from_config(padded, attn_implementation="sdpa")
+            model = LlamaForCausalLM._from_config(padded, attn_implementation=_attention(recipe, plan))
     finally:
         torch.set_default_dtype(default)
     initialize(model, recipe.train.seed, recipe.model.init_std, plan.vocab_size)
     return model
+
+
+def _attention(recipe: Recipe, plan: Plan) -> str:
+    """transformers' name of the attention."""
+    return documents.implementation(plan.device, DTYPES[plan.precision]) if recipe.data.document_masks else "sdpa"
 
 
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
@@ -116,7 +121,11 @@ def _from_pretrained(
     # transformers partitions while loading only if it finds such an object alive.
     keep_alive = HfDeepSpeedConfig(ds_config) if plan.zero_stage == 3 else None
     model = LlamaForCausalLM.from_pretrained(
-        source, revision=revision, dtype=DTYPES[plan.precision], attn_implementation="sdpa", use_safetensors=True
+        source,
+        revision=revision,
+        dtype=DTYPES[plan.precision],
+        attn_implementation=_attention(recipe, plan),
+        use_safetensors=True,
     )
     del keep_alive
     model.config.use_cache = False

@@ -70,8 +70,8 @@ def loop(s: Setup, started: float) -> int:
         supervised = s.batches.supervised(step)
         scale = s.plan.world_size * s.plan.gradient_accumulation_steps / supervised
         loss = torch.zeros((), device=s.device)
-        for inputs, labels in s.batches.read(step):
-            summed = s.engine(inputs, labels)
+        for batch in s.batches.read(step):
+            summed = s.engine(*batch)
             s.engine.backward(summed * scale)  # DeepSpeed divides by micro-steps and averages over ranks
             s.engine.step()
             loss += summed.detach()
@@ -120,7 +120,7 @@ def prepare(run_path: Path) -> Setup:
     rows = packed.rows(shards, plan.sequence_length, recipe.data.packing)
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
     order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
-    batches = Batches(rows, order, plan, rank)
+    batches = Batches(rows, order, plan, rank, recipe.data.document_masks)
     return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank)
 
 
@@ -191,6 +191,7 @@ def evaluate(s: Setup, step: int) -> None:
         s.plan.micro_batch,
         s.recipe.eval.max_tokens_per_source,
         s.device,
+        s.recipe.data.document_masks,
     )
     s.engine.train()
     record(s, "eval", step=step, **result)

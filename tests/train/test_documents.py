@@ -1,0 +1,54 @@
+"""Attention within documents: a row's loss is the sum of its documents' losses, each alone."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from finlm.data.shards import IGNORED
+from finlm.train import documents
+from train.test_kernels import VOCABULARY, batch, pair
+
+LENGTHS = ((32,), (5, 20, 7), (1, 30, 1))  # of the documents of each row
+
+
+def numbered() -> np.ndarray:
+    return np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in LENGTHS])
+
+
+def test_bounds_begin_every_row_anew_and_are_filled_up() -> None:
+    found = documents.bounds(numbered())
+    assert found.dtype == np.int32 and len(found) == documents.STEP
+    assert found[:8].tolist() == [0, 32, 37, 57, 64, 65, 95, 96] and set(found[8:]) == {96}
+    every = documents.bounds(np.arange(documents.STEP, dtype=np.int32)[None])  # the end needs a place as well
+    assert len(every) == 2 * documents.STEP
+
+
+@pytest.mark.parametrize("changes", [{}, {"compiled": True, "recompute": "full"}], ids=["plain", "compiled"])
+def test_a_row_of_documents_has_their_losses_and_gradients(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    alone, packed = pair(**changes)
+    inputs, labels = batch()
+    expected = torch.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        for words, wanted in zip(inputs[row].split(lengths), labels[row].split(lengths), strict=True):
+            logits = alone(input_ids=words[None], use_cache=False).logits[0].float()
+            expected = expected + torch.nn.functional.cross_entropy(
+                logits, wanted, reduction="sum", ignore_index=IGNORED
+            )
+    found = packed(inputs, labels, torch.from_numpy(documents.bounds(numbered())))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert packed(inputs, labels).item() != pytest.approx(expected.item(), rel=1e-4)  # they see each other without
+    (expected / 100).backward()
+    (found / 100).backward()
+    for name, parameter in packed.named_parameters():
+        wanted = alone.get_parameter(name).grad
+        assert parameter.grad is not None and wanted is not None
+        torch.testing.assert_close(parameter.grad[: len(wanted)], wanted, rtol=1e-4, atol=1e-6)
+    assert len(alone.get_input_embeddings().weight) == VOCABULARY
