@@ -102,7 +102,7 @@
   function draw(view) {
     const { chart, svg } = view, width = svg.clientWidth || 300;
     const labelled = chart.series.filter((s) => s.style !== "faint").length > 1;
-    const direct = labelled && chart.series.some((s) => s.style === "other");
+    const direct = labelled && chart.series.some((s) => s.style !== "main" && s.style !== "faint");
     [view.low, view.high] = limits(chart);
     const [rows, step] = ticks(view.low, view.high, 4);
     const texts = labels_of(rows, step);
@@ -158,7 +158,7 @@
     for (const { name, style, y } of labels) {
       let text = name;
       while (text.length > 2 && wide(text) > view.right - 8) text = text.slice(0, -2) + "…";
-      const made = node("text", { x: view.width - view.right + 8, y: y + 3.5, class: style === "main" ? "label" : "" }, text);
+      const made = node("text", { x: view.width - view.right + 8, y: y + 3.5, class: style === "main" ? "label" : style === "other" ? "" : style }, text);
       made.append(node("title", {}, name));
       view.svg.append(made);
     }
