@@ -61,7 +61,7 @@ LIMIT_SECONDS = 240
 
 
 def random_shards(directory: Path, tokens: int = 4_000_000) -> Path:
-    """Prepared shards of uniformly random ids: speed does not depend on the text, with document masks on its lengths."""
+    """Prepared shards of uniformly random ids: only document masks make speed depend on lengths."""
     (directory / "train").mkdir(parents=True)
     dice = np.random.default_rng(0)
     dice.integers(3, VOCABULARY, tokens).astype("<u2").tofile(directory / "train/random-00000.bin")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,38 +16,86 @@ from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
 
 from helpers import QUICKSTART, TINY, finlm, sets
+from ranks import Ranks
+
+HERE = Path(__file__).resolve().parent
+# The longest first, so that no worker is left with one of them at the end.
+FIRST = ("cluster", "test_docs.py", "test_train_command.py", "train/test_training.py", "test_config.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every file is one group of pytest-xdist's loadgroup, all cluster tests together are one."""
+
+    def rank(item: pytest.Item) -> int:
+        name = item.path.relative_to(HERE).as_posix()
+        return next((place for place, prefix in enumerate(FIRST) if name.startswith(prefix)), len(FIRST))
+
+    items.sort(key=rank)
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            name = item.path.relative_to(HERE)
+            item.add_marker(pytest.mark.xdist_group(name.parts[0] if "cluster" in name.parts else name.as_posix()))
+
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
+    """A directory that the first of the session's workers builds and the others wait for."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            build(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Overrides that make the quickstart a run of seconds, with the session's own cache."""
-    cache = tmp_path_factory.mktemp("cache")
-    overrides = (*TINY, f"data.cache_dir={cache}")
-    prepare.run(recipe.load(QUICKSTART, overrides).recipe)
-    return overrides
+
+    def build(cache: Path) -> None:
+        prepare.run(recipe.load(QUICKSTART, (*TINY, f"data.cache_dir={cache}")).recipe)
+
+    return (*TINY, f"data.cache_dir={once(tmp_path_factory, 'cache', build)}")
 
 
 @pytest.fixture(scope="session")
 def finished(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, str]:
-    """A tiny run that went through `finlm train`, and what it printed."""
-    runs = tmp_path_factory.mktemp("runs")
-    result = finlm("train", QUICKSTART, *sets(tiny), "--runs", runs)
-    assert result.returncode == 0, result.stderr
-    (path,) = runs.iterdir()
-    return RunDir(path), result.stderr
+    """A tiny run that went through `finlm train`, and what it printed. Other workers read it: copy it to change it."""
+
+    def build(runs: Path) -> None:
+        result = finlm("train", QUICKSTART, *sets(tiny), "--runs", runs)
+        assert result.returncode == 0, result.stderr
+        (runs / "printed.txt").write_text(result.stderr)
+
+    runs = once(tmp_path_factory, "runs", build)
+    (path,) = runs.glob("quickstart-*")
+    return RunDir(path), (runs / "printed.txt").read_text()
 
 
 RunMaker = Callable[..., RunDir]
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Runs the ranks of a run directory at a fifth of a launch's cost: ranks.train(make_run(...)) gives the rows."""
+    with Ranks() as forked:
+        yield forked
+
+
 @pytest.fixture
 def make_run(tiny: tuple[str, ...], tmp_path: Path) -> RunMaker:
-    """Create a run directory of the tiny recipe; make_run(*overrides, ranks=2) does not start it."""
+    """Create a run directory of the tiny recipe; make_run(*overrides, ranks=2) does not start it.
 
-    def make(*overrides: str, ranks: int = 2) -> RunDir:
+    names: hosts of the plan, which share the ranks; gpu: their kind.
+    """
+
+    def make(
+        *overrides: str, ranks: int = 2, names: tuple[str, ...] = ("localhost",), gpu: str | None = None
+    ) -> RunDir:
         loaded = recipe.load(QUICKSTART, (*tiny, f"train.cpu_ranks={ranks}", *overrides))
         shards = prepare.run(loaded.recipe)
-        hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
+        hosts = cluster.Cluster(tuple(cluster.Host(name, ranks // len(names), gpu, 8 * 2**30) for name in names))
         plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
         return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, tmp_path / "runs")
 

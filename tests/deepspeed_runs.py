@@ -1,7 +1,7 @@
 """Run DeepSpeed settings on two forked CPU ranks: `python deepspeed_runs.py CASES.json`.
 
 CASES.json is {name: settings}. Prints {name: {"lrs": [...], "losses": [...], "optimizer": ..., "wrapper": ...}} or
-{name: {"error": ...}} as the last line. torch and deepspeed are imported once; a case takes a second or two.
+{name: {"error": ...}} as the last line. torch and deepspeed are imported once; a case takes a second.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import deepspeed
 import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
+
+import ranks
 
 STEPS = 6
 # Otherwise compiled at first use (25-48 s); gloo gives the same bits.
@@ -90,4 +92,5 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
+    ranks.warm_up()
     print("\n" + json.dumps({name: run(settings) for name, settings in cases.items()}))

@@ -23,7 +23,8 @@ Facts = dict[str, Any]
 
 def gpu_plan(*names: str, **changes: Any) -> Plan:
     """Two H200 a host, 100 GiB of each used; one host, h0, unless named."""
-    hosts = tuple(dataclasses.replace(CPU_PLAN.hosts[0], name=name, slots=2, gpu="H200") for name in names or ("h0",))
+    like = dataclasses.replace(CPU_PLAN.hosts[0], slots=2, gpu="H200", gpu_bytes=100 * GIB)
+    hosts = tuple(dataclasses.replace(like, name=name) for name in names or ("h0",))
     fields = {"device": "cuda", "hosts": hosts, "world_size": 2 * len(hosts), "precision": "bf16"}
     sizes = {"gpu_bytes": 100 * GIB, "host_bytes": 20 * GIB}
     return dataclasses.replace(CPU_PLAN, **(fields | sizes | changes))

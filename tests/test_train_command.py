@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -50,16 +51,18 @@ def test_eval_of_the_last_checkpoint_equals_the_training_runs_own(finished: tupl
     assert json.loads(result.stdout)["loss"] == pytest.approx(list(run.read_events("eval"))[-1]["loss"], abs=1e-4)
 
 
-def test_a_second_run_reuses_the_prepared_data_and_starts_a_new_directory(
-    finished: tuple[RunDir, str], tiny: tuple[str, ...]
+def test_the_command_of_a_finished_run_starts_a_new_one_on_the_same_data(
+    finished: tuple[RunDir, str], tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run, _ = finished
-    result = finlm("train", QUICKSTART, *sets((*tiny, "train.steps=6")), "--runs", run.path.parent)
+    former, _ = finished
+    shutil.copytree(former.path, tmp_path / former.path.name, ignore=shutil.ignore_patterns("checkpoints", "export"))
+    # --print makes the run directory that training would start from.
+    result = finlm("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--print", "torchrun")
     assert result.returncode == 0, result.stderr
     assert "reused" in result.stderr
-    newest = max(run.path.parent.iterdir(), key=lambda path: path.stat().st_mtime)
-    shards = [files.read_json(RunDir(path).manifest)["shards"]["path"] for path in (run.path, newest)]
-    assert newest != run.path and shards[0] == shards[1]
+    (new,) = (path for path in tmp_path.iterdir() if path.name != former.path.name)
+    shards = [files.read_json(RunDir(path).manifest)["shards"]["path"] for path in (former.path, new)]
+    assert shards[0] == shards[1] and not RunDir(new).events.exists()
 
 
 def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
@@ -72,22 +75,26 @@ def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
         time.sleep(0.05)
     process.terminate()
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 143 and "the same command resumes" in printed
+    assert process.returncode == 143 and "with a checkpoint; the same command resumes" in printed
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).returncode == 1
     (path,) = tmp_path.iterdir()
     assert RunDir(path).report.exists()
+    (end,) = RunDir(path).read_events("end")
+    assert (end["status"], end["exit_code"]) == ("interrupted", 143)
+    assert RunDir(path).complete_checkpoints()[-1][0] == end["step"], "the step that was running is not lost"
     resumed = finlm(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming {path} from step" in resumed.stderr and "held-out loss" in resumed.stderr
-    assert [event["status"] for event in RunDir(path).read_events("end")] == ["finished"]
+    assert [event["status"] for event in RunDir(path).read_events("end")] == ["interrupted", "finished"]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_report_can_be_built_again(finished: tuple[RunDir, str]) -> None:
-    run, _ = finished
-    run.report.unlink()
-    assert finlm("report", run.path).returncode == 0
-    assert run.report.exists()
+def test_the_report_can_be_built_again(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+    copy = RunDir(tmp_path / "run")
+    ignored = shutil.ignore_patterns("checkpoints", "export", "report.html")
+    shutil.copytree(finished[0].path, copy.path, ignore=ignored)
+    assert finlm("report", copy.path).returncode == 0
+    assert copy.report.exists()
 
 
 @pytest.mark.parametrize(

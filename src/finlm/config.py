@@ -37,6 +37,8 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
             fix="change the recipe, or leave these keys at auto",
         )
     settings: dict[str, Any] = {
+        # DeepSpeed holds the product of the three against the world size and counts samples with it, no more: where
+        # micro-batches differ, the largest stands for all.
         "train_batch_size": plan.micro_batch * plan.gradient_accumulation_steps * plan.world_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -177,6 +179,7 @@ def _optimizer(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 def _scheduler(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
     """The scheduler whose values plan/schedule.py computes."""
     optim = recipe.optim
+    steps = optim.decay_steps or plan.steps
     if optim.schedule == "constant":
         if optim.warmup_steps == 0:
             return None
@@ -184,10 +187,10 @@ def _scheduler(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
         name = "WarmupLR"
     elif optim.schedule == "linear":
         name = "WarmupDecayLR"
-        params = {"total_num_steps": plan.steps, "warmup_min_lr": optim.min_lr, "warmup_max_lr": optim.lr}
+        params = {"total_num_steps": steps, "warmup_min_lr": optim.min_lr, "warmup_max_lr": optim.lr}
     else:
         name = "WarmupCosineLR"
-        params = {"total_num_steps": plan.steps, "warmup_min_ratio": 0.0, "cos_min_ratio": optim.min_lr / optim.lr}
+        params = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": optim.min_lr / optim.lr}
     return {"type": name, "params": {**params, "warmup_num_steps": optim.warmup_steps, "warmup_type": "linear"}}
 
 

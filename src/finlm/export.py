@@ -1,74 +1,119 @@
-"""A checkpoint as a Hugging Face model: safetensors, tokenizer, model card; proved by loading it back.
+"""A checkpoint as a Hugging Face model: safetensors, tokenizer, chat template, model card; proved by loading it back.
 
-Weights come from the fp32 master copy where ZeRO keeps one, and are saved in the run's precision. The proof is part of
-the export: plain AutoModelForCausalLM gives the source model's logits, and AutoTokenizer gives sentencepiece's ids.
+Weights come from the fp32 master copy where ZeRO keeps one, with adapters merged, and are saved in the run's precision
+without the rows that padded the vocabulary. The proof is part of the export: the plain transformers classes give the
+source model's logits, and AutoTokenizer gives the ids the model was trained on.
+
+The layout is what vLLM and llama.cpp's convert_hf_to_gguf.py read too: tokenizer.model beside tokenizer.json, and
+rope_theta both where transformers 5 writes it and where readers of the older form look.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from finlm import export_card
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.plan.plan import Plan
-from finlm.train.trained import load
+from finlm.base.units import parse_bytes
+from finlm.train.opened import run_tokenizer
+from finlm.train.trained import Trained, load
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
+SHARD_SIZE = "5GB"
 PROBES = (
     "2023年营业收入同比增长12.5%，净利润为3.6亿元。",
     "Revenue rose 5 % to $1.2bn.\n\n第二段：㎡ ①  空格",
     "</s><s>",
 )
+_CONVERSATION = [
+    {"role": "user", "content": "净利润是什么？"},
+    {"role": "assistant", "content": "收入减去成本、费用和税。"},
+    {"role": "user", "content": "Thanks!"},
+]
 
 
-def export(checkpoint: Path, out: Path) -> Path:
-    """Write checkpoint (a run's checkpoints/step-N) to out. Raises UserError when it is not complete."""
+def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
+    """Write a checkpoint (runs/<run>/checkpoints/step-N, or the newest of runs/<run>) to the new directory out.
+
+    Weight files have at most shard_size bytes. Raises UserError when the checkpoint is not complete.
+    """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
+    try:
+        most = parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    checkpoint = _newest(checkpoint)
     trained = load(checkpoint)
-    add_bos = trained.recipe.tokenizer.add_bos
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(trained.shards.tokenizer))
+    tokenizer = run_tokenizer(
+        trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
+    )
     with files.new_directory(out) as directory:
-        trained.model.save_pretrained(directory)
-        tokenizer = _tokenizer(trained.shards.tokenizer, add_bos, trained.plan.sequence_length)
+        trained.model.save_pretrained(directory, max_shard_size=most)
         tokenizer.save_pretrained(directory)
-        files.write_text(directory / "README.md", _card(trained.run, trained.plan, checkpoint))
-        _prove(directory, trained.model, pieces, add_bos)
+        _complete(directory, trained)
+        files.write_text(directory / "README.md", export_card.text(trained, checkpoint, directory))
+        _prove(directory, trained, tokenizer)
     return out
 
 
-def _tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> Any:
-    """LlamaTokenizer with sentencepiece's ids; legacy=False keeps spaces after control tokens."""
-    return transformers.LlamaTokenizer.from_pretrained(
-        str(model_file.parent),
-        legacy=False,
-        add_bos_token=add_bos,
-        add_eos_token=False,
-        model_max_length=sequence_length,
-        clean_up_tokenization_spaces=False,
-    )
+def _newest(path: Path) -> Path:
+    """A run stands for its newest checkpoint."""
+    complete = RunDir(path).complete_checkpoints() if (path / "plan.json").is_file() else []
+    return complete[-1][1] if complete else path
 
 
-def _prove(directory: Path, model: torch.nn.Module, pieces: Any, add_bos: bool) -> None:
+def _complete(directory: Path, trained: Trained) -> None:
+    """What transformers 5 does not write and others read."""
+    config = files.read_json(directory / "config.json")
+    config["rope_theta"] = trained.recipe.model.rope_theta
+    files.write_json(directory / "config.json", config)
+    model_file = _sentencepiece(trained)
+    if model_file is not None:
+        shutil.copyfile(model_file, directory / "tokenizer.model")
+
+
+def _sentencepiece(trained: Trained) -> Path | None:
+    """The tokenizer.model that the tokenizer was made from; None for tokenizers of another library."""
+    own = trained.shards.directory / "tokenizer"
+    found = own / "tokenizer.model" if own.is_dir() else trained.shards.tokenizer
+    return found if found.is_file() else None
+
+
+def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
     """Raises RuntimeError when what was written is not what was trained."""
-    reloaded = AutoModelForCausalLM.from_pretrained(directory, dtype=next(model.parameters()).dtype)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
+    model = trained.model
+    reloaded, again = kind.from_pretrained(directory, dtype=model.dtype), AutoTokenizer.from_pretrained(directory)
+    model_file = None if (trained.shards.directory / "tokenizer").is_dir() else _sentencepiece(trained)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model_file)) if model_file else None
     for text in PROBES:
-        expected = ([pieces.bos_id()] if add_bos else []) + pieces.encode(text)
-        found = tokenizer(text, split_special_tokens=True)["input_ids"]
+        found = again(text, split_special_tokens=True)["input_ids"]
+        if pieces is None:
+            expected = tokenizer(text, split_special_tokens=True)["input_ids"]
+        else:
+            expected = [pieces.bos_id()] * trained.recipe.tokenizer.add_bos + pieces.encode(text)
         if found != expected:
             raise RuntimeError(f"exported tokenizer differs on {text!r}: {found} instead of {expected}")
-    ids = torch.tensor([[pieces.bos_id(), *pieces.encode(PROBES[0])]])
+    if tokenizer.chat_template:
+        rendered = [one.apply_chat_template(_CONVERSATION, tokenize=False) for one in (tokenizer, again)]
+        if rendered[0] != rendered[1]:
+            raise RuntimeError(f"exported chat template differs: {rendered[1]!r} instead of {rendered[0]!r}")
+    ids = torch.tensor([again(PROBES[0])["input_ids"]])
     with torch.no_grad():
         if not torch.equal(reloaded(ids).logits, model(ids).logits):
             raise RuntimeError("the reloaded model's logits differ from the exported model's")
+    if getattr(reloaded.config, "vocab_size", 0) != trained.plan.vocab_size:
+        raise RuntimeError(f"the exported vocabulary has {reloaded.config.vocab_size} rows")
 
 
 def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
@@ -92,24 +137,3 @@ def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> s
             pad_token_id=tokenizer.eos_token_id,
         )
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-
-
-def _card(run: RunDir, plan: Plan, checkpoint: Path) -> str:
-    evals = list(run.read_events("eval"))
-    lines = [
-        "---",
-        "library_name: transformers",
-        "language: zh",
-        "---",
-        f"# {plan.recipe}",
-        "",
-        f"{plan.parameters:,} parameters, {plan.sequence_length} tokens of context, {plan.precision}.",
-        f"Trained by finlm for {checkpoint.name.removeprefix('step-')} steps of {plan.tokens_per_step:,} tokens.",
-        "",
-    ]
-    if evals:
-        lines += ["| held-out source | loss | perplexity | bits per byte |", "| --- | --- | --- | --- |"]
-        for name, source in evals[-1]["sources"].items():
-            numbers = f"{source['loss']:.4f} | {source['perplexity']:.2f} | {source['bits_per_byte']:.4f}"
-            lines.append(f"| {name} | {numbers} |")
-    return "\n".join([*lines, "", "```yaml", run.recipe.read_text(encoding="utf-8").rstrip(), "```", ""])

@@ -6,59 +6,106 @@ command resumes an unfinished run and does not repeat a finished one's preparati
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finlm import config
+from finlm import config, lineage
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.ops import adapters, doctor, doctor_gather, doctor_network, gather, launch
+from finlm.data import lint, lint_show, prepare, start
+from finlm.data.shards import Shards
+from finlm.lineage import Earlier
+from finlm.ops import adapters, doctor, doctor_gather, doctor_network, gather, launch_restart
 from finlm.plan import planner, show
 from finlm.plan.plan import Plan
-from finlm.recipe import recipe, shape
+from finlm.recipe import parents, recipe, shape
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
-from finlm.recipe.schema import Launch, Recipe
-from finlm.record import manifest, report
+from finlm.recipe.schema import Recipe
+from finlm.record import expectations, manifest, prediction, report
 
 SAMPLE_TOKENS = 80
+HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source, as far as its stage has them
 
 
 def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False) -> int:
-    """Run a recipe to its report; 0, or 1 when doctor found an error."""
-    wanted = loaded.recipe
+    """Run a recipe to its report, and before it the recipe it starts from; 0, or 1 when something found an error."""
+    started = _started(loaded, hosts, runs, accept_new)
+    if started is None:
+        return 1
+    loaded, wanted = started, started.recipe
     shards, plan, ds_config = _planned(loaded, hosts)
+    labels = _linted(wanted, shards)
     facts = doctor_gather.gather(wanted, plan, hosts, runs, accept_new=accept_new)
     findings = doctor.judge(wanted, plan, hosts, facts)
     doctor.show(findings)
-    if any(finding.level == "error" for finding in findings):
+    found: list[doctor.Finding | lint.Finding] = [*findings, *labels]
+    if any(finding.level == "error" for finding in found):
         return 1
-    run = None if new else _unfinished(loaded, plan, shards, runs)
-    if run is None:
-        run = create_run(loaded, plan, ds_config, shards, runs)
-    files.write_json(run.doctor, {"findings": [finding.to_json() for finding in findings]})
+    run = _run_of(loaded, plan, ds_config, shards, runs, new, accept_new, facts)
+    files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
     try:
         network = doctor_network.host_env(facts)
-        launch.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
+        launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
         gather.checkpoint(run, hosts, plan.steps, accept_new)
         _export(run)
+        prediction.record(run)
+        kept = _keeps_promises(run, wanted)
     finally:
         report.build(run, ended=True)
     _finish(run)
-    return 0
+    return 0 if kept else 1
+
+
+def _keeps_promises(run: RunDir, wanted: Recipe) -> bool:
+    """Whether the run gave what the recipe's expect: says; recorded."""
+    if wanted.expect is None:
+        return True
+    outcome = expectations.check(run, wanted.expect)
+    run.append_event("expect", **outcome.to_json())
+    return outcome.ok
+
+
+def _linted(wanted: Recipe, shards: Path) -> list[lint.Finding]:
+    """What is wrong with the labels of dialogues, said; nothing in pretraining."""
+    if wanted.stage != "sft":
+        return []
+    found = lint.check(wanted, Shards(shards))
+    lint_show.findings(found)
+    return found
+
+
+def _started(loaded: Loaded, hosts: Cluster, runs: Path, accept_new: bool) -> Loaded | None:
+    """The recipe with a directory in model.init_from; a recipe there without a finished run is run. None = failed."""
+    init_from = loaded.recipe.model.init_from
+    if not parents.is_recipe(init_from):
+        return loaded
+    parent = recipe.load(str(init_from))
+    if parents.find(parent.recipe, runs) is None:
+        screen.say(f"{loaded.path} starts from {init_from}, which has no finished run in {runs}: that is trained first")
+        if train(parent, hosts, runs, False, accept_new) != 0:
+            return None
+    return _with_parent(loaded, start.directory(loaded.recipe, runs))
+
+
+def _with_parent(loaded: Loaded, directory: Path) -> Loaded:
+    """The recipe that starts from this directory."""
+    screen.say(f"starting from {_shown(directory)}")
+    model = loaded.recipe.model.model_copy(update={"init_from": str(directory)})
+    return dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"model": model}))
 
 
 def adapt(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, adapter: str) -> list[str]:
     """Make or find the run directory, and the files that start it under another launcher; the commands to type."""
+    if parents.is_recipe(loaded.recipe.model.init_from):
+        loaded = _with_parent(loaded, start.directory(loaded.recipe, runs))
     shards, plan, ds_config = _planned(loaded, hosts)
-    run = None if new else _unfinished(loaded, plan, shards, runs)
-    if run is None:
-        run = create_run(loaded, plan, ds_config, shards, runs)
+    run = _run_of(loaded, plan, ds_config, shards, runs, new, accept_new=False)
     return adapters.write(adapter, RunDir(run.path.absolute()), loaded.recipe, plan, hosts)
 
 
@@ -83,34 +130,37 @@ def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]
     return shards, plan, ds_config
 
 
-def _unfinished(loaded: Loaded, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
-    """The newest run of the same recipe, plan and data that has not finished."""
-    for directory in sorted(runs.glob(f"{loaded.recipe.name}-*"), reverse=True):
-        run = RunDir(directory)
-        if not (run.manifest.exists() and _same_training(run, loaded.recipe)):
-            continue
-        same_data = files.read_json(run.manifest)["shards"]["path"] == str(shards.resolve())
-        if any(event["status"] == "finished" for event in run.read_events("end")):
-            continue
-        if same_data and files.read_json(run.plan) == json.loads(json.dumps(plan.to_json())):
-            step = max((step for step, _ in run.complete_checkpoints()), default=0)
-            screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
-            return run
-    return None
+def _run_of(
+    loaded: Loaded,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    shards: Path,
+    runs: Path,
+    new: bool,
+    accept_new: bool,
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunDir:
+    """The unfinished run of this recipe and plan, one that continues another plan's, or a new one."""
+    run = None if new else lineage.unfinished(loaded.recipe, plan, shards, runs)
+    if run is not None:
+        return run
+    earlier = None if new else lineage.earlier(loaded.recipe, plan, shards, runs, accept_new)
+    return create_run(loaded, plan, ds_config, shards, runs, earlier, facts)
 
 
-def _same_training(run: RunDir, wanted: Recipe) -> bool:
-    """Equal but for how hosts are reached and watched, which may be mended between two launches of a run."""
-    try:
-        former = recipe.load(run.recipe).recipe
-    except UserError:  # written by a version with other keys
-        return False
-    ways = {"hosts": {}, "launch": Launch()}
-    return former.model_copy(update=ways) == wanted.model_copy(update=ways)
+def create_run(
+    loaded: Loaded,
+    plan: Plan,
+    ds_config: dict[str, object],
+    shards: Path,
+    runs: Path,
+    earlier: Earlier | None = None,
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunDir:
+    """A new run directory with everything that is decided before launch; it goes on from `earlier`.
 
-
-def create_run(loaded: Loaded, plan: Plan, ds_config: dict[str, object], shards: Path, runs: Path) -> RunDir:
-    """A new run directory with everything that is decided before launch."""
+    facts: what doctor saw of the hosts, by name.
+    """
     path = runs / f"{loaded.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     count = 1
     while path.exists():
@@ -124,7 +174,13 @@ def create_run(loaded: Loaded, plan: Plan, ds_config: dict[str, object], shards:
         files.write_json(run.ds_config, ds_config)
         files.write_json(run.data, prepare.summary(shards, loaded.recipe))
         manifest.copy_code(run.code)
-        files.write_json(run.manifest, manifest.make(loaded.recipe, plan, shards.resolve()))
+        continues = {"continues": earlier.to_json()} if earlier else {}
+        made = manifest.make(loaded.recipe, plan, shards.resolve(), facts=facts)
+        files.write_json(run.manifest, made | continues)
+        if changes := manifest.changes():
+            files.write_text(run.code_diff, changes)
+        if earlier:
+            earlier.bring(run)
     return RunDir(path.absolute())
 
 
@@ -136,6 +192,8 @@ def _export(run: RunDir) -> None:
     if not run.export.exists():
         export.export(checkpoint, run.export)
         run.append_event("export", path=str(run.export), bytes=_size(run.export))
+    if recipe.load(run.recipe).recipe.stage == "reward":  # it says how good a text is, and writes none
+        return
     prompt = "公司"
     run.append_event("sample", step=step, prompt=prompt, text=export.generate(run.export, prompt, SAMPLE_TOKENS))
 
@@ -149,14 +207,21 @@ def _finish(run: RunDir) -> None:
     screen.say(f"training loss   {steps[-1]['loss']:.4f} after {steps[-1]['step']:,} steps")
     if evals:
         first, last = evals[0], evals[-1]
-        fall = 100 * (1 - last["loss"] / first["loss"])
-        screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({fall:.1f} % lower)")
+        if "loss" in last:
+            fall = 100 * (1 - last["loss"] / first["loss"])
+            screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({fall:.1f} % lower)")
         for name, source in last["sources"].items():
-            screen.say(f"  {name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}")
+            shown = [f"{key} {source[key]:,.4f}" for key in HELD_OUT if key in source]
+            screen.say(f"  {name:<24} {'  '.join(shown)}")
     screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
-    sample = list(run.read_events("sample"))[-1]
-    screen.say(f"sample          {sample['prompt']}{sample['text']}")
+    for row in list(run.read_events("prediction"))[-1:]:
+        screen.say(f"plan            {prediction.sentence(row)}")
+    for sample in list(run.read_events("sample"))[-1:]:
+        screen.say(f"sample          {sample['prompt']}{sample['text']}")
     screen.say(f"report          {_shown(run.report)}")
+    for row in list(run.read_events("expect"))[-1:]:
+        for line in expectations.Outcome.from_json(row).lines():
+            screen.say(line)
     screen.say()
     screen.say("try next:")
     finlm = f"{_shown(Path(sys.executable))} -m finlm"

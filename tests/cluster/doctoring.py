@@ -7,6 +7,7 @@ import shutil
 import site
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def doctor(cluster: Cluster, *options: str, slots: dict[int, int] | None = None)
     (cluster[0].work / "repo/hostfile.txt").write_text("".join(lines))
     env = {"PYTHONPATH": f"{REPO}/src", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [PYTHON, "-m", "finlm", "doctor", "--hostfile", "hostfile.txt", "--json", *options]
+    began = time.monotonic()
     done = cluster[0].run(*command, cwd=REPO, env=env, timeout=120, check=False)
+    print(f"{time.monotonic() - began:.1f} s\n{done.stderr}")  # the numbers of the logbook's fault table: pytest -rP
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (0, 1), done.stderr
     return done

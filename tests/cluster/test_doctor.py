@@ -94,14 +94,17 @@ def test_a_taken_port_a_wrong_card_and_a_dead_link_are_told_at_their_ends(hosts:
     assert set(found) == {("logins", "n1", "warning"), ("logins", "n2", "warning")}
 
 
-def test_gpu_hosts_with_too_few_gpus_and_a_tiny_shm_are_told(hosts: Cluster) -> None:
+def test_gpus_are_found_on_the_hosts_and_too_few_of_them_and_a_tiny_shm_are_told(hosts: Cluster) -> None:
     for host in hosts.hosts:
         smi = host.work / "repo/.venv/bin/nvidia-smi"
         smi.write_text(SMI)
         smi.chmod(0o755)
         install(host, "torch", "2.13.0")
     hosts[1].run("mount", "-o", "remount,size=32m", "/dev/shm")
-    found = findings(doctor(hosts, "--gpu", "H200", slots={0: 2, 1: 2, 2: 4}))
+    supposed = "hardware.hosts=[{name: n0, slots: 2, gpu: A100-40G}]"
+    done = doctor(hosts, "--set", supposed, slots={0: 2, 1: 2, 2: 4})
+    assert "n0 has NVIDIA H200, the recipe's hardware says A100-40G: planned for H200\n" in done.stderr
+    found = findings(done)
     assert set(found) == {("gpus", "n2", "error"), ("shm", "n1", "error")}
     assert "2 visible GPU(s), the plan uses 4 (nvidia-smi lists 2)" in found["gpus", "n2", "error"]
     assert "/dev/shm has 32.0 MiB free of 32.0 MiB for 2 ranks" in found["shm", "n1", "error"]

@@ -67,14 +67,15 @@ def test_two_hosts_from_the_script_equal_one_host(
     assert own < set(files.read_json(step / "manifest.json")["files"])  # gathered for the export
 
 
-def test_three_hosts_with_zero_3_equal_one_and_the_first_may_be_another_machine(
+def test_three_hosts_with_zero_3_and_unequal_rows_equal_one_and_the_first_may_be_another_machine(
     trio: Cluster, make_run: Callable[..., RunDir], tiny: tuple[str, ...]
 ) -> None:
     short = ("batch.tokens_per_step=960", "train.steps=8")  # 15 rows: equal for one rank and for three
     alone = make_run(*short, ONE_THREAD, ranks=1)
     launch.run_ranks(alone, Plan.read(alone.plan))
     write_hostfile(trio[0], "n1 slots=1", "n2 slots=1", "n0 slots=1")
-    training = Training(trio, command([*tiny, *short, "zero.stage=3"])).over()
+    unequal = "batch.micro_batch={n0: 1, n1: 2, n2: 2}"
+    training = Training(trio, command([*tiny, *short, unequal, "zero.stage=3"])).over()
     assert training.process.returncode == 0, training.said
     run = the_run(trio[0])
     assert losses(run) == pytest.approx(losses(alone), abs=1e-3)

@@ -20,6 +20,9 @@ from finlm.plan.plan import PlanError
         ("NVIDIA A800-SXM4-80GB", "A800-80G"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("NVIDIA H20", "H20"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
@@ -40,7 +43,7 @@ def test_an_unknown_kind_is_refused_with_near_names() -> None:
 def test_every_kind_is_consistent() -> None:
     wanted = {"V100-16G", "V100-32G", "T4", "A10", "A100-40G", "A100-80G", "A800-80G", "L40S", "RTX-3090", "RTX-4090"}
     wanted |= {"RTX-5090", "RTX-PRO-6000", "H100", "H200", "H800", "H20", "B200"}
-    assert set(gpus.kinds()) == wanted
+    assert set(gpus.kinds()) >= wanted
     for gpu in gpus.kinds().values():
         assert gpu.has_bf16 == (gpu.bf16_flops is not None), gpu.name
         assert 2**33 < gpu.memory_bytes < 2**38, gpu.name
@@ -48,3 +51,13 @@ def test_every_kind_is_consistent() -> None:
         assert gpu.pcie_bytes_per_second <= gpu.link_bytes_per_second < gpu.memory_bandwidth, gpu.name
         assert gpu.source, gpu.name
         assert gpus.find(gpu.name) is gpu
+
+
+def test_a_kind_that_nobody_knows_is_described_by_memory_and_flops() -> None:
+    with pytest.raises(PlanError):
+        gpus.described("Huge-1", memory_bytes=2**37)
+    gpu = gpus.described("Huge-1", memory_bytes=2**37, flops=1e15, capability=9.0)
+    assert (gpu.memory_bytes, gpu.peak_flops, gpu.has_bf16) == (2**37, 1e15, True)
+    assert gpus.described("T4", flops=50e12).bf16_flops is None
+    smaller = gpus.described("A100-40G", memory_bytes=2**34)
+    assert (smaller.memory_bytes, smaller.peak_flops) == (2**34, gpus.find("A100-40G").peak_flops)

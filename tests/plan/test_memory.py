@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finlm.plan import memory
+from finlm.plan import host_memory, memory
 from finlm.plan.memory import GIB, Layout
 from finlm.recipe.shape import ModelShape
 
@@ -85,17 +85,18 @@ def test_each_zero_stage_and_offload_needs_less_device_memory() -> None:
 def test_what_leaves_the_device_arrives_on_the_host() -> None:
     layout = dataclasses.replace(BASE, zero_stage=3, world_size=4, offload_optimizer="cpu", offload_param="cpu")
     none = dataclasses.replace(layout, offload_optimizer="none", offload_param="none")
-    host = memory.host_items(XUANYUAN_6B, layout, 2)
-    extra = sum(host.values()) - sum(memory.host_items(XUANYUAN_6B, none, 2).values())
-    # Two of four ranks: half of 4 master + 8 Adam + 4 gradients + 2 staging + 2 weights bytes a parameter.
-    assert extra == pytest.approx(20 * XUANYUAN_6B.parameters / 2, rel=1e-6)
+    host = host_memory.host_items(XUANYUAN_6B, layout, 2)
+    extra = sum(host.values()) - sum(host_memory.host_items(XUANYUAN_6B, none, 2).values())
+    # Two of four ranks: half of 4 master + 8 Adam + 4 and 2 gradients + 2 x 2 weights bytes a parameter, and what
+    # the allocator of pinned memory adds.
+    assert 1.0 < extra / (22 * XUANYUAN_6B.parameters / 2) < 1.4
 
 
 def test_nvme_keeps_the_states_out_of_host_memory() -> None:
     cpu = dataclasses.replace(BASE, zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
     nvme = dataclasses.replace(cpu, offload_optimizer="nvme", offload_param="nvme")
-    assert sum(memory.host_items(XUANYUAN_6B, nvme, 1).values()) < 0.6 * sum(
-        memory.host_items(XUANYUAN_6B, cpu, 1).values()
+    assert sum(host_memory.host_items(XUANYUAN_6B, nvme, 1).values()) < 0.6 * sum(
+        host_memory.host_items(XUANYUAN_6B, cpu, 1).values()
     )
 
 

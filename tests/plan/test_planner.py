@@ -121,6 +121,32 @@ def test_more_memory_means_less_machinery() -> None:
     assert (small.zero_stage, small.recompute) > (1, "none")
 
 
+def test_the_faster_gpu_of_a_mixed_cluster_does_more_rows_of_the_same_step() -> None:
+    wanted = ["batch.tokens_per_step=1048576", "hardware.network_gbit=200"]
+    plan, equal = (make(MIXED, *wanted, f"batch.micro_batch={rows}") for rows in ("auto", "4"))
+    fast, slow = plan.hosts
+    assert fast.micro_batch > 2 * slow.micro_batch
+    assert plan.rank_micro_batches == (*[fast.micro_batch] * 2, *[slow.micro_batch] * 2)
+    assert plan.micro_batch == fast.micro_batch
+    assert plan.tokens_per_step == equal.tokens_per_step == 1_048_576
+    assert sum(plan.rank_micro_batches) * plan.gradient_accumulation_steps * 4096 == plan.tokens_per_step
+    assert (plan.tokens_per_second or 0) > 1.6 * (equal.tokens_per_second or 0)
+    assert fast.gpu_bytes <= 40 * 2**30 and slow.gpu_bytes <= 32 * 2**30 and slow.gpu_bytes < fast.gpu_bytes
+    assert any("sets the speed of all" in reason for reason in plan.reasons)
+
+
+def test_a_recipe_may_give_each_gpu_kind_or_host_its_micro_batch() -> None:
+    plan = make(MIXED, "batch.micro_batch={a100-40g: 3, v100: 1}", "batch.tokens_per_step=50k")
+    assert [host.micro_batch for host in plan.hosts] == [3, 1]
+    assert plan.tokens_per_step == 2 * (2 * 3 + 2 * 1) * 4096  # 50,000 in whole micro-steps of all ranks
+    assert any("rounded to 65,536: 16 rows" in reason for reason in plan.reasons)
+    with pytest.raises(PlanError) as caught:
+        make(MIXED, "batch.micro_batch={A100-80G: 3, v100: 1}")
+    assert "nothing for a100 (A100-40G)" in caught.value.evidence and "A100-80G" in caught.value.evidence
+    with pytest.raises(PlanError, match="does not fit"):
+        make(MIXED, "batch.micro_batch={A100-40G: 1, v100: 40}", "batch.tokens_per_step=1M")
+
+
 def test_host_memory_is_a_limit_too() -> None:
     with pytest.raises(PlanError) as caught:
         make(MIXED, host(slots=1, gpu="T4", memory="32GiB"), *AUTO)
@@ -130,7 +156,7 @@ def test_host_memory_is_a_limit_too() -> None:
 
 def test_what_fits_nowhere_says_how_many_hosts_would_do() -> None:
     with pytest.raises(PlanError) as caught:
-        make(RECIPES / "xuanyuan-70b/pretrain.yaml", host(slots=8, gpu="A100-40G", memory="256GiB"), *AUTO)
+        make(RECIPES / "xuanyuan-70b/pretrain.yaml", host(slots=8, gpu="A100-80G", memory="256GiB"), *AUTO)
     assert "such hosts instead of 1" in caught.value.fix
 
 

@@ -29,7 +29,7 @@ MEASURED: dict[str, tuple[float, int, dict[str, Any]]] = {
 
 
 def step(shape: ModelShape, layout: Layout, kinds: list[tuple[str, int]], **options: Any) -> speed.StepTime:
-    ranks = [speed.Rank(gpus.find(name), slots) for name, slots in kinds]
+    ranks = [speed.Rank(gpus.find(name), slots, layout.micro_batch) for name, slots in kinds]
     options = {"accumulation": 1, "network_gbit": 10.0, "hosts": len(kinds)} | options
     return speed.step_time(shape, layout, ranks, **options)
 

@@ -127,6 +127,35 @@ def test_git_state_tells_commit_dirt_and_the_hash_of_the_changes(tmp_path: Path)
     assert dirty["diff_sha256"] == hashlib.sha256(diff.stdout).hexdigest()
 
 
+def test_the_diff_and_the_remote_are_kept_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "src/finlm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "remote", "add", "origin", "https://me:s3cr3tword@git.example/finlm.git")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    monkeypatch.setattr(manifest, "PACKAGE", package)
+    assert manifest.changes() == ""
+    secret = "s3cr3tword"
+    lines = [f'API_KEY = "{secret}"', f"password: {secret}", "tokens_per_step = 98304", f"url = 'ftp://u:{secret}@h/x'"]
+    lines += ["token = 'hf_" + "a" * 30 + "'", "bos_token_id = 1234567", "lr = 3e-4"]
+    (package / "__init__.py").write_text("\n".join(lines))
+    diff = manifest.changes()
+    assert secret not in diff and "hf_a" not in diff
+    assert all(f"+{line}" in diff for line in (lines[2], lines[5], lines[6]))
+    state: Any = manifest.git_state(package)
+    assert state["remote"] == "https://[redacted]@git.example/finlm.git"
+
+
+def test_what_doctor_saw_of_a_host_is_recorded(planned: tuple[Recipe, Plan]) -> None:
+    gpu = {"name": "NVIDIA H200", "driver": "570.86"}
+    facts = {"localhost": {"gpu": {"devices": [gpu, gpu]}, "torch": {"version": "2.13", "nccl": "2.27"}, "time": 3}}
+    (host,) = manifest.make(*planned, None, facts=facts)["hosts"]
+    assert host["drivers"] == ["570.86"] and host["gpus"] == ["NVIDIA H200"] * 2 and host["nccl"] == "2.27"
+    assert "time" not in host
+
+
 def test_a_package_outside_git_or_ignored_by_it_has_no_git_state(tmp_path: Path) -> None:
     package = tmp_path / ".venv/finlm"
     package.mkdir(parents=True)

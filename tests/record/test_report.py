@@ -20,7 +20,7 @@ from finlm.base.rundir import RunDir
 from finlm.data import prepare
 from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
-from finlm.record import curves, history, manifest, report
+from finlm.record import curves, history, manifest, report, secrets
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/pretrain.yaml"
 EVIL = "<script>alert('x')</script>"
@@ -294,7 +294,7 @@ def test_every_value_that_was_written_has_its_origin(make_run: Make) -> None:
     assert page.row("train.steps") == ["train.steps", "50", "--set"]
     assert re.fullmatch(r"pretrain.yaml:\d+", page.row("optim.lr")[2])
     assert page.row("optim.clip") == ["optim.clip", "1.0"]
-    assert page.row("env.HF_TOKEN")[1] == manifest.REDACTED
+    assert page.row("env.HF_TOKEN")[1] == secrets.REDACTED
     assert "hf_secret" not in text
 
 

@@ -30,27 +30,35 @@ def plan(tiny: tuple[str, ...], shards: Shards) -> Plan:
     return planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded, shards.vocab_size))
 
 
-def factored(plan: Plan, world_size: int, micro_batch: int) -> Plan:
-    """The plan with the same rows a step, cut otherwise."""
-    rows = plan.world_size * plan.micro_batch * plan.gradient_accumulation_steps
-    steps = rows // world_size // micro_batch
-    return dataclasses.replace(plan, world_size=world_size, micro_batch=micro_batch, gradient_accumulation_steps=steps)
+def factored(plan: Plan, *micro_batches: int) -> Plan:
+    """The plan with the same rows a step, cut otherwise: a host with one rank for each micro-batch."""
+    rows = plan.tokens_per_step // plan.sequence_length
+    hosts = tuple(dataclasses.replace(plan.hosts[0], slots=1, micro_batch=count) for count in micro_batches)
+    steps = rows // sum(micro_batches)
+    sizes = {"world_size": len(hosts), "micro_batch": max(micro_batches), "gradient_accumulation_steps": steps}
+    return dataclasses.replace(plan, hosts=hosts, **sizes)
 
 
-@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 16), (1, 2), (4, 4), (16, 1)])
-def test_a_step_has_the_same_rows_at_every_world_size(
-    shards: Shards, plan: Plan, world_size: int, micro_batch: int
+@pytest.mark.parametrize("micro_batches", [(16,), (2,), (4,) * 4, (1,) * 16, (3, 1), (1, 5, 2)], ids=str)
+def test_a_step_has_the_same_rows_however_they_are_divided(
+    shards: Shards, plan: Plan, micro_batches: tuple[int, ...]
 ) -> None:
     rows = Rows(shards.split("train"), plan.sequence_length)
-    base, other = (Batches(rows, Order(len(rows), 7), p, 0) for p in (plan, factored(plan, world_size, micro_batch)))
+    base, other = (Batches(rows, Order(len(rows), 7), p, 0) for p in (plan, factored(plan, *micro_batches)))
     for step in (0, 1, 999):
-        assert np.array_equal(np.sort(base.row_ids(step).ravel()), np.sort(other.row_ids(step).ravel()))
+        assert np.array_equal(base.row_ids(step).ravel(), other.row_ids(step).ravel())
         assert base.supervised(step) == other.supervised(step)
 
 
-def test_ranks_read_disjoint_rows_that_together_are_the_step(shards: Shards, plan: Plan) -> None:
-    rows = Rows(shards.split("train"), plan.sequence_length)
+@pytest.mark.parametrize("micro_batches", [(8, 8), (3, 1)], ids=str)
+def test_ranks_read_disjoint_rows_that_together_are_the_step(
+    shards: Shards, plan: Plan, micro_batches: tuple[int, ...]
+) -> None:
+    rows, plan = Rows(shards.split("train"), plan.sequence_length), factored(plan, *micro_batches)
     ranks = [list(Batches(rows, Order(len(rows), 7), plan, rank).read(3)) for rank in range(plan.world_size)]
+    assert [[len(inputs) for inputs, _ in rank] for rank in ranks] == [
+        [count] * plan.gradient_accumulation_steps for count in micro_batches
+    ]
     inputs = torch.cat([inputs for rank in ranks for inputs, _ in rank])
     wanted, _ = rows.read(Batches(rows, Order(len(rows), 7), plan, 0).row_ids(3).ravel())
     assert sorted(map(tuple, inputs.tolist())) == sorted(map(tuple, wanted.tolist()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finlm.data.shards import IGNORED
+from finlm.ops import launch
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -127,3 +129,19 @@ def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=2e-4)
     ours, theirs = distance(gradients(swapped), gradients(exact)), distance(gradients(reference), gradients(exact))
     assert all(ours[name] <= 1.25 * theirs[name] + 1e-4 for name in ours)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_gpus_with_unequal_micro_batches_train_as_equal_ones(make_run: Any, stage: int) -> None:
+    rows = []
+    for micro_batch in ("2", "{a: 3, b: 1}"):
+        settings = (f"zero.stage={stage}", f"batch.micro_batch={micro_batch}", "train.precision=fp32")
+        run = make_run(*settings, "train.compile=false", names=("a", "b"), gpu=torch.cuda.get_device_name())
+        here = cluster.Cluster((cluster.Host("localhost", 2),))  # both hosts of the plan
+        launch.run_ranks(run, Plan.read(run.plan), hosts=here)
+        rows.append(list(run.read_events("step")))
+    equal, unequal = rows
+    print([a["loss"] - b["loss"] for a, b in zip(equal, unequal, strict=True)])
+    assert [row["tokens"] for row in unequal] == [row["tokens"] for row in equal]
+    assert [row["loss"] for row in unequal] == pytest.approx([row["loss"] for row in equal], abs=1e-4)

@@ -1,4 +1,4 @@
-"""Real launches of two CPU ranks through the DeepSpeed launcher."""
+"""The losses of two CPU ranks at every ZeRO stage, and after a rank was killed in a real launch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,15 @@ from finlm.base.rundir import RunDir, locked
 from finlm.ops import launch
 from finlm.plan.plan import Plan
 
+from ranks import Ranks
+
 pytestmark = pytest.mark.slow
 
 
-def train(run: RunDir) -> list[dict[str, Any]]:
-    """Run to the end; the step rows."""
-    launch.run_ranks(run, Plan.read(run.plan))
-    return list(run.read_events("step"))
-
-
-@pytest.fixture(scope="module")
-def curves() -> dict[str, list[float]]:
-    """Losses by name, shared so that one reference run serves all comparisons."""
-    return {}
-
-
-def reference(make_run: Any, curves: dict[str, list[float]]) -> list[float]:
-    """The losses of the tiny recipe at ZeRO-1."""
-    if "reference" not in curves:
-        curves["reference"] = [row["loss"] for row in train(make_run())]
-    return curves["reference"]
+@pytest.fixture
+def expected(finished: tuple[RunDir, str]) -> list[float]:
+    """The losses of the tiny recipe at ZeRO-1, from `finlm train`."""
+    return [row["loss"] for row in finished[0].read_events("step")]
 
 
 @pytest.mark.parametrize(
@@ -51,40 +40,53 @@ def reference(make_run: Any, curves: dict[str, list[float]]) -> list[float]:
     ids=lambda value: " ".join(value).replace("zero.", ""),
 )
 def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
-    make_run: Any, curves: dict[str, list[float]], overrides: tuple[str, ...]
+    make_run: Any, ranks: Ranks, expected: list[float], overrides: tuple[str, ...]
 ) -> None:
-    expected = reference(make_run, curves)
     assert expected[-1] < expected[0] - 0.3
-    losses = [row["loss"] for row in train(make_run(*overrides))]
+    losses = [row["loss"] for row in ranks.train(make_run(*overrides))]
     assert losses == pytest.approx(expected, abs=1e-3)
 
 
-def test_two_runs_give_bit_identical_losses(make_run: Any, curves: dict[str, list[float]]) -> None:
-    expected = reference(make_run, curves)
-    assert [row["loss"] for row in train(make_run())] == expected
+def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expected: list[float]) -> None:
+    assert [row["loss"] for row in ranks.train(make_run())] == expected
 
 
-def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any) -> None:
-    base = train(make_run("train.steps=6", "batch.micro_batch=8"))
-    other = train(make_run("train.steps=6", "batch.micro_batch=4", ranks=1))
+def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any, ranks: Ranks) -> None:
+    base = ranks.train(make_run("train.steps=6", "batch.micro_batch=8"))
+    other = ranks.train(make_run("train.steps=6", "batch.micro_batch=4", ranks=1))
     assert [row["tokens"] for row in other] == [row["tokens"] for row in base]
     assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in base], abs=1e-4)
     assert [row["grad_norm"] for row in other] == pytest.approx([row["grad_norm"] for row in base], rel=1e-3)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_unequal_micro_batches_train_as_equal_ones(
+    make_run: Any, ranks: Ranks, finished: tuple[RunDir, str], stage: int
+) -> None:
+    run = make_run("batch.micro_batch={a: 3, b: 1}", f"zero.stage={stage}", names=("a", "b"))
+    plan = Plan.read(run.plan)
+    assert (plan.rank_micro_batches, plan.gradient_accumulation_steps) == ((3, 1), 4)  # 8 + 8 at once in the other
+    unequal, equal = ranks.train(run), list(finished[0].read_events("step"))
+    assert [row["tokens"] for row in unequal] == [row["tokens"] for row in equal]
+    assert [row["loss"] for row in unequal] == pytest.approx([row["loss"] for row in equal], abs=3e-6)
+    assert [row["grad_norm"] for row in unequal] == pytest.approx([row["grad_norm"] for row in equal], rel=3e-5)
+    held_out = [[row["loss"] for row in one.read_events("eval")] for one in (run, finished[0])]
+    assert held_out[0] == pytest.approx(held_out[1], abs=3e-6)
+
+
 def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
-    make_run: Any, curves: dict[str, list[float]]
+    make_run: Any, ranks: Ranks, expected: list[float]
 ) -> None:
     run = make_run()
     killer = threading.Thread(target=_kill_a_rank_after_the_checkpoint, args=(run,))
     killer.start()
     with pytest.raises(UserError, match="on localhost was killed by SIGKILL"):
-        train(run)
+        launch.run_ranks(run, Plan.read(run.plan))
     killer.join()
     assert not _ranks_of(run), "no rank is left behind"
     assert [step for step, _ in run.complete_checkpoints()] == [10]
-    rows = train(run)
-    assert [row["loss"] for row in rows if row["step"] > 10][-10:] == reference(make_run, curves)[10:]
+    rows = ranks.train(run)
+    assert [row["loss"] for row in rows if row["step"] > 10][-10:] == expected[10:]
 
 
 def test_a_run_cannot_be_started_twice_at_once(make_run: Any) -> None:

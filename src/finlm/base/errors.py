@@ -32,11 +32,23 @@ class UserError(Exception):
 
 
 class RunFailed(UserError):
-    """Training ended before its end; exit_code is that of the first rank that failed, 128 + N for signal N."""
+    """Training ended before its end; exit_code is that of the first rank that failed, 128 + N for signal N.
 
-    def __init__(self, problem: str, *, evidence: str = "", fix: str = "", exit_code: int = 1) -> None:
+    host: where, if that is known. is_final: the run ended itself, so starting it again leads to the same end.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        evidence: str = "",
+        fix: str = "",
+        exit_code: int = 1,
+        host: str = "",
+        is_final: bool = False,
+    ) -> None:
         super().__init__(problem, evidence=evidence, fix=fix)
-        self.exit_code = exit_code
+        self.exit_code, self.host, self.is_final = exit_code, host, is_final
 
 
 def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:

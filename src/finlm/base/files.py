@@ -77,6 +77,14 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
+def within(root: Path, name: str) -> Path:
+    """root / name, for a name that came from elsewhere. Raises ValueError when it leads out of root."""
+    path = root / name
+    if Path(name).is_absolute() or not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{name!r} leads out of {root}")
+    return path
+
+
 def tree_hash(root: Path, paths: Iterable[Path]) -> str:
     """Hex sha256 over (relative path, sha256) of the files, independent of their order."""
     lines = sorted(f"{path.relative_to(root).as_posix()} {sha256_file(path)}" for path in paths)

@@ -4,10 +4,12 @@ runs/<name>-<time>/
     recipe.yaml  plan.json  ds_config.json  manifest.json   written before launch, never changed
     origins.json  doctor.json  data.json   where values came from, findings before launch, document and token counts
     code/                    the source that runs
+    code.diff                its uncommitted changes, to read; absent without any
     env/<host>.env           KEY=VALUE lines applied on that host before torch is imported; <host> as in the hostfile
     events.jsonl             one object per step, evaluation, checkpoint or incident: the only source of numbers
     logs/<host>.<rank>.log
     checkpoints/step-N/      complete only when its manifest.json exists
+    continued/step-N/        the checkpoint of another run that this one goes on from; absent for most
     export/                  Hugging Face format
     diagnosis.json           why it failed, by ops.diagnose; absent while nothing did
     report.html
@@ -46,6 +48,7 @@ class RunDir:
     data = property(lambda self: self.path / "data.json")
     diagnosis = property(lambda self: self.path / "diagnosis.json")
     code = property(lambda self: self.path / "code")
+    code_diff = property(lambda self: self.path / "code.diff")
     env = property(lambda self: self.path / "env")
     events = property(lambda self: self.path / "events.jsonl")
     logs = property(lambda self: self.path / "logs")
@@ -76,10 +79,18 @@ class RunDir:
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of every checkpoint whose manifest exists, oldest first."""
-        found = []
-        for manifest in self.checkpoints.glob("step-*/manifest.json"):
-            found.append((int(manifest.parent.name.removeprefix("step-")), manifest.parent))
-        return sorted(found)
+        return _complete(self.checkpoints)
+
+    def continued_checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, directory) of what this run goes on from: the checkpoint of a run with another plan, or nothing."""
+        return _complete(self.path / "continued")
+
+
+def _complete(directory: Path) -> list[tuple[int, Path]]:
+    numbered = (
+        (path.parent.name.removeprefix("step-"), path.parent) for path in directory.glob("step-*/manifest.json")
+    )
+    return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
 def open_run(path: str | Path) -> RunDir:

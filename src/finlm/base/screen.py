@@ -23,6 +23,13 @@ class Advance(Protocol):
         """Move on by amount; `description` renames the bar."""
 
 
+class Board(Protocol):
+    """Redraws a block of the terminal."""
+
+    def __call__(self, done: float, rows: Sequence[tuple[str, str]]) -> None:
+        """done: share of the work, 0 to 1; rows: (name, value)."""
+
+
 def console() -> Console:
     """A console on stderr; 100 columns where it is not a terminal, so that logs wrap alike everywhere."""
     from rich.console import Console
@@ -42,6 +49,13 @@ def heading(text: str) -> None:
     console().print(Text(text, style="bold"))
 
 
+def painted(parts: Sequence[tuple[str, str]]) -> None:
+    """Stretches of text with their styles ("" = plain) as one paragraph."""
+    from rich.text import Text
+
+    console().print(Text.assemble(*parts))
+
+
 @contextmanager
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
     """A progress bar with elapsed and remaining time; one line at the start and one at the end when not a terminal."""
@@ -58,6 +72,32 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
             bar.update(task, advance=amount, description=description)
 
         yield advance
+
+
+@contextmanager
+def board(title: str) -> Iterator[Board | None]:
+    """A block of named values under a bar, redrawn in place with what is said above it; None when not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    with Live(console=console(), auto_refresh=False, transient=True) as live:
+
+        def draw(done: float, rows: Sequence[tuple[str, str]]) -> None:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(style="bold")
+            grid.add_row(f"{100 * done:.0f} %", ProgressBar(total=1.0, completed=done, width=40))
+            for name, value in rows:
+                style = "red" if name in ("incident", "quiet") else ""
+                grid.add_row(Text(name), Text(value, style, no_wrap=True, overflow="ellipsis"))
+            live.update(Panel(grid, title=Text(title), title_align="left", expand=False), refresh=True)
+
+        yield draw
 
 
 def _plain_progress(description: str, total: float | None, unit: str) -> Advance:
@@ -89,9 +129,10 @@ def fail(error: UserError) -> None:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Rows of words under a header, coloured on a terminal: green ok, yellow warn, red FAIL."""
     from rich.table import Table
+    from rich.text import Text
 
     styles = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
     grid = Table(*header, box=None, header_style="bold", pad_edge=False)
     for row in rows:
-        grid.add_row(*(f"[{styles[word]}]{word}[/]" if word in styles else word for word in row))
+        grid.add_row(*(Text(word, styles.get(word, "")) for word in row))  # Text: brackets in it are no markup
     console().print(grid)

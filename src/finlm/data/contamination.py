@@ -67,12 +67,13 @@ def read(paths: Sequence[Path]) -> Iterator[Question]:
                     )
                 for values in reader:
                     row = dict(zip(names, values, strict=False))
-                    yield _question(path.name, reader.line_num, row)
+                    yield question(path.name, reader.line_num, row)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"cannot read {path}", evidence=str(error), fix="give a CSV file in UTF-8") from None
 
 
-def _question(file: str, line: int, row: dict[str, str]) -> Question:
+def question(file: str, line: int, row: dict[str, str]) -> Question:
+    """A question from its columns: question, a, b, c, d."""
     options = " ".join(f"{name} {_spelled(row[name])}" for name in _OPTIONS if row.get(name))
     return Question(file, line, _spelled(row.get("question", "")), options)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from finlm.base import screen
 from finlm.data import workers
 from finlm.data.steps import Cache, Step
 from finlm.recipe.schema import Recipe
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 class Context:
@@ -25,6 +30,12 @@ class Context:
         if sentence and self.cache.build:
             screen.say(sentence)
         return count
+
+    def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[Result]:
+        """function of every task in the tasks' order, by the workers; they end with the iteration."""
+        used = min(self.processes, max(1, len(tasks)))
+        with workers.pool(used) as pool:
+            yield from workers.in_order(pool, used, function, tasks)
 
     def say(self, step: Step, text: str) -> None:
         """One line about a step; nothing when only looking for it."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import files
 from finlm.data import packing
 from finlm.data.shards import IGNORED, Ids, Rows, Shard, Shards
 
@@ -21,13 +20,13 @@ from finlm.data.shards import IGNORED, Ids, Rows, Shard, Shards
 class PackedRows:
     """Rows of sequence_length tokens, each the pieces of an index. The methods are those of shards.Rows."""
 
-    def __init__(self, shards: Sequence[Shard], index: Path) -> None:
-        about: dict[str, Any] = files.read_json(index / "manifest.json")
+    def __init__(self, shards: Sequence[Shard], index: Path | tuple[packing.Pieces, dict[str, Any]]) -> None:
+        pieces, about = index if isinstance(index, tuple) else packing.read(index)
         self.shards = list(shards)
         self.sequence_length: int = about["sequence_length"]
         self.sources: dict[str, int] = {item["source"]: item["rows"] for item in about["sources"]}
         # A block's last token has no label within the block; best_fit's rows have room for one token more than T.
-        self._pieces = packing.Pieces.read(index)
+        self._pieces = pieces
         self._starts = np.cumsum([0, *(shard.tokens for shard in self.shards)])
 
     def __len__(self) -> int:
@@ -67,6 +66,18 @@ class PackedRows:
                     number += 1
                     found[place, at + begin : at + end] = number
                 at += length
+        return found
+
+    def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
+        """(shard, first token, tokens) of what fills a row."""
+        found = []
+        for start, length in self._row(int(self._checked(np.array([row]))[0])):
+            number = int(np.searchsorted(self._starts, start, side="right")) - 1
+            while length > 0:
+                inner = start - int(self._starts[number])
+                count = min(length, self.shards[number].tokens - inner)
+                found.append((self.shards[number], inner, count))
+                start, length, number = start + count, length - count, number + 1
         return found
 
     def source_ranges(self) -> dict[str, range]:

@@ -31,7 +31,7 @@ from finlm.data.shards import Shard
 VERSION = 1
 BLOCK_DOCUMENTS = 1000  # documents that the released code concatenates at once
 
-Packing = Literal["blocks", "best_fit"]
+Packing = Literal["blocks", "best_fit", "single"]
 Longs = npt.NDArray[np.int64]
 
 
@@ -61,19 +61,10 @@ def index(shards_directory: Path, shards: Sequence[Shard], packing: Packing, seq
         return path
     for left_over in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run
         shutil.rmtree(left_over)
-    parts, sources = [], []
-    offset = 0  # of the source's first token over all shards
-    for name in dict.fromkeys(shard.source for shard in shards):
-        members = [shard for shard in shards if shard.source == name]
-        bounds = _bounds(members) + offset
-        make = best_fit if packing == "best_fit" else blocks
-        parts.append(make(bounds, sequence_length))
-        sources.append({"source": name, "rows": len(parts[-1].first) - 1, "tokens": int(parts[-1].length.sum())})
-        offset = int(bounds[-1])
-    about = {"packing": packing, "sequence_length": sequence_length, "version": VERSION, "sources": sources}
+    whole, about = in_memory(shards, packing, sequence_length)
     try:
         with files.new_directory(path) as temporary:
-            joined(parts).write(temporary)
+            whole.write(temporary)
             files.write_json(temporary / "manifest.json", about)
     except PermissionError as error:
         raise UserError(
@@ -82,6 +73,32 @@ def index(shards_directory: Path, shards: Sequence[Shard], packing: Packing, seq
             fix="copy the prepared data to where you may write, or set data.packing to concat, which needs no index",
         ) from None
     return path
+
+
+def read(path: Path) -> tuple[Pieces, dict[str, Any]]:
+    """(the rows, the manifest) of a finished index."""
+    return Pieces.read(path), files.read_json(path / "manifest.json")
+
+
+def in_memory(shards: Sequence[Shard], packing: Packing, sequence_length: int) -> tuple[Pieces, dict[str, Any]]:
+    """(the rows of these shards, the manifest of their index)."""
+    parts, sources = [], []
+    offset = 0  # of the source's first token over all shards
+    for name in dict.fromkeys(shard.source for shard in shards):
+        members = [shard for shard in shards if shard.source == name]
+        bounds = _bounds(members) + offset
+        parts.append(pieces(packing, bounds, sequence_length))
+        sources.append({"source": name, "rows": len(parts[-1].first) - 1, "tokens": int(parts[-1].length.sum())})
+        offset = int(bounds[-1])
+    about = {"packing": packing, "sequence_length": sequence_length, "version": VERSION, "sources": sources}
+    return joined(parts), about
+
+
+def pieces(packing: Packing, bounds: Longs, sequence_length: int) -> Pieces:
+    """The rows of one source whose documents start at bounds [documents + 1]; `single` = one document a row."""
+    if packing == "blocks":
+        return blocks(bounds, sequence_length)
+    return best_fit(bounds, sequence_length, together=packing == "best_fit")
 
 
 def blocks(bounds: Longs, sequence_length: int) -> Pieces:
@@ -93,8 +110,11 @@ def blocks(bounds: Longs, sequence_length: int) -> Pieces:
     return Pieces(start, np.full(len(start), sequence_length, dtype=np.int32), np.arange(len(start) + 1))
 
 
-def best_fit(bounds: Longs, sequence_length: int) -> Pieces:
-    """No document of at most T + 1 tokens is cut; bounds [documents + 1] are where documents start."""
+def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Pieces:
+    """No document of at most T + 1 tokens is cut; bounds [documents + 1] are where documents start.
+
+    With together=False no two documents share a row.
+    """
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.
     full = np.where(lengths > sequence_length + 1, (lengths - 1) // sequence_length, 0)
@@ -102,7 +122,10 @@ def best_fit(bounds: Longs, sequence_length: int) -> Pieces:
     rest_start = bounds[:-1] + full * sequence_length
     rest = lengths - full * sequence_length
     placed = np.flatnonzero(rest > 1)  # one token alone has no label
-    row, count = assign(rest[placed].astype(np.int32), sequence_length + 1)
+    if together:
+        row, count = assign(rest[placed].astype(np.int32), sequence_length + 1)
+    else:
+        row, count = np.arange(len(placed), dtype=np.int32), len(placed)
     order = np.lexsort((rest_start[placed], row))
     packed = Pieces(
         rest_start[placed][order],

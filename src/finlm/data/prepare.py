@@ -15,7 +15,7 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import chain, packed, show, vocab, vocab_extend
+from finlm.data import chain, dialogue_rows, lint_show, show, vocab, vocab_extend
 from finlm.data.shards import Shards
 from finlm.data.steps import Cache, NotPrepared
 from finlm.recipe.schema import Recipe
@@ -25,7 +25,7 @@ def run(recipe: Recipe) -> Path:
     """The recipe's shards directory with the index of its rows, prepared where it is not yet. Raises UserError."""
     if recipe.data.prepared is not None:
         directory = _given(recipe, recipe.data.prepared)
-        packed.rows(Shards(directory), recipe.batch.sequence_length, recipe.data.packing)
+        dialogue_rows.of(Shards(directory), recipe)
         return directory
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.locked():
@@ -48,14 +48,15 @@ def locate(recipe: Recipe) -> Path | None:
 
 
 def show_rows(recipe: Recipe, shards: Path, count: int) -> None:
-    """Print the first rows of the recipe's run as text on stderr."""
-    show.say_rows(recipe, Shards(shards), count)
+    """Print the first rows of the recipe's run, or of its dialogues, as text on stderr."""
+    (show.say_rows if recipe.stage == "pretrain" else lint_show.rows)(recipe, Shards(shards), count)
 
 
 def sizes(shards: Path) -> tuple[int, int]:
-    """(pieces of the tokenizer, training tokens) of a shards directory."""
+    """(pieces of the tokenizer, training tokens) of a shards directory; rows that are not packed count as full."""
     manifest = files.read_json(shards / "manifest.json")
-    return manifest["vocab_size"], sum(row["tokens"] for row in manifest["totals"]["train"].values())
+    tokens = sum(row["tokens"] for row in manifest["totals"]["train"].values())
+    return manifest["vocab_size"], manifest.get("train_tokens", tokens)
 
 
 def summary(shards: Path, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _given(recipe: Recipe, prepared: str) -> Path:
     """data.prepared after its checks. Raises UserError when it is incomplete or belongs to another tokenizer."""
     directory = Path(prepared).expanduser()
     shards = Shards(directory)
-    if recipe.tokenizer.path is not None:
+    if recipe.stage == "pretrain" and recipe.tokenizer.path is not None:
         tokenizer = Path(recipe.tokenizer.path).expanduser()
         vocab.load(tokenizer)
         found, wanted = vocab.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]

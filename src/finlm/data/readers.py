@@ -21,6 +21,7 @@ from finlm.data import streams
 from finlm.data.sources import Input
 
 BLOCK_BYTES = 8 * 2**20
+WHOLE_ROW = ""  # as an input's text_field: all columns of a table
 _ARROW_ROWS = 64  # decoded at once: few, as one may be a book
 
 Kind = Literal["jsonl", "lines", "files", "arrow"]
@@ -124,6 +125,8 @@ def _batches(item: Input, path: Path) -> Iterator[Any]:
 
 def _columns(item: Input, path: Path, names: list[str]) -> list[str]:
     """The columns that hold the text and the counted fields: whole names, or what stands before the first dot."""
+    if item.text_field == WHOLE_ROW:
+        return names
     wanted = {name if name in names else name.partition(".")[0] for name in (item.text_field, *item.meta.values())}
     if item.text_field not in names and item.text_field.partition(".")[0] not in names:
         raise UserError(

@@ -144,6 +144,12 @@ class Rows:
                 found[place, offset - start : stop - start] += 1
         return found
 
+    def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
+        """(shard, first token, tokens) of what fills a row."""
+        (shard,), (number,) = self._locate(np.array([row]))
+        start = int(number) * self.sequence_length
+        return [(self.shards[shard], start, min(self.sequence_length, int(self._labels[shard]) - start))]
+
     def source_ranges(self) -> dict[str, range]:
         """Row ids of each source."""
         ranges: dict[str, range] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from finlm.base import screen
-from finlm.data import mixture, packed, vocab
+from finlm.data import dialogue_rows, mixture, packed, vocab
 from finlm.data.shards import IGNORED, Rows, Shards
 from finlm.recipe.schema import Recipe
 
@@ -32,7 +32,7 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
 def reading(recipe: Recipe, shards: Shards) -> dict[str, Any]:
     """How a run reads the shards: {packing, rows, sources: [{source, tokens, share, epochs, share_by_part}]}."""
     length = recipe.batch.sequence_length
-    rows = packed.rows(shards, length, recipe.data.packing)
+    rows = dialogue_rows.of(shards, recipe)
     ranges = rows.source_ranges()
     run_rows = max(1, run_tokens(recipe, shards) // length)
     if recipe.data.mixture:
@@ -45,7 +45,8 @@ def reading(recipe: Recipe, shards: Shards) -> dict[str, Any]:
     if not recipe.data.mixture:
         epochs = run_rows / max(1, len(rows))
         sources = [row | {"tokens": round(row["tokens"] * epochs), "epochs": epochs} for row in sources]
-    return {"packing": recipe.data.packing, "sequence_length": length, "rows": len(rows), "sources": sources}
+    how = dialogue_rows.how(recipe) if "stage" in shards.manifest else recipe.data.packing
+    return {"packing": how, "sequence_length": length, "rows": len(rows), "sources": sources}
 
 
 def say_reading(about: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base.errors import UserError
-from finlm.data import contamination, documents, sources, workers
+from finlm.data import contamination, documents, sources
 from finlm.data.context import Context
 from finlm.data.steps import NotPrepared, Step
 
@@ -32,15 +32,11 @@ def run(context: Context, read: Step) -> Step | None:
         contamination.Index.of(questions).save(index)
         chunks = list(documents.chunks(read.path, read.manifest))
         tasks = [contamination.Task(chunk.path, index) for chunk in chunks]
-        used = min(context.processes, max(1, len(tasks)))
         found: list[int] = []
         by_source: Counter[str] = Counter()
         asked: set[int] = set()
-        with (
-            (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger,
-            workers.pool(used) as pool,
-        ):
-            for chunk, hits in zip(chunks, workers.in_order(pool, used, contamination.of_chunk, tasks), strict=True):
+        with (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger:
+            for chunk, hits in zip(chunks, context.map(contamination.of_chunk, tasks), strict=True):
                 for hit in hits:
                     question = questions[hit["question"]]
                     asked.add(hit["question"])

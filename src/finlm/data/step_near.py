@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import units
-from finlm.data import dedup, documents, near, near_signatures, near_verify, workers
+from finlm.data import dedup, documents, near, near_signatures, near_verify
 from finlm.data.context import Context
 from finlm.data.steps import Step
 
@@ -57,11 +57,9 @@ def labels(step: Step | None) -> npt.NDArray[np.uint32] | None:
 def _signatures(context: Context, read: Step) -> Step:
     def make(directory: Path) -> dict[str, Any]:
         paths = [chunk.path for chunk in documents.chunks(read.path, read.manifest)]
-        used = min(context.processes, max(1, len(paths)))
         writer = near.Writer(directory)
-        with workers.pool(used) as pool:
-            for signatures, keys in workers.in_order(pool, used, near_signatures.of_chunk, paths):
-                writer.append(signatures, keys)
+        for signatures, keys in context.map(near_signatures.of_chunk, paths):
+            writer.append(signatures, keys)
         writer.close()
         return {"documents": writer.documents}
 

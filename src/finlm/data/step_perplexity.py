@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from finlm.base import units
 from finlm.base.errors import UserError
-from finlm.data import clean, documents, language_model, ngrams, parsing, readers, sources, workers
+from finlm.data import clean, documents, language_model, ngrams, parsing, readers, sources
 from finlm.data.context import Context
 from finlm.data.sources import Input
 from finlm.data.steps import NotPrepared, Step
@@ -35,9 +35,7 @@ def run(context: Context, read: Step) -> Step | None:
 
     def make(directory: Path) -> dict[str, Any]:
         tasks = [Task(chunk.path, model.path / "model.npz") for chunk in documents.chunks(read.path, read.manifest)]
-        used = min(context.processes, max(1, len(tasks)))
-        with workers.pool(used) as pool:
-            parts = [*workers.in_order(pool, used, of_chunk, tasks), np.empty(0, dtype=np.float32)]
+        parts = [*context.map(of_chunk, tasks), np.empty(0, dtype=np.float32)]
         np.save(directory / "log.npy", np.concatenate(parts))
         return {"mean": model.manifest["mean"], "deviation": model.manifest["deviation"]}
 

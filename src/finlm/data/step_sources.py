@@ -10,6 +10,7 @@ from finlm.data import sources
 from finlm.data.context import Context
 from finlm.data.sources import Input, Split
 from finlm.data.steps import NotPrepared, Step
+from finlm.recipe import parents
 from finlm.recipe.schema_data import Synthetic
 
 SYNTHETIC_SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -35,14 +36,19 @@ def inputs(context: Context) -> list[Input]:
 
 
 def synthetic(context: Context, settings: Synthetic) -> Step:
-    """The embedded corpus on disk."""
+    """The embedded corpus on disk: documents, dialogues, or for the stages that learn from preferences pairs."""
+    kind = "dialogues" if settings.dialogues else "documents"
+    if context.recipe.stage in parents.PREFERENCE:
+        kind = "pairs"
 
     def make(directory: Path) -> dict[str, Any]:
-        from finlm.data import synthetic  # only recipes without files of their own load the generator
+        from finlm.data import synthetic, synthetic_dialogues, synthetic_pairs  # only recipes without own files do
 
+        writers = {"documents": synthetic.write, "dialogues": synthetic_dialogues.write, "pairs": synthetic_pairs.write}
+        write = writers[kind]
         written = {
-            "train": synthetic.write(directory / "train", settings.size, settings.seed, "train"),
-            "held_out": synthetic.write(directory / "held_out", settings.held_out_size, settings.seed, "held_out"),
+            "train": write(directory / "train", settings.size, settings.seed, "train"),
+            "held_out": write(directory / "held_out", settings.held_out_size, settings.seed, "held_out"),
         }
         return {"files": {split: {name: p.name for name, p in paths.items()} for split, paths in written.items()}}
 
@@ -52,7 +58,7 @@ def synthetic(context: Context, settings: Synthetic) -> Step:
         "size": settings.size,
         "held_out_size": settings.held_out_size,
         "seed": settings.seed,
-    }
+    } | ({} if kind == "documents" else {"kind": kind})
     step = context.cache.step("synthetic", depends_on, make, settings.size + settings.held_out_size)
     context.say(step, f"{units.format_bytes(settings.size)} about fictional companies, seed {settings.seed}")
     return step

@@ -46,11 +46,11 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
     size_bytes is the UTF-8 text of all four together, met within 2 % from 1 MB on. Each file appears under its name
     only when it is whole. Raises UserError for a size below 100 KB.
     """
-    archive = _archive(size_bytes, seed, split)
+    about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
     paths = {source: directory / f"{source}.jsonl.gz" for source in SOURCES}
     for source, path in paths.items():
-        _write_one(path, _lines(source, _rows(source, size_bytes, seed, archive)))
+        _write_one(path, _lines(source, _rows(source, size_bytes, seed, about)))
     return paths
 
 
@@ -59,7 +59,7 @@ def documents(source: str, size_bytes: int, seed: int, split: str) -> Iterator[d
     size_bytes is the size of all four sources. Raises UserError for a size below 100 KB or an unknown name."""
     if source not in SOURCES:
         raise UserError(f"no synthetic source {source!r}", fix=f"use one of {', '.join(SOURCES)}")
-    for text, meta in _rows(source, size_bytes, seed, _archive(size_bytes, seed, split)):
+    for text, meta in _rows(source, size_bytes, seed, archive(size_bytes, seed, split)):
         yield {"text": text, "meta": {"source": source, **meta}}
 
 
@@ -69,7 +69,8 @@ def company_count(size_bytes: int) -> int:
     return min(GROUP * max(2, min(by_root, size_bytes // 80_000)), MAX_COMPANIES)
 
 
-def _archive(size_bytes: int, seed: int, split: str) -> Archive:
+def archive(size_bytes: int, seed: int, split: str) -> Archive:
+    """The half of the world that a corpus of that size is about. Raises UserError for a size below 100 KB."""
     if size_bytes < MIN_BYTES:
         raise UserError(f"{size_bytes:,} bytes are too few for a synthetic corpus", fix="ask for at least 100KB")
     if split not in SPLITS:

@@ -28,7 +28,7 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
         model,
         loaded.shards,
         loaded.plan.sequence_length,
-        loaded.plan.micro_batch,
+        (loaded.plan.micro_batch,),
         loaded.recipe.eval.max_tokens_per_source,
         device,
         loaded.recipe.data.document_masks,

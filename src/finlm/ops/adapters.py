@@ -63,6 +63,16 @@ class Job:
             )
         return counts.pop()
 
+    def slots_anywhere(self, launcher: str) -> int:
+        """As slots, for a launcher that numbers the hosts itself. Raises UserError when it matters which is which."""
+        if len(set(self.plan.rank_micro_batches)) > 1:
+            raise UserError(
+                f"{launcher} chooses which host has which ranks, but their micro-batches differ",
+                evidence=", ".join(f"{host.name} {host.micro_batch} rows" for host in self.plan.hosts),
+                fix="use --print torchrun, or one number for batch.micro_batch",
+            )
+        return self.slots(launcher)
+
 
 Made = tuple[dict[str, str], list[str]]
 """Texts by file name, and the commands; `{here}` stands for the directory of the files."""
@@ -116,7 +126,7 @@ def accelerate(job: Job) -> Made:
 
 def slurm(job: Job) -> Made:
     """An sbatch script: one task a rank, Slurm chooses the nodes; all tasks end when one fails."""
-    slots, nodes = job.slots("Slurm"), len(job.hosts.hosts)
+    slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
     log = job.run.path / "logs" / "slurm-%j.log"
     header: dict[str, object] = {
         "job-name": job.recipe.name,
@@ -144,7 +154,7 @@ def slurm(job: Job) -> Made:
 
 def k8s(job: Job) -> Made:
     """A Kubeflow PyTorchJob (kubeflow.org/v1); image and volume claim are this cluster's and to be filled in."""
-    slots, nodes = job.slots("PyTorchJob"), len(job.hosts.hosts)
+    slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
     env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this name
@@ -180,7 +190,7 @@ def k8s(job: Job) -> Made:
 
 def ray(job: Job) -> Made:
     """A script for the head node of a Ray cluster: one worker a rank, each with a GPU (or CPU) of its own."""
-    slots = job.slots("Ray")
+    slots = job.slots_anywhere("Ray")
     env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
     line = [sys.executable, "-m", "finlm.ops.ray_job", str(job.run.path), str(len(job.hosts.hosts)), str(slots)]
     line += ["--gpu"] if job.plan.device == "cuda" else []

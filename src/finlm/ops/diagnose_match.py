@@ -161,8 +161,9 @@ def _lines_before(log: Log, hit: Hit, lines: int = 25) -> str:
 
 def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], lang: str) -> Finding:
     signature, hit = candidate.signature, candidate.hit
-    text = {key: value.get(lang, value["en"]) for key, value in signature.text.items()}
     level = candidate.pattern.level if signature.id != "unknown" else "unknown"
+    wordings = signature.text | (signature.unsure if level == "symptom" else {})
+    text = {key: value.get(lang, value["en"]) for key, value in wordings.items()}
     own = [candidate, *(c for c in candidates if c.signature.id == signature.id)]
     facts: dict[str, str] = {}
     for match in (c.match for c in own):

@@ -98,9 +98,15 @@ def _interface(run: Run, finding: Finding) -> tuple[str, str] | None:
 
 
 def _gpu_memory(run: Run, _: Finding) -> tuple[str, str] | None:
-    micro = run.value("batch.micro_batch") or 0
+    micro = run.value("batch.micro_batch") or 1
+    rows = {host["gpu"] or host["name"]: host.get("micro_batch", 1) for host in run.plan.get("hosts", ())}
+    if isinstance(micro, dict) or len(set(rows.values())) > 1:
+        micro = micro if isinstance(micro, dict) else rows
+        fewer: Any = {name: max(1, int(count) // 2) for name, count in micro.items()}
+    else:
+        fewer = max(1, int(micro) // 2)
     ladder = [
-        ("batch.micro_batch", micro, max(1, int(micro) // 2)) if int(micro) > 1 else None,
+        ("batch.micro_batch", micro, fewer),
         ("train.recompute", run.value("train.recompute"), "full"),
         ("zero.stage", run.value("zero.stage"), 3),
         ("zero.offload_optimizer", run.value("zero.offload_optimizer"), "cpu"),

@@ -41,6 +41,7 @@ class Signature:
 
     id: str
     text: dict[str, Any]
+    unsure: dict[str, Any]  # title and explanation when only symptoms are seen
     patterns: tuple[Pattern, ...]
     facts: tuple[str, ...]
     doctor: str | None
@@ -112,6 +113,7 @@ def _signature(entry: dict[str, Any]) -> Signature:
     return Signature(
         id=entry["id"],
         text={key: entry[key] for key in ("title", "explain", "fix", "confirm")},
+        unsure=entry.get("unsure", {}),
         patterns=tuple(patterns),
         facts=tuple(entry.get("facts", ())),
         doctor=entry.get("doctor"),

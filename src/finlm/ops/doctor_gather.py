@@ -35,6 +35,7 @@ _NO_PYTHON = 3
 _FIND_PYTHON = 'cd / || exit; for p in "$@"; do command -v "$p" > /dev/null 2>&1 && exec "$p" -; done; exit 3'
 
 Facts = dict[str, Any]
+Programs = dict[str, tuple[str, list[str]]]  # source and arguments of what runs on a host
 
 
 def gather(
@@ -58,6 +59,17 @@ def gather(
             return _ask(recipe, host, programs, local[host.name], accept_new)
 
         return dict(zip(names, pool.map(ask, cluster.hosts), strict=True))
+
+
+def hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict[str, Facts]:
+    """As gather, but only what a plan is made from: `memory` and `gpu` of every host."""
+    programs: Programs = {"host": (_source(probe), ["--only=memory"]), "gpu": (_source(probe_gpu), [])}
+    with ThreadPoolExecutor(len(cluster.hosts)) as pool:
+
+        def ask(host: Host) -> Facts:
+            return _ask(recipe, host, programs, is_here(host), accept_new)
+
+        return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
 
 
 def is_here(host: Host) -> bool:
@@ -95,11 +107,11 @@ def _peer(host: Host, local: bool) -> dict[str, Any]:
 
 def _programs(
     recipe: Recipe, plan: Plan, host: Host, runs: Path, trees: Sequence[Tree], meeting: _Meeting | None
-) -> dict[str, tuple[str, list[str]]]:
-    """Name -> (source, arguments) of what runs on a host."""
+) -> Programs:
+    """What runs on a host."""
     roles = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
     disks = [f"--disk={role}={places.there(path, host.access)}" for role, path in roles.items()]
-    programs = {
+    programs: Programs = {
         "host": (_source(probe), disks),
         "gpu": (_source(probe_gpu), ["--torch"] if plan.device == "cuda" else []),
     }
@@ -115,7 +127,7 @@ def _source(module: Any) -> str:
     return Path(module.__file__).read_text(encoding="utf-8")
 
 
-def _ask(recipe: Recipe, host: Host, programs: dict[str, Any], local: bool, accept_new: bool) -> Facts:
+def _ask(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new: bool) -> Facts:
     wanted = places.python(host.access)
     env = {**recipe.env, **host.access.env}
     request = {"env": env, "seconds": PROGRAM_SECONDS, "programs": programs}

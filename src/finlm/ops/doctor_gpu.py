@@ -29,7 +29,7 @@ def of_gpus(plan: Plan, host: Host, facts: Mapping[str, Any]) -> Iterator[Fault]
     yield from _driver(plan, host, gpu)
     if plan.device == "cuda":
         devices = used(host, gpu)
-        yield from _memory(plan, devices)
+        yield from _memory(_needed(plan, host), devices)
         yield from _health(devices, gpu)
         yield from _precision(plan, devices)
         yield from _nccl(facts)
@@ -80,13 +80,18 @@ def used(host: Host, gpu: Mapping[str, Any]) -> list[Device]:
     return (visible(gpu) or [])[: host.slots]
 
 
-def _memory(plan: Plan, devices: Sequence[Device]) -> Iterator[Fault]:
-    full = [one for one in devices if one["memory_free"] is not None and one["memory_free"] < plan.gpu_bytes]
+def _needed(plan: Plan, host: Host) -> int:
+    """Bytes the plan needs on a GPU of this host."""
+    return next((one.gpu_bytes for one in plan.hosts if one.name == host.name), plan.gpu_bytes)
+
+
+def _memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
+    full = [one for one in devices if one["memory_free"] is not None and one["memory_free"] < needed]
     fix = "end those processes, choose other GPUs with CUDA_VISIBLE_DEVICES, or plan for less memory with --gpu"
     if full:
         lines = [
             f"GPU {one['index']} ({one['name']}): {format_bytes(one['memory_free'])} free of "
-            f"{format_bytes(one['memory_total'])}, the plan needs {format_bytes(plan.gpu_bytes)}{_holders(one)}"
+            f"{format_bytes(one['memory_total'])}, the plan needs {format_bytes(needed)}{_holders(one)}"
             for one in full
         ]
         yield "gpu-memory", "error", "\n".join(lines), fix

@@ -7,18 +7,22 @@ here then lists them all. The hosts' copies stay.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from finlm.base import files, screen
+from finlm.base.checkpoints import MANIFEST, Manifest, Part, faults
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
 from finlm.ops import rsync, ssh
 from finlm.ops.places import there
 from finlm.recipe.cluster import Cluster, Host
+
+THREADS = 8
 
 
 def checkpoint(run: RunDir, hosts: Cluster, step: int, accept_new: bool = False) -> Path:
@@ -30,39 +34,46 @@ def checkpoint(run: RunDir, hosts: Cluster, step: int, accept_new: bool = False)
     directory.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(16) as pool:
         parts = list(pool.map(lambda host: _pull(directory, host, accept_new), remote))
-    own = directory / "manifest.json"
-    listed = files.read_json(own)["files"] if own.exists() else {}
-    size = sum(entry["bytes"] for part in parts for entry in part.values())
-    for part in parts:
-        listed |= part
-    files.write_json(own, {"step": step, "files": dict(sorted(listed.items()))})
+    own = [Manifest.read(directory)] if (directory / MANIFEST).exists() else []
+    layouts = {part.layout for part in (*own, *parts)}
+    if len(layouts) > 1:
+        raise UserError(
+            f"the hosts' parts of {directory.name} are of different runs or plans",
+            evidence=", ".join(sorted(map(str, layouts))),
+            fix="remove it on the host whose part is old",
+        )
+    listed = {name: part for each in (*own, *parts) for name, part in each.files.items()}
+    whole = dataclasses.replace(parts[0], files=dict(sorted(listed.items())))
+    files.write_json(directory / MANIFEST, whole.to_json())
+    size = sum(part.bytes for part in parts)
     screen.say(f"step {step}: {format_bytes(size)} of checkpoint gathered from {', '.join(h.name for h in remote)}")
     return directory
 
 
-def _pull(directory: Path, host: Host, accept_new: bool) -> dict[str, dict[str, Any]]:
-    """Files that the host's manifest lists, pulled and proved; the manifest's entries."""
+def _pull(directory: Path, host: Host, accept_new: bool) -> Manifest:
+    """The host's manifest after the files it lists were pulled and proved. It may name no file outside."""
     far = there(directory, host.access)
-    read = ssh.run(host.destination, ["cat", str(far / "manifest.json")], accept_new=accept_new, check=False)
+    read = ssh.run(host.destination, ["cat", str(far / MANIFEST)], accept_new=accept_new, check=False)
     if read.code:
         raise UserError(
             f"{host.name} has no complete part of the checkpoint {directory.name}",
             evidence=ssh.last_lines(read.stderr),
             fix="run the same command again: it goes on from the last checkpoint that all hosts have",
         )
-    listed: dict[str, dict[str, Any]] = json.loads(read.stdout)["files"]
-    wanted = {name: entry for name, entry in listed.items() if not _is_equal(directory / name, entry)}
-    rsync.fetch(host.destination, far, directory, list(wanted), accept_new=accept_new)
-    wrong = [name for name, entry in wanted.items() if not _is_equal(directory / name, entry)]
+    manifest = Manifest.from_json(json.loads(read.stdout), f"{host.name}:{far / MANIFEST}")
+    wanted = _differing(directory, manifest.files)
+    for name in wanted:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    rsync.fetch(host.destination, far, directory, wanted, accept_new=accept_new)
+    wrong = _differing(directory, {name: manifest.files[name] for name in wanted})
     if wrong:
         raise UserError(
             f"{len(wrong)} files of {directory.name} differ from what {host.name} wrote",
             evidence="\n".join(wrong[:10]),
             fix=f"run the same command again; the same files again mean a failing disk or memory on {host.name}",
         )
-    return listed
+    return manifest
 
 
-def _is_equal(path: Path, entry: dict[str, Any]) -> bool:
-    equal_size = path.is_file() and path.stat().st_size == entry["bytes"]
-    return equal_size and files.sha256_file(path) == entry["sha256"]
+def _differing(directory: Path, parts: Mapping[str, Part]) -> list[str]:
+    return [name for name, part in parts.items() if faults(directory, {name: part}, THREADS)]

@@ -13,33 +13,26 @@ from __future__ import annotations
 
 import functools
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from finlm.base import files, screen
 from finlm.base.errors import RunFailed, UserError
 from finlm.base.rundir import RunDir, locked, write_host_env
-from finlm.ops import launch_watch, places, ssh, sync
+from finlm.ops import launch_follow, launch_stop, places, ssh, sync
 from finlm.ops.doctor_trees import model_path
 from finlm.ops.launch_env import host_env
 from finlm.ops.launch_session import Session
-from finlm.ops.launch_watch import Progress
 from finlm.ops.places import there
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.cluster import Cluster, Host
-from finlm.recipe.schema import Launch, Recipe
+from finlm.recipe.schema import Recipe
 
-POLL_SECONDS = 0.1
-PING_SECONDS = 2.0
 END_SECONDS = 12.0
-EXIT_SECONDS = 60.0  # from the trainer's end event to the end of its processes
-SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.json", "code")
+SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.json", "code", "continued")
 
 
 def run_ranks(
@@ -63,9 +56,9 @@ def run_ranks(
         seen = run.events.stat().st_size if run.events.exists() else 0
         former = {str(path): _lines(path) for path in run.logs.glob("*.log")}
         try:
-            with _ended(sessions):
+            with launch_stop.noted() as stop, _ended(sessions):
                 _start(run, plan, recipe, hosts, sessions, network or {}, accept_new)
-                _follow(run, plan, sessions, recipe.launch, seen)
+                launch_follow.follow(run, plan, sessions, recipe.launch, seen, stop)
         except RunFailed as failure:
             raise _diagnosed(run, failure, former) from None
 
@@ -86,11 +79,11 @@ def _sessions(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> 
         names = [host.destination for host in remote]
         results = sync.sync(run.path, names, names=SYNCED, data=data, there=places, accept_new=accept_new)
         status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
-    sessions, first = [], 0
+    sessions, first, patience = [], 0, recipe.launch.outage_seconds
     for node, host in enumerate(hosts.hosts):
         ranks = range(first, first + host.slots)
-        found = status[host.name]
-        sessions.append(Session(host, node, ranks, local=found == "this machine", stream=found == "equal"))
+        local, copied = status[host.name] == "this machine", status[host.name] == "equal"
+        sessions.append(Session(host, node, ranks, local=local, stream=copied, patience=patience))
         first += host.slots
     return sessions
 
@@ -158,7 +151,6 @@ def _addresses(sessions: Sequence[Session]) -> dict[str, str]:
 @contextmanager
 def _ended(sessions: Sequence[Session]) -> Iterator[None]:
     """Whatever happens in the block, no process of the run is left on a host that can be reached after it."""
-    previous = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
@@ -167,48 +159,6 @@ def _ended(sessions: Sequence[Session]) -> Iterator[None]:
         deadline = time.monotonic() + END_SECONDS
         for session in sessions:
             session.release(deadline)
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminated(*_: object) -> None:
-    screen.say("terminated; the same command resumes from the last complete checkpoint")
-    sys.exit(128 + signal.SIGTERM)
-
-
-def _follow(run: RunDir, plan: Plan, sessions: Sequence[Session], limits: Launch, seen: int) -> None:
-    """Show events behind the first `seen` bytes until the run is over. Raises RunFailed, recorded as an incident."""
-    progress, status, next_ping = Progress(time.monotonic()), "", 0.0
-    events = _events(run, seen)
-    with screen.progress("training", plan.steps, "") as advance:
-        while True:
-            now = time.monotonic()
-            over = all(session.code is not None for session in sessions)  # asked first: no event comes after it
-            for event in next(events):
-                status = _show(event, plan, advance, progress, now) or status
-            if status == "finished":
-                if over or progress.since(now) > EXIT_SECONDS:
-                    return
-            elif launch_watch.in_trouble(sessions, now):
-                launch_watch.settle(sessions, now)
-                raise _failed(run, progress, launch_watch.cause(run, sessions, progress, time.monotonic()))
-            elif launch_watch.is_stalled(progress, limits, now):
-                raise _failed(run, progress, launch_watch.stalled(run, sessions, progress, limits, now))
-            elif over:
-                words = progress.words(now)
-                raise _failed(
-                    run, progress, RunFailed(f"training ended with status {status or 'none'}", evidence=words)
-                )
-            if now > next_ping:
-                next_ping = now + PING_SECONDS
-                for session in sessions:
-                    session.say(do="ping")
-            time.sleep(POLL_SECONDS)
-
-
-def _failed(run: RunDir, progress: Progress, failure: RunFailed) -> RunFailed:
-    """The failure, recorded."""
-    run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
-    return failure
 
 
 def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
@@ -221,6 +171,8 @@ def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> Ru
         failure.fix += f"\nthe logs could not be diagnosed: {error}"
         return failure
     new = [finding for finding in found if finding.fatal and finding.line > former.get(finding.file, 0)]
+    if failure.exit_code != 128 + signal.SIGTERM:  # then it was this process that ended the other ranks
+        new = [finding for finding in new if finding.cause != "sigterm_preempted"]
     if new:
         top = new[0]
         where = f"{Path(top.file).name}:{top.line}"
@@ -231,39 +183,3 @@ def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> Ru
 def _lines(path: Path) -> int:
     with path.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _show(event: dict[str, Any], plan: Plan, advance: screen.Advance, progress: Progress, now: float) -> str:
-    """Show one event; the status of an end event, else nothing."""
-    progress.at = now
-    if event["kind"] == "start" and event["step"]:
-        progress.step = event["step"]
-        advance(event["step"])
-    elif event["kind"] == "step":
-        progress.step, progress.stepped = event["step"], True
-        advance(1, f"step {event['step']}/{plan.steps}  {_describe(event)}")
-    elif event["kind"] == "eval":
-        screen.say(f"step {event['step']}: held-out loss {event['loss']:.4f}")
-    elif event["kind"] == "incident":
-        screen.say(f"step {event['step']}: {event['what']}: {event['detail']}")
-    elif event["kind"] == "end":
-        return str(event["status"])
-    return ""
-
-
-def _describe(event: dict[str, Any]) -> str:
-    loss = "loss –" if event["loss"] is None else f"loss {event['loss']:.4f}"
-    return f"{loss}  {event['tokens_per_second']:,.0f} tokens/s"
-
-
-def _events(run: RunDir, offset: int) -> Iterator[list[dict[str, Any]]]:
-    """The events that were added to events.jsonl since the last look, again and again."""
-    while True:
-        block = b""
-        if run.events.exists():
-            with run.events.open("rb") as file:
-                file.seek(offset)
-                block = file.read()
-        complete = block[: block.rfind(b"\n") + 1]
-        offset += len(complete)
-        yield list(files.parse_json_lines(complete.splitlines()))

@@ -80,6 +80,9 @@ def main() -> None:
     if request is None:
         os._exit(1)
     processes.adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A scheduler sends them to every process; the ranks need their agent alive until their checkpoint is written.
+        signal.signal(number, lambda *_: None)
     run = rundir.RunDir(Path(request["run"]))
     lock = _lock(run, request["host"])
     line.say("hello", locked=lock is not None, **launch_reach.facts(request["port"]))
@@ -147,20 +150,29 @@ def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> 
 def _follow(request: dict[str, Any], line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
     """Beat, and watch ranks and head until the launcher has ended or has to; then end what is left and say so."""
     ranks = launch_ranks.Ranks(launcher.pid, request["slots"])
-    next_beat = 0.0
+    next_beat, kills_before = 0.0, launch_ranks.oom_kills()
+
+    def beat() -> None:
+        kills = launch_ranks.oom_kills()
+        killed = None if kills is None or kills_before is None else kills - kills_before
+        free = shutil.disk_usage(request["run"]).free
+        line.say("beat", ranks=ranks.states(), free_bytes=free, oom_kills=killed)
+
     while launcher.poll() is None and line.open and time.monotonic() - line.heard < request["patience"]:
         wish = line.next(TICK_SECONDS)
         if wish and wish["do"] == "stacks":
             ranks.signal(signal.SIGUSR1)
+        elif wish and wish["do"] == "stop":
+            ranks.signal(signal.Signals(wish["signal"]))
         elif wish and wish["do"] == "end":
             break
         for rank, status in ranks.look():
             line.say("rank", rank=rank, code=status)
         if time.monotonic() > next_beat:
-            line.say("beat", ranks=ranks.states(), free_bytes=shutil.disk_usage(request["run"]).free)
+            beat()
             next_beat = time.monotonic() + BEAT_SECONDS
     code = launcher.poll()
-    line.say("beat", ranks=ranks.states(), free_bytes=shutil.disk_usage(request["run"]).free)
+    beat()
     for rank, status in ranks.look():
         line.say("rank", rank=rank, code=status)
     end_all(launcher, ranks)

@@ -9,6 +9,9 @@ from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Host
 from finlm.recipe.schema import Recipe
 
+# Read when CUDA and NCCL start. A ring adds in the order of the ranks; trees and the switches of NVLink may not.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+
 
 def host_env(
     recipe: Recipe, plan: Plan, host: Host, cores: int | None = None, network: Mapping[str, str] | None = None
@@ -25,4 +28,6 @@ def host_env(
     else:
         env["OMP_NUM_THREADS"] = "4" if plan.offload_optimizer == "none" else "16"
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if recipe.train.deterministic:
+            env |= DETERMINISTIC
     return env | dict(network or {}) | recipe.env | host.access.env

@@ -74,6 +74,15 @@ def reap(launcher: int) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def oom_kills() -> int | None:
+    """Processes the kernel has killed for memory since it booted, in cgroups too; None where it does not count them."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
 def as_signal(code: int) -> int:
     """The launcher exits with 256 - N when a rank died of signal N; -N again, as subprocess writes it."""
     return code - 256 if code > 128 + 64 else code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -16,25 +17,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.ops import launch_agent, ssh
 from finlm.recipe.cluster import Host
 
-LOST_SECONDS = 40.0  # silence after which either end gives the other up; shorter outages pass unnoticed
 HELLO_SECONDS = 30.0
 
 
 class Session:
-    """One host of a run. Times are time.monotonic() of this machine."""
+    """One host of a run. Times are time.monotonic() of this machine.
 
-    def __init__(self, host: Host, node: int, ranks: range, *, local: bool, stream: bool) -> None:
-        self.host, self.node, self.ranks = host, node, ranks
+    patience: seconds of silence (launch.outage_seconds) after which either end gives the other up. TCP sends again at
+    doubling intervals: after 60 s without a network the ranks went on 107 s after its loss, and ssh a little later.
+    """
+
+    def __init__(self, host: Host, node: int, ranks: range, *, local: bool, stream: bool, patience: float) -> None:
+        self.host, self.node, self.ranks, self.patience = host, node, ranks, patience
         self.local, self.stream = local, stream
         self.hello: dict[str, Any] = {}
         self.refused = ""
         self.heard = time.monotonic()
         self.free_bytes: int | None = None  # on the disk of the run directory
+        self.oom_kills: int | None = None  # processes the host's kernel has killed for memory since the ranks started
         self.states: dict[str, str] = {}
         self.exits: list[tuple[float, int, int]] = []  # when, rank, exit code (signals negative)
         self.code: int | None = None  # the launcher's, once it has ended
@@ -55,7 +61,7 @@ class Session:
             path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
             line, env = [python, *agent], os.environ | {"PYTHONPATH": path}
         else:
-            count = round(LOST_SECONDS / ssh.ALIVE_SECONDS)
+            count = math.ceil(self.patience / ssh.ALIVE_SECONDS)
             argv = ["env", f"PYTHONPATH={code}", python, *agent]
             line = ssh.command(self.host.destination, argv, accept_new=accept_new, alive_count=count)
             env = ssh.environment()
@@ -76,7 +82,7 @@ class Session:
             port=port,
             stream=self.stream,
             events=self.node == 0,
-            patience=LOST_SECONDS,
+            patience=self.patience,
             do="hello",
         )
 
@@ -147,12 +153,13 @@ class Session:
         if kind == "hello":
             self.hello = message
         elif kind == "log":
-            path = run.path / message["file"]
+            path = files.within(run.path, message["file"])
             path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
                 file.write(message["text"].encode("utf-8", "surrogateescape"))
         elif kind == "beat":
             self.states, self.free_bytes = message["ranks"], message["free_bytes"]
+            self.oom_kills = message["oom_kills"]
         elif kind == "rank":
             self.exits.append((self.heard, message["rank"], message["code"]))
         elif kind == "refused":

@@ -1,9 +1,9 @@
 """The watchdog: decides from what the agents say whether a run is in trouble, and names the host and rank at fault.
 
-Four kinds of trouble: a rank or launcher ended with an error, an agent ended, a host is silent (LOST_SECONDS, also for
-a network that went away), nothing was finished for too long (launch.start_minutes, launch.stall_minutes). One failure
-makes others: ranks fail on the connection to a dead one within a second, so the cause is chosen after a short wait in
-which the other hosts show that they live.
+Four kinds of trouble: a rank or launcher ended with an error, an agent ended, a host is silent (launch.outage_seconds,
+also for a network that went away), nothing was finished for too long (launch.start_minutes, launch.stall_minutes). One
+failure makes others: ranks fail on the connection to a dead one within a second, so the cause is chosen after a short
+wait in which the other hosts show that they live.
 
 It only looks; launch.py ends what is left.
 """
@@ -13,15 +13,16 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from finlm.base.errors import RunFailed
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
 from finlm.ops import launch_ranks, launch_stacks, ssh
-from finlm.ops.launch_session import LOST_SECONDS, Session
+from finlm.ops.launch_session import Session
 from finlm.recipe.schema import Launch
 
 SETTLE_SECONDS = 1.5  # what one dead rank does to the others shows by then
@@ -43,6 +44,7 @@ class Progress:
     step: int | None = None
     at: float | None = None
     stepped: bool = False
+    incident: Mapping[str, Any] = field(default_factory=dict)  # the newest one
 
     def since(self, now: float) -> float:
         """Seconds since anything was finished, or since the launch."""
@@ -73,7 +75,7 @@ def _has_failed(session: Session) -> bool:
 
 
 def _is_lost(session: Session, now: float) -> bool:
-    return session.closed is None and now - session.heard > LOST_SECONDS
+    return session.closed is None and now - session.heard > session.patience
 
 
 def settle(sessions: Sequence[Session], now: float) -> None:
@@ -120,7 +122,7 @@ def _is_consequence(run: RunDir, session: Session, rank: int) -> bool:
 def _gone(run: RunDir, sessions: Sequence[Session], words: str, now: float, doubt: bool) -> RunFailed | None:
     """A host, agent or launcher that ended without an exit of its ranks."""
     for session in sessions:
-        silent = now - session.heard > (5 if doubt else LOST_SECONDS)
+        silent = now - session.heard > (5 if doubt else session.patience)
         if session.code is None and (session.closed is not None or silent):
             return _host_lost(session, words, now)
     for session in sessions:
@@ -141,14 +143,39 @@ def _rank_failed(run: RunDir, session: Session, rank: int, code: int, words: str
     evidence = f"{words}\n{_last_words(log_of(run, session, rank))}"
     if code >= 0:
         return RunFailed(
-            f"{where} ended with exit code {code}", evidence=evidence, fix=f"read {run.logs}; {_RESUME}", exit_code=code
+            f"{where} ended with exit code {code}",
+            evidence=evidence,
+            fix=f"read {run.logs}; {_RESUME}",
+            exit_code=code,
+            host=session.name,
         )
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     fix = f"read {log_of(run, session, rank)}; {_RESUME}"
     if code == -signal.SIGKILL:
-        at = "" if session.local else f"ssh {ssh.typed(session.host.destination)} "
-        fix = f"the kernel kills so when memory is full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}"
-    return RunFailed(f"{where} was killed by {name}", evidence=evidence, fix=fix, exit_code=128 - code)
+        counted, fix = _who_killed(run, session)
+        evidence = f"{counted}\n{evidence}"
+    return RunFailed(
+        f"{where} was killed by {name}", evidence=evidence, fix=fix, exit_code=128 - code, host=session.name
+    )
+
+
+def _who_killed(run: RunDir, session: Session) -> tuple[str, str]:
+    """(evidence, fix) for a SIGKILL: the kernel counts those it sends when memory is full. Kept in the log too."""
+    at = "" if session.local else f"ssh {ssh.typed(session.host.destination)} "
+    if session.oom_kills:
+        counted = f"the kernel of {session.name} counted {session.oom_kills} oom_kill since the ranks started"
+        with (run.logs / f"{session.name}.launcher.log").open("a", encoding="utf-8") as log:
+            log.write(f"finlm: {counted}\n")
+        return counted, f"host memory was full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}"
+    if session.oom_kills is None:
+        return (
+            f"{session.name} does not tell whether the kernel did it",
+            f"the kernel kills so when memory is full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}",
+        )
+    return (
+        f"not for memory: the kernel of {session.name} counted no oom_kill since the ranks started",
+        f"who sent it? A scheduler, a container's manager, a person: their logs; {_RESUME}",
+    )
 
 
 def _host_lost(session: Session, words: str, now: float) -> RunFailed:
@@ -163,13 +190,15 @@ def _host_lost(session: Session, words: str, now: float) -> RunFailed:
             f"finlm's agent on {session.name} ({ranks}), or the connection to it, was ended from outside",
             evidence=f"{evidence}\n{session.name} itself answers",
             fix=f"who killed it? Its ranks ended with it; {_RESUME}",
+            host=session.name,
         )
     name = ssh.login(session.host.destination).rpartition("@")[2]
     return RunFailed(
         f"{session.name} ({ranks}) does not answer any more",
         evidence=evidence,
         fix=f"is it switched on and on the network? ping {name}; its ranks end by themselves after "
-        f"{LOST_SECONDS:.0f} s without a connection; {_RESUME}",
+        f"{session.patience:.0f} s without a connection (launch.outage_seconds); {_RESUME}",
+        host=session.name,
     )
 
 

@@ -2,7 +2,7 @@
 
 Python 3.8 syntax and the standard library only, so that a bare host can be asked; about 0.4 s, most of
 it g++. Every section is gathered on its own: one that fails is null and explained under "errors".
-Options: --disk ROLE=PATH (repeatable; the roles "run" and "nvme" have a meaning to doctor).
+Options, repeatable: --disk ROLE=PATH (the roles "run" and "nvme" have a meaning to doctor), --only SECTION.
 
 Judges nothing: what is right or wrong depends on the plan and is decided in doctor.py. Changes nothing but a temporary
 file for the libaio link test. GPUs are probe_gpu.py's, the network is probe_links.py's.
@@ -26,7 +26,7 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator  # noqa: UP035 - Python 3.8
+from typing import Any, Callable, Iterator, Sequence  # noqa: UP035 - Python 3.8
 
 PACKAGES = (
     *("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets", "sentencepiece", "numpy"),
@@ -41,12 +41,13 @@ def main() -> None:
     """Print the document."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--disk", action="append", default=[], metavar="ROLE=PATH")
+    parser.add_argument("--only", action="append", default=[], metavar="SECTION")
     options = parser.parse_args()
-    print(json.dumps(facts(dict(item.partition("=")[::2] for item in options.disk))))
+    print(json.dumps(facts(dict(item.partition("=")[::2] for item in options.disk), options.only)))
 
 
-def facts(disks: dict[str, str]) -> dict[str, Any]:
-    """All sections. Never raises."""
+def facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, Any]:
+    """All sections, or only some. Never raises."""
     sections: dict[str, Callable[[], Any]] = {
         "hostname": socket.gethostname,
         "resolves_to": resolves_to,
@@ -64,7 +65,8 @@ def facts(disks: dict[str, str]) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"probe": 1, "time": time.time()}
     errors = {}
-    for name, gather in sections.items():
+    for name in only or sections:
+        gather = sections[name]
         try:
             result[name] = gather()
         except Exception as error:

@@ -1,26 +1,28 @@
-"""Bytes per GPU and per host of one training configuration, item by item, without torch.
+"""Bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
 
-tests/plan/test_memory.py holds it to allocated peaks of XuanYuan-6B on H200s (DeepSpeed 0.19.8): ZeRO-1 on one, two and
-four GPUs within 1 %, float8 within 2 %, ZeRO-3 on four GPUs 3 % too low. ZeRO-3 with an offloaded optimizer and full
-recompute needed 46 GiB where 26 are predicted: not understood. Context and fragmentation come on top.
+tests/plan/test_measured.py holds it to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed 0.19.8).
+Context and fragmentation come on top; what the host needs is in host_memory.py.
 
-Not modelled: tensors of the caller, temporary copies while a checkpoint is written or loaded, and a model that is first
-built whole on the host.
+Not modelled: temporary copies while a checkpoint is loaded, and a model that is first built whole on the host.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from finlm.recipe.shape import ModelShape
 
 GIB = 2**30
-CUDA_CONTEXT_BYTES = int(1.5 * GIB)  # CUDA context, cuBLAS workspaces and NCCL's channels; assumed
-CPU_PROCESS_BYTES = int(0.45 * GIB)  # a rank with torch and deepspeed loaded, measured on CPU
-GPU_PROCESS_HOST_BYTES = 3 * GIB  # host memory of a rank that drives a GPU; assumed
-FRAGMENTATION = 0.02  # share of the allocated bytes that the allocator holds without use; 1.3 % with 122 GiB in use
+CONTEXT_BYTES = {False: int(1.67 * GIB), True: int(2.05 * GIB)}  # CUDA's; with NCCL's channels. Measured on H200
+CPU_PROCESS_BYTES = int(0.5 * GIB)  # a rank with torch, transformers and deepspeed loaded, measured on CPU
+CPU_ZERO3_BYTES = int(0.25 * GIB)  # more with ZeRO-3, measured on CPU
+CPU_FRAGMENTATION = 0.8  # of what comes and goes: glibc keeps freed blocks, eager fp32 attention copies; measured
+CACHE = {False: 0.03, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
+FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
+WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 LOGITS_SLICE_BYTES = {"cuda": 2**30, "cpu": 2**24}  # train/loss.py: logits that exist at once; on CPU they fit a cache
@@ -44,6 +46,12 @@ class Layout:
     world_size: int
     hpz_partition_size: int = 1
     compiled: bool = False
+    accumulates: bool = True  # more than one micro-step: gradients of the earlier ones live during the forward pass
+    trainable: int | None = None  # parameters of adapters; None = all of the model's are trained
+    weight_bytes: float | None = None  # of a frozen weight, when it is quantized; None = as an activation's
+    sequences: int = 1  # of a row: 2 where preferences are compared
+    has_reference: bool = False  # a second, frozen model
+    has_vocabulary_head: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -53,7 +61,7 @@ class Layout:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
-        return self.micro_batch * self.sequence_length
+        return self.micro_batch * self.sequence_length * self.sequences
 
 
 @dataclass(frozen=True)
@@ -100,46 +108,76 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     return kept * layout.element_bytes // 2
 
 
-def activation_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of all layers' activations of one micro-batch, beside logits_bytes, at the peak of the backward pass."""
-    whole = dataclasses.replace(layout, recompute="none")
-    layer = layout.tokens * layer_activation_bytes(shape, whole)
-    if layout.recompute == "none":
-        return shape.layers * layer
-    if layout.recompute == "selective":
-        kept = shape.layers * layout.tokens * layer_activation_bytes(shape, layout)
-        again = layer - layout.tokens * layer_activation_bytes(shape, layout)
-    else:
-        kept = shape.layers * layout.tokens * shape.hidden * layout.element_bytes
-        again = layer
-    # One layer at a time is recomputed, after the loss has given its memory back.
-    return kept + max(0, again - logits_bytes(shape, layout))
+def kept_bytes(shape: ModelShape, layout: Layout) -> int:
+    """Bytes of activations that all layers keep of one micro-batch until the backward pass."""
+    if layout.recompute == "full":
+        # Measured with ZeRO-3 on one and two GPUs: something as wide as the feed-forward block stays too.
+        width = shape.hidden + (shape.ffn if layout.zero_stage == 3 else 0)
+        return shape.layers * layout.tokens * width * layout.element_bytes
+    return shape.layers * layout.tokens * layer_activation_bytes(shape, layout)
+
+
+def backward_bytes(shape: ModelShape, layout: Layout) -> int:
+    """Bytes that the backward pass of one layer needs beside what was kept: what it recomputes, and its temporaries.
+
+    Temporaries are the gradients of gate, up and their product, and of three tensors of hidden size.
+    """
+    whole = layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))
+    kept = layout.tokens * layer_activation_bytes(shape, layout) if layout.recompute == "selective" else whole
+    recomputed = whole if layout.recompute == "full" else whole - kept
+    return recomputed + 3 * layout.tokens * (shape.ffn + shape.hidden) * layout.element_bytes
 
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of a slice of logits with its gradient, and of the loss's gradients of the hidden states and the head."""
-    whole = layout.tokens * shape.vocab * layout.element_bytes
-    slice_bytes = min(whole, LOGITS_SLICE_BYTES[layout.device])
-    kept = (layout.tokens + shape.vocab) * shape.hidden * layout.element_bytes
-    # Uncompiled, log-probabilities, their exponentials and the masked gradient exist beside the logits.
-    return kept + (2 if layout.compiled else 4) * slice_bytes
+    """Bytes at the peak of the loss (train/loss.py): slices of logits, and the gradients that it forms at once.
+
+    One slice is logits and their gradient; from the second on the gradient of the slice before still exists, and so
+    does the head's. Uncompiled, on CPU, log-probabilities and their exponentials exist beside the logits.
+    """
+    e = layout.element_bytes
+    hidden = 4 * layout.tokens * shape.hidden * e  # the last layer's output, its norm twice, and its gradient
+    if not layout.has_vocabulary_head:
+        return hidden
+    whole = layout.tokens * shape.vocab * e
+    count = -(-whole // LOGITS_SLICE_BYTES[layout.device])
+    head = shape.vocab * shape.hidden * e
+    if layout.device == "cpu":
+        return hidden + head + 4 * whole // count
+    return hidden + (2 * whole if count == 1 else head + 3 * whole // count)
 
 
 def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """Peak bytes of one rank on its device, item by item; the sum is the peak.
 
-    The peak is either late in the forward / early in the backward pass, or in the optimizer step, when activations are
-    gone but gradients exist flat and in fp32 as well; what the step needs beyond the backward pass is one item.
+    The peak is at the loss, in the backward pass of the last or of the first layer, or in the optimizer step, when
+    activations are gone but gradients exist flat and in fp32 as well. The items are those of the phase that needs most;
+    what the step needs beyond the others is one item.
     """
-    states = _state_items(shape, layout)
-    working = _backward_items(shape, layout)
-    step = _step_bytes(shape, layout)
-    items = states | working | {"optimizer step": max(0, step - sum(working.values()))}
+    items = _state_items(shape, layout)
+    phases = _phases(shape, layout)
+    largest: dict[str, int] = max(phases, key=lambda phase: sum(phase.values()))
+    items |= largest
+    working = max(sum(phase.values()) for phase in phases)
+    items["optimizer step"] = max(0, _step_bytes(shape, layout) - working)
+    if layout.device == "cpu":
+        passing = items["activations"] + items.get("logits and loss", 0) + items.get("backward of a layer", 0)
+        process = CPU_PROCESS_BYTES + (CPU_ZERO3_BYTES if layout.zero_stage == 3 else 0)
+        return items | {"fragmentation": int(CPU_FRAGMENTATION * passing), "process": process}
+    items["workspace"] = WORKSPACE_BYTES
     allocated = sum(items.values())
-    overhead = CUDA_CONTEXT_BYTES if layout.device == "cuda" else CPU_PROCESS_BYTES
-    items["context" if layout.device == "cuda" else "process"] = overhead
-    items["fragmentation"] = int(FRAGMENTATION * allocated)
+    items["context"] = CONTEXT_BYTES[layout.world_size > 1]
+    cache = CACHE[layout.world_size > 1] + (0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0)
+    items["fragmentation"] = int(cache * allocated)
     return items
+
+
+def squeezed(items: dict[str, int], limit: int | None) -> dict[str, int]:
+    """The items on a GPU of `limit` bytes: the allocator's cache takes what is left, but cannot fall below a share."""
+    if limit is None or "process" in items:
+        return items
+    spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
+    least = int(FRAGMENTATION * allocated_bytes(items))
+    return items | {"fragmentation": max(least, min(items["fragmentation"], spare))}
 
 
 def allocated_bytes(items: dict[str, int]) -> int:
@@ -147,55 +185,90 @@ def allocated_bytes(items: dict[str, int]) -> int:
     return sum(size for name, size in items.items() if name not in ("context", "process", "fragmentation"))
 
 
-def host_items(shape: ModelShape, layout: Layout, slots: int) -> dict[str, int]:
-    """Peak bytes of a host with `slots` ranks, item by item; on CPU ranks these are the ranks themselves."""
-    if layout.device == "cpu":
-        rank = sum(gpu_items(shape, layout).values()) + sum(_offloaded(shape, layout).values())
-        return {"ranks": slots * rank}
-    items = {name: slots * size for name, size in _offloaded(shape, layout).items()}
-    return {"processes": slots * GPU_PROCESS_HOST_BYTES, **items}
+def trained(shape: ModelShape, layout: Layout) -> int:
+    """Parameters that have gradients and optimizer states."""
+    return shape.parameters if layout.trainable is None else layout.trainable
 
 
-def _share(shape: ModelShape, layout: Layout, from_stage: int) -> int:
+def share(parameters: int, layout: Layout, from_stage: int) -> int:
     """Parameters a rank holds of something that is partitioned from a stage on."""
     ranks = layout.world_size if layout.zero_stage >= from_stage else 1
-    return -(-shape.parameters // ranks)
+    return -(-parameters // ranks)
 
 
 def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    e = layout.element_bytes
+    e, own = layout.element_bytes, share(trained(shape, layout), layout, 1)
     on_device = layout.offload_param == "none"
-    items = {"weights": e * _share(shape, layout, 3) if on_device else 0}
+    of_weight = e if layout.weight_bytes is None else layout.weight_bytes
+    weights = int(of_weight * share(shape.parameters, layout, 3))
+    if layout.trainable is not None:
+        weights += e * share(layout.trainable, layout, 3)
+    items = {"weights": weights if on_device else 0}
+    if layout.has_reference:
+        items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
     if layout.zero_stage == 3:
         sizes = buckets(3, layout.offload_optimizer, shape)
-        items["gathered weights"] = e * min(shape.parameters, max(sizes.live, shape.layer_parameters))
+        if layout.world_size > 1 or not on_device:
+            items["gathered weights"] = e * min(shape.parameters, max(sizes.live, shape.layer_parameters))
         if layout.hpz_partition_size > 1:
             items["hpZ copy"] = e * shape.parameters // layout.hpz_partition_size
     if layout.offload_optimizer == "none":
         # Stages 1-3 keep an fp32 copy even when the model is fp32 (stage_1_and_2.py: clone().float()).
         has_master = layout.zero_stage > 0 or e == 2
-        items["fp32 master"] = 4 * _share(shape, layout, 1) if has_master else 0
-        items["Adam states"] = 8 * _share(shape, layout, 1)
+        items["fp32 master"] = 4 * own if has_master else 0
+        items["Adam states"] = 8 * own
     return items
 
 
-def _backward_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    e = layout.element_bytes
+def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
+    """What lives beside the states: at the loss; in the last layer's backward; a full bucket; the first layer's."""
+    e, size = layout.element_bytes, trained(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer != "none" and layout.zero_stage >= 2
-    items = {"gradients": 0 if sent else e * _share(shape, layout, 2)}
-    items["activations"] = activation_bytes(shape, layout)
-    items["logits and loss"] = logits_bytes(shape, layout)
-    if is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
-        # Two buckets: one fills while the other is reduced (overlap_comm). At stage 1 a rank's part is copied out.
-        bucket = buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
-        items["buckets"] = 2 * e * bucket
-        if layout.zero_stage == 1 and not sent:
-            # Allocated when the first bucket is full; the layers whose gradients fill it have freed their activations.
-            layers = max(0.0, (bucket - shape.embedding_parameters) / shape.layer_parameters)
-            freed = items["logits and loss"] + int(items["activations"] * min(1.0, layers / shape.layers))
-            items["reduced gradients"] = max(0, e * _share(shape, layout, 1) - freed)
-    return items
+    gradients = 0 if sent else e * share(size, layout, 2)
+    before = gradients if layout.accumulates else 0
+    kept = kept_bytes(shape, layout)
+    bucket, reduced, filled = _bucket_bytes(shape, layout)
+    layer = backward_bytes(shape, layout)
+    if layout.zero_stage == 3 and layout.world_size > 1 and layout.recompute != "full":
+        kept += layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))  # measured
+    head = (shape.vocab + layout.tokens) * shape.hidden * e
+    # The gradients of the embedding and of the layer at work are still to come.
+    late = max(0, gradients - e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2))
+    return [
+        {"gradients": before, "activations": kept, "logits and loss": logits_bytes(shape, layout), "buckets": bucket},
+        {"gradients": before, "activations": kept, "backward of a layer": layer + head, "buckets": bucket},
+        {
+            "gradients": before,
+            "activations": int(kept * (1 - filled)),
+            "backward of a layer": layer,
+            "buckets": bucket,
+            "reduced gradients": reduced,
+        },
+        {
+            "gradients": max(before, late),
+            "activations": kept // shape.layers,
+            "backward of a layer": layer,
+            "buckets": bucket,
+            "reduced gradients": reduced,
+        },
+    ]
+
+
+def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
+    """(bytes of the buckets, bytes that stage 1 copies out of them, share of the backward pass that fills the first).
+
+    What is copied out is allocated as a whole when the first bucket is full; the layers whose gradients fill it have
+    freed their activations by then.
+    """
+    if not is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
+        return 0, 0, 0.0
+    e, size = layout.element_bytes, buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
+    # Two buckets where one fills while the other is reduced (overlap_comm).
+    overlaps = layout.world_size > 1 and layout.zero_stage < 3
+    reduced = e * share(trained(shape, layout), layout, 1) if layout.zero_stage == 1 else 0
+    layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
+    return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)
 
 
 def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:
@@ -213,8 +286,8 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
     parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
     """
-    e = layout.element_bytes
-    own = _share(shape, layout, 1)
+    e, size = layout.element_bytes, trained(shape, layout)
+    own = share(size, layout, 1)
     to_fp32 = 4 if e == 2 else 0
     if layout.offload_optimizer != "none":
         return 0
@@ -223,25 +296,6 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     if layout.zero_stage == 3:
         return e * own + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
-    group = max(OPTIMIZER_GROUP, shape.embedding_parameters) // layout.world_size
+    largest = shape.embedding_parameters if layout.trainable is None else 0
+    group = max(OPTIMIZER_GROUP, largest) // layout.world_size
     return e * own + (e + to_fp32) * min(own, group)
-
-
-def _offloaded(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Host bytes of one rank for what ZeRO keeps off the device."""
-    items: dict[str, int] = {}
-    own = _share(shape, layout, 1)
-    if layout.offload_optimizer == "cpu":
-        items = {"fp32 master": 4 * own, "Adam states": 8 * own, "fp32 gradients": 4 * own}
-        items["16-bit staging"] = layout.element_bytes * own
-    elif layout.offload_optimizer == "nvme":
-        # Master, both moments and the gradient of one sub-group in memory, read and written in turn.
-        group = min(own, buckets(3, "nvme", shape).sub_group)
-        items = {"fp32 gradients": 4 * own, "swap buffers": 4 * 4 * group}
-    if layout.offload_param == "cpu":
-        items["weights"] = layout.element_bytes * own
-    elif layout.offload_param == "nvme":
-        kept = min(own, buckets(3, "none", shape).live)
-        largest = max(shape.vocab, shape.ffn) * shape.hidden
-        items["weight buffers"] = layout.element_bytes * (kept + NVME_PARAM_BUFFERS * min(own, largest))
-    return items

@@ -17,16 +17,21 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class PlannedHost:
-    """One host of the plan: name, ranks, GPU kind (None = CPU)."""
+    """One host of the plan: name, ranks, GPU kind (None = CPU), and what a rank of it holds and needs."""
 
     name: str
     slots: int
     gpu: str | None
+    micro_batch: int
+    gpu_bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every decision of a run. Bytes are per GPU (or per CPU rank) and per host; the largest of all hosts is given."""
+    """Every decision of a run. Bytes are per GPU (or per CPU rank) and per host; those of the tightest host are given.
+
+    micro_batch is the largest of the hosts' own, which are equal unless GPUs differ.
+    """
 
     recipe: str
     hosts: tuple[PlannedHost, ...]
@@ -57,6 +62,15 @@ class Plan:
     tokens_per_second: float | None
     days: float | None
     reasons: tuple[str, ...]
+    gpu_allocated_bytes: int = 0
+    host_bytes_items: dict[str, int] = dataclasses.field(default_factory=dict)
+    nvme_bytes: int = 0
+    step_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rank_micro_batches(self) -> tuple[int, ...]:
+        """Rows that each rank holds at once, in the order of the ranks."""
+        return tuple(host.micro_batch for host in self.hosts for _ in range(host.slots))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dict with the keys of the command-line contract."""

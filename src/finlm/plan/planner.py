@@ -1,18 +1,19 @@
 """Recipe x Cluster x shape -> Plan: precision, batch, length, then the fastest configuration that fits every host.
 
 What the recipe states is a constraint and is never changed in silence: only tokens_per_step is rounded to whole
-micro-batches, and the reasons say so. With DeepSpeed the shards are equal on all ranks, so in a mixed cluster the
-smallest memory binds and all ranks share one precision and one micro-batch.
+micro-batches, and the reasons say so. With DeepSpeed the shards are equal on all ranks, and all ranks share one
+precision and one number of micro-steps; in a mixed cluster the GPU kinds differ in their micro-batch (split.py).
 
 The memory and time are predictions (plan/memory.py, plan/speed.py state their errors); nothing is measured here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from finlm.base.units import format_count
-from finlm.plan import gpus, search, why
+from finlm.plan import gpus, host_memory, memory, search, split, why
 from finlm.plan.plan import Plan, PlanError, PlannedHost
 from finlm.plan.search import Candidate
 from finlm.recipe import rules
@@ -27,30 +28,47 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     """Decide everything. train_tokens: tokens of the prepared data, needed for train.epochs. Raises PlanError."""
     _check_devices(cluster)
     precision, reasons = _precision(recipe, cluster)
-    rows_per_rank, tokens_per_step = _batch(recipe, cluster)
+    rows_per_step = _rows_per_step(recipe, cluster)
+    tokens_per_step = rows_per_step * recipe.batch.sequence_length
     if tokens_per_step != recipe.batch.tokens_per_step:
         reasons.append(
-            f"tokens_per_step {recipe.batch.tokens_per_step:,} rounded to {tokens_per_step:,}: {cluster.world_size}"
-            f" ranks x {rows_per_rank} rows x {recipe.batch.sequence_length} tokens"
+            f"tokens_per_step {recipe.batch.tokens_per_step:,} rounded to {tokens_per_step:,}: {rows_per_step} rows x"
+            f" {recipe.batch.sequence_length} tokens, whole micro-batches on {cluster.world_size} ranks"
         )
     steps = _steps(recipe, tokens_per_step, train_tokens)
     for key, sentence in rules.warmup_problems(recipe.optim, steps):
         raise PlanError(f"{key}: {sentence}", fix="lower optim.warmup_steps or train longer")
-    found = list(search.candidates(recipe, cluster, shape, precision, rows_per_rank))
+    found = list(search.candidates(recipe, cluster, shape, precision, rows_per_step))
     fitting = [one for one in found if one.fits]
     if not fitting:
-        raise why.nothing_fits(recipe, cluster, shape, precision, rows_per_rank, found)
+        raise why.nothing_fits(recipe, cluster, shape, precision, rows_per_step, found)
     chosen = search.best(fitting)
     reasons += why.choices(recipe, chosen, found)
     reasons += why.warnings(recipe, cluster, chosen)
     return _plan(recipe, cluster, shape, chosen, steps, tuple(reasons))
 
 
+def weighed(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
+    """Every candidate of the recipe on this cluster; none where the hardware cannot run its precision."""
+    try:
+        precision, _ = _precision(recipe, cluster)
+        return list(search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster)))
+    except PlanError:
+        return []
+
+
+def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
+    """The candidate that make would choose; None when nothing fits."""
+    fitting = [one for one in weighed(recipe, cluster, shape) if one.fits]
+    return search.best(fitting) if fitting else None
+
+
 def _plan(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, steps: int, reasons: tuple[str, ...]
 ) -> Plan:
     layout = chosen.layout
-    tokens_per_step = layout.tokens * layout.world_size * chosen.accumulation
+    rows = split.rows(chosen.micro_batches, cluster)
+    tokens_per_step = rows * layout.sequence_length * chosen.accumulation
     speed = chosen.tokens_per_second
     kinds = [gpus.find(host.gpu) if host.gpu else None for host in cluster.hosts]
     hosts = list(zip(cluster.hosts, kinds, strict=True))
@@ -58,7 +76,10 @@ def _plan(
     peak = sum(kind.peak_flops * host.slots for host, kind in hosts if kind) / cluster.world_size
     return Plan(
         recipe=recipe.name,
-        hosts=tuple(PlannedHost(host.name, host.slots, kind.name if kind else None) for host, kind in hosts),
+        hosts=tuple(
+            PlannedHost(host.name, host.slots, kind.name if kind else None, rows, size)
+            for (host, kind), rows, size in zip(hosts, chosen.micro_batches, chosen.host_gpu_bytes, strict=True)
+        ),
         device=layout.device,
         world_size=layout.world_size,
         precision=layout.precision,
@@ -67,7 +88,7 @@ def _plan(
         offload_param=layout.offload_param,
         recompute=layout.recompute,
         compiled=layout.compiled,
-        attention=_attention(cluster),
+        attention=_attention(cluster, layout.precision, recipe.train.deterministic),
         micro_batch=layout.micro_batch,
         gradient_accumulation_steps=chosen.accumulation,
         sequence_length=layout.sequence_length,
@@ -86,6 +107,10 @@ def _plan(
         tokens_per_second=speed,
         days=None if speed is None else steps * tokens_per_step / speed / 86400,
         reasons=reasons,
+        gpu_allocated_bytes=memory.allocated_bytes(chosen.gpu_items),
+        host_bytes_items=chosen.host_items,
+        nvme_bytes=host_memory.nvme_bytes(shape, layout, max(host.slots for host in cluster.hosts)),
+        step_seconds=dataclasses.asdict(chosen.step) if chosen.step else {},
     )
 
 
@@ -95,20 +120,23 @@ def _check_devices(cluster: Cluster) -> None:
         raise PlanError(
             "some hosts have GPUs and some do not",
             evidence=f"no GPU kind for {', '.join(without)}",
-            fix="give every host a gpu in hardware.hosts, or pass --gpu for all",
+            fix="leave those out (--exclude), give every host a gpu in hardware.hosts, or pass --gpu for all",
         )
 
 
-def _attention(cluster: Cluster) -> Literal["default", "cudnn", "flash", "efficient"]:
+def _attention(
+    cluster: Cluster, precision: str, deterministic: bool
+) -> Literal["default", "cudnn", "flash", "efficient"]:
     """The scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
     if cluster.is_cpu:
         return "default"
     capability = min(gpus.find(host.gpu or "").compute_capability for host in cluster.hosts)
-    if capability < gpus.BF16_CAPABILITY:
+    if capability < gpus.BF16_CAPABILITY or precision == "fp32":  # the others have no fp32, or need Ampere
         return "efficient"
     # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. Slower than flash on Ampere and on
     # consumer Blackwell (transformers#48163).
-    return "cudnn" if capability in CUDNN_CAPABILITIES else "flash"
+    # Torch does not take cuDNN's where results must be deterministic.
+    return "cudnn" if capability in CUDNN_CAPABILITIES and not deterministic else "flash"
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
@@ -148,13 +176,12 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
     return "bf16", ["bf16: every GPU has compute capability 8.0 or more"]
 
 
-def _batch(recipe: Recipe, cluster: Cluster) -> tuple[int, int]:
-    """(rows a rank and optimizer step, tokens an optimizer step), nearest to what the recipe asks."""
-    batch = recipe.batch
-    unit = 1 if batch.micro_batch == "auto" else batch.micro_batch
-    rows = batch.tokens_per_step / batch.sequence_length / cluster.world_size
-    rows_per_rank = max(1, round(rows / unit)) * unit
-    return rows_per_rank, rows_per_rank * cluster.world_size * batch.sequence_length
+def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
+    """Rows of an optimizer step over all ranks: whole micro-steps, nearest to what the recipe asks."""
+    given = split.given(recipe, cluster)
+    unit = split.rows(given, cluster) if given else cluster.world_size
+    wanted = recipe.batch.tokens_per_step / recipe.batch.sequence_length
+    return max(1, round(wanted / unit)) * unit
 
 
 def _steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:

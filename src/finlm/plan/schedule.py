@@ -16,6 +16,7 @@ from finlm.recipe.schema import Optim
 
 def lr_at(optim: Optim, steps: int, step: int) -> float:
     """The learning rate of optimizer step `step` (0-based) in a run of `steps`."""
+    steps = optim.decay_steps or steps
     if optim.schedule == "constant" and optim.warmup_steps == 0:
         return optim.lr
     warmup = max(2, optim.warmup_steps)

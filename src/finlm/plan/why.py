@@ -37,8 +37,11 @@ def choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterat
         kept = [one for one in found if one.layout.offload_optimizer == "none" and one.layout.offload_param == "none"]
         if layout.offload_optimizer == "none" and layout.offload_param == "none":
             yield "no offload: the states fit"
-        elif kept:
+        elif kept and not any(one.fits for one in kept):
             yield f"offload: without it {_need(min(kept, key=lambda one: one.over))} at least"
+        elif kept:
+            speeds = [one.tokens_per_second or 0.0 for one in kept if one.fits]
+            yield f"offload: {chosen.tokens_per_second or 0.0:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
     if recipe.train.recompute == "auto":
         others = [one for one in found if one.layout.recompute == "none"]
         if layout.recompute == "none":
@@ -49,7 +52,7 @@ def choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterat
         elif others:
             yield f"recompute: without it {_need(min(others, key=lambda one: one.over))} at least"
     if recipe.batch.micro_batch == "auto":
-        yield f"micro-batch {layout.micro_batch}: {_why_rows(chosen, found)}"
+        yield f"micro-batch {_rows(chosen)}: {_why_rows(chosen, found)}"
 
 
 def _why_stage(chosen: Candidate, found: list[Candidate]) -> str:
@@ -70,8 +73,12 @@ def _why_stage(chosen: Candidate, found: list[Candidate]) -> str:
 
 
 def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
-    mine = dataclasses.replace(chosen.layout, micro_batch=0)
-    same = [one for one in found if dataclasses.replace(one.layout, micro_batch=0) == mine]
+    mine = _without_rows(chosen.layout)
+    same = [one for one in found if _without_rows(one.layout) == mine and not one.is_unequal]
+    if chosen.is_unequal:
+        speeds = [one.tokens_per_second for one in same if one.fits and one.tokens_per_second]
+        equal = f"at most {max(speeds):,.0f} with equal ones" if speeds else "equal ones do not fit"
+        return f"{chosen.tokens_per_second or 0.0:,.0f} tokens/s, {equal}"
     larger = [one for one in same if one.layout.micro_batch > chosen.layout.micro_batch]
     if chosen.layout.device == "cpu":
         return f"the largest power of two up to {search.CPU_MAX_MICRO_BATCH} that divides a rank's rows"
@@ -81,6 +88,10 @@ def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
     if following.fits:
         return f"larger ones are less than {search.NEARLY_EQUAL:.0%} faster"
     return f"{following.layout.micro_batch} rows would need {_need(following)}"
+
+
+def _without_rows(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, micro_batch=0, accumulates=True)
 
 
 def _need(one: Candidate) -> str:
@@ -106,18 +117,26 @@ def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[st
         yield "warning: DeepSpeed 0.19.8 does not resume NVMe-offloaded optimizer state correctly; offload to cpu"
     if any(host.memory_bytes is None for host in cluster.hosts):
         yield "warning: the memory of some hosts is unknown and was not checked; give hardware.hosts[].memory"
-    kinds = dict.fromkeys(gpus.find(host.gpu).name for host in cluster.hosts if host.gpu)
-    if len(kinds) > 1:
-        smallest = min(kinds, key=lambda name: gpus.find(name).memory_bytes)
-        slowest = min(kinds, key=lambda name: gpus.find(name).peak_flops * gpus.find(name).mfu)
-        yield f"mixed GPUs ({', '.join(kinds)}): {smallest} bounds the memory, {slowest} the speed, of every rank"
+    if len({gpus.find(host.gpu).name for host in cluster.hosts if host.gpu}) > 1:
+        yield f"mixed GPUs, rows of a rank and seconds of arithmetic in a micro-step: {_micro_step(cluster, chosen)}"
     hpz = recipe.zero.hpz_partition_size
     if hpz > 1 and any(host.slots % hpz for host in cluster.hosts):
         yield f"warning: hpZ groups of {hpz} ranks span hosts, so their gathers cross the network"
 
 
+def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
+    """Rows and seconds of each kind of rank, and which the others wait for."""
+    each = {
+        (gpus.find(host.gpu or "").name, rows): seconds
+        for host, rows, seconds in zip(cluster.hosts, chosen.micro_batches, chosen.micro_step_seconds, strict=True)
+    }
+    parts = [f"{kind} {rows} in {seconds:.2g} s" for (kind, rows), seconds in each.items()]
+    slowest = max(each, key=lambda one: each[one])[0]
+    return f"{', '.join(parts)}; {slowest} sets the speed of all"
+
+
 def nothing_fits(
-    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_rank: int, found: list[Candidate]
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
 ) -> PlanError:
     """The error that gives the numbers and the nearest change that would fit."""
     if not found:
@@ -131,11 +150,11 @@ def nothing_fits(
     items = sorted(nearest.gpu_items.items(), key=lambda item: -item[1])
     evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
     free = search.relaxed(recipe)
-    others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_rank) if one.fits]
+    others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_step) if one.fits]
     if others:
         fix = "set " + _changes(layout, min(others, key=lambda one: (_distance(layout, one), one.complexity)))
     else:
-        fix = _more_hosts(free, cluster, shape, precision, rows_per_rank)
+        fix = _more_hosts(free, cluster, shape, precision, rows_per_step)
     return PlanError(f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix)
 
 
@@ -143,8 +162,13 @@ def _short(one: Candidate) -> str:
     layout = one.layout
     return (
         f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
-        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {layout.micro_batch}"
+        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_rows(one)}"
     )
+
+
+def _rows(one: Candidate) -> str:
+    """The micro-batch, or each of unequal ones in the order of the hosts."""
+    return " and ".join(map(str, dict.fromkeys(one.micro_batches)))
 
 
 def _distance(wanted: Layout, one: Candidate) -> int:
@@ -153,15 +177,15 @@ def _distance(wanted: Layout, one: Candidate) -> int:
 
 def _changes(wanted: Layout, one: Candidate) -> str:
     names = [name for name in RECIPE_KEYS if getattr(wanted, name) != getattr(one.layout, name)]
-    changes = ", ".join(f"{RECIPE_KEYS[name]}: {getattr(one.layout, name)}" for name in names)
+    values = {name: getattr(one.layout, name) for name in names} | ({"micro_batch": "auto"} if one.is_unequal else {})
+    changes = ", ".join(f"{RECIPE_KEYS[name]}: {value}" for name, value in values.items())
     return f"{changes} (needs {_need(one)})"
 
 
-def _more_hosts(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_rank: int) -> str:
+def _more_hosts(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
     for factor in MORE_HOSTS:
         larger = search.on_more_hosts(cluster, factor)
-        rows = max(1, rows_per_rank // factor)
-        if any(one.fits for one in search.candidates(recipe, larger, shape, precision, rows)):
+        if any(one.fits for one in search.candidates(recipe, larger, shape, precision, rows_per_step)):
             hosts = len(cluster.hosts)
             return f"use {factor * hosts} such hosts instead of {hosts}, or shorten batch.sequence_length"
     return "no number of such hosts is enough: shorten batch.sequence_length, or use GPUs with more memory"

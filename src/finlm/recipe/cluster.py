@@ -68,8 +68,8 @@ class Cluster:
             return ""
         counts = ", ".join(f"{host.name} {host.slots}" for host in self.hosts)
         return (
-            f"unequal slots ({counts}): every rank has the same share of the rows and of the ZeRO shards, "
-            "so a host's part of the work is its part of the ranks"
+            f"unequal slots ({counts}): every rank has the same share of the ZeRO shards, and of the rows unless "
+            "micro-batches differ, so a host's part of the work follows from its ranks"
         )
 
 

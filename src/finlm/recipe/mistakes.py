@@ -125,17 +125,17 @@ def _description(location: Location) -> str:
 
 
 def _did_you_mean(location: Location) -> str:
-    """A close key of the same section, else the same key in another one."""
+    """A close key of the same section, else the same key in another one; that one first outside of all sections."""
     model: type[BaseModel] | None = Recipe
     for part in location[:-1]:
         if isinstance(part, str) and model is not None and part in model.model_fields:
             model = _section(model.model_fields[part].annotation)
     name = str(location[-1])
     close = difflib.get_close_matches(name, list(model.model_fields) if model else [], n=1)
-    if close:
-        return f"; did you mean {dotted((*location[:-1], close[0]))}?"
     keys = dict(_all_keys(Recipe, ()))
     elsewhere = [dotted for dotted, last in keys.items() if last == name]
+    if close and not (elsewhere and len(location) == 1):
+        return f"; did you mean {dotted((*location[:-1], close[0]))}?"
     elsewhere = elsewhere or [
         k for k, last in keys.items() if last in difflib.get_close_matches(name, keys.values(), 1)
     ]

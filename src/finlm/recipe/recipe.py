@@ -19,9 +19,26 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from finlm.base.errors import UserError
-from finlm.recipe import mistakes, rules
+from finlm.recipe import mistakes, parents, rules
 from finlm.recipe.mistakes import Location
 from finlm.recipe.schema import Recipe
+
+_SAME_LOSS = (
+    *(
+        "name",
+        "description",
+        "forked_from",
+        "expect",
+        "launch",
+        "hosts",
+        "env",
+        "hardware",
+        "zero",
+        "checkpoint",
+        "incidents",
+    ),
+    *("data.cache_dir", "data.num_proc", "train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     for text in overrides:
         _override(document, text)
     problems: list[str] = []
+    mistaken, inherited = parents.inherit(document.values, load)
+    problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
     try:
         recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
@@ -63,8 +82,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         )
     leaves = {
         mistakes.dotted(location): where for location, where in document.lines.items() if _is_leaf(document, location)
-    }
+    } | inherited
+    if changes_training(overrides):
+        recipe = recipe.model_copy(update={"expect": None})
     return Loaded(recipe, leaves, str(path))
+
+
+def changes_training(overrides: Sequence[str]) -> bool:
+    """True when an override may move the loss by more than rounding, so that the recipe's `expect` does not hold."""
+    keys = (text.partition("=")[0] for text in overrides)
+    return not all(any(f"{key}.".startswith(f"{same}.") for same in _SAME_LOSS) for key in keys)
 
 
 def dump(recipe: Recipe) -> str:
@@ -92,11 +119,14 @@ def _read_with_base(path: Path) -> _Document:
             evidence=parent.lines[("base",)],
             fix="inheritance is one level deep: copy what you need",
         )
+    for own in ("expect", "forked_from"):  # measured on the parent; where the parent itself comes from
+        parent.values.pop(own, None)
+        parent.lines = {location: line for location, line in parent.lines.items() if location[0] != own}
     return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
-    shown = _relative(path)
+    shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +144,7 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
     return document
 
 
-def _relative(path: Path) -> str:
+def relative(path: Path) -> str:
     """Shorter where the file lies below the current directory."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()

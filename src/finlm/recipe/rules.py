@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from finlm.recipe import rules_post
 from finlm.recipe.schema import Optim, Recipe, Zero
 
 FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
@@ -20,6 +21,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _data(recipe)
     yield from _length(recipe)
     yield from _zero(recipe)
+    yield from rules_post.problems(recipe)
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -11,13 +11,21 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from finlm.recipe.schema_data import Data, Weights
+from finlm.recipe.schema_expect import Expect
+from finlm.recipe.schema_incidents import Incidents
+from finlm.recipe.schema_post import Chat, Lora, Sft
+from finlm.recipe.schema_preference import Dpo, Grpo, Reward
+from finlm.recipe.schema_self_qa import SelfQA
 from finlm.recipe.section import Auto, Bytes, Count, Fraction, Int, Positive, Section
 
 
 class Model(Section):
     """Llama-shaped decoder: RMSNorm, RoPE, SwiGLU."""
 
-    init_from: str | None = Field(None, description="Hugging Face directory or id whose weights are the start.")
+    init_from: str | None = Field(
+        None,
+        description="Where the weights start: a Hugging Face directory or id, or a recipe, whose newest run counts.",
+    )
     revision: str | None = Field(None, description="Commit of init_from when it is a Hub id.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
     layers: Positive = Field(description="Number of decoder layers.")
@@ -60,7 +68,9 @@ class Batch(Section):
     tokens_per_step: Count = Field(
         description="Tokens an optimizer step over all GPUs; rounded to whole micro-batches."
     )
-    micro_batch: Positive | Auto = Field("auto", description="Rows a GPU holds at once.")
+    micro_batch: Positive | Auto | dict[str, Positive] = Field(
+        "auto", description="Rows a GPU holds at once; for unequal GPUs by host name or GPU kind, {A100-40G: 4, T4: 1}."
+    )
 
 
 class Optim(Section):
@@ -73,6 +83,9 @@ class Optim(Section):
     warmup_steps: Annotated[Int, Field(ge=0)] = Field(50, description="Steps of linear warmup.")
     betas: Annotated[tuple[float, float], Strict(False)] = Field((0.9, 0.95), description="Adam's moment decay rates.")
     eps: float = Field(1e-8, description="Adam's epsilon.")
+    decay_steps: Positive | None = Field(
+        None, description="Steps the schedule is made for; absent = the run's, as it should be."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Weight decay.")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient norm limit; 0 = none.")
 
@@ -122,6 +135,10 @@ class Train(Section):
         "auto", description="Activation checkpointing: nothing, the feed-forward blocks, or whole layers."
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile of each layer; auto = on GPUs.")
+    deterministic: bool = Field(
+        False,
+        description="Two runs give the same bits on GPUs too, at a price (docs/determinism.md); CPU runs do anyway.",
+    )
     cpu_ranks: Positive = Field(2, description="Processes when there is no GPU.")
 
 
@@ -131,7 +148,14 @@ class Checkpoint(Section):
     every_steps: Positive | None = Field(
         None, description="Optimizer steps between checkpoints; absent = only the last."
     )
-    keep_last: Positive = Field(2, description="Checkpoints kept.")
+    keep_last: Positive = Field(2, description="Checkpoints kept: the newest ones.")
+    keep_every_steps: Positive | None = Field(
+        None, description="Checkpoints at multiples of so many steps are kept as well; absent = only the newest."
+    )
+    asynchronous: bool = Field(
+        True,
+        description="Training waits only for a copy in host memory, which a thread writes; false = for the disk.",
+    )
 
 
 class Eval(Section):
@@ -156,6 +180,9 @@ class Hardware(Section):
 
     hosts: Annotated[tuple[HardwareHost, ...], Strict(False), Field(min_length=1)] = Field(description="Hosts.")
     network_gbit: Annotated[float, Field(gt=0)] = Field(10.0, description="Speed of the link between hosts.")
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="What an hour of one GPU costs, in your currency; `plan` then says what the run costs."
+    )
 
 
 Text = Annotated[str, Field(pattern=r"^[^\r\n\x00]*$")]
@@ -191,6 +218,21 @@ class Launch(Section):
     stall_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="The run is ended after so long without a finished step, evaluation or checkpoint."
     )
+    outage_seconds: Annotated[float, Field(ge=10)] = Field(
+        150.0,
+        description="A host is given up, and its ranks end themselves, after so long without a word. TCP may notice "
+        "the end of an outage when that is twice as old: with 150 an outage of 60 seconds passes.",
+    )
+    grace_seconds: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="After SIGTERM or SIGINT the ranks may take so long to finish their step and write a checkpoint.",
+    )
+    restarts: Annotated[Int, Field(ge=0)] = Field(
+        0, description="How often a failed run is started again by itself; not when one step or one host fails twice."
+    )
+    restart_wait_seconds: Annotated[float, Field(ge=0)] = Field(
+        15.0, description="Wait before the first restart; it doubles each time, up to 10 minutes."
+    )
 
 
 class Recipe(Section):
@@ -198,17 +240,29 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Short name; the prefix of run directories.")
     description: str = Field("", description="One line for people.")
-    stage: Literal["pretrain"] = Field("pretrain", description="Kind of training.")
+    forked_from: str | None = Field(
+        None, description="The recipe this one was made from, path@sha256; written by `finlm new`."
+    )
+    stage: Literal["pretrain", "sft", "dpo", "reward", "grpo"] = Field("pretrain", description="Kind of training.")
     hardware: Hardware
     model: Model
     tokenizer: Tokenizer
     data: Data
     batch: Batch
     optim: Optim
+    chat: Chat | None = Field(None, description="How dialogues become text; in stages after pretraining.")
+    sft: Sft | None = Field(None, description="What dialogues teach; in stage sft.")
+    dpo: Dpo | None = Field(None, description="Learning from pairs directly; in stage dpo.")
+    reward: Reward | None = Field(None, description="Learning what is preferred; in stage reward.")
+    grpo: Grpo | None = Field(None, description="Learning from the rewards of own answers; in stage grpo.")
+    lora: Lora | None = Field(None, description="Train adapters; absent = every weight.")
     zero: Zero = Field(default_factory=Zero)
     train: Train
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
+    incidents: Incidents = Field(default_factory=Incidents, description="Trouble in a step, and what is done about it.")
+    expect: Expect | None = Field(None, description="Numbers that every run of this recipe is checked against.")
     env: Environment = Field(default_factory=dict, description="Environment of every rank; recorded.")
     hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
     launch: Launch = Field(default_factory=Launch, description="Starting and watching the ranks.")
+    self_qa: SelfQA | None = Field(None, description="Questions and answers that `self-qa` makes of the documents.")

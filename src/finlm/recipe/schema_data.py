@@ -35,6 +35,7 @@ class Synthetic(Section):
     size: Bytes = Field(description="Bytes of training text over the four files, e.g. 16MB.")
     held_out_size: Bytes = Field(1_000_000, description="Bytes of held-out text about other companies.")
     seed: Int = Field(0, description="Seed of the fictional world.")
+    dialogues: bool = Field(False, description="Questions and answers about the world instead of documents; for sft.")
 
 
 class Source(Section):
@@ -108,7 +109,8 @@ class Data(Section):
         "1,000 documents; or no document cut that fits.",
     )
     document_masks: bool = Field(
-        False, description="Attention and positions end at a document's end; otherwise a row's documents see each other."
+        False,
+        description="Attention and positions end at a document's end; otherwise a row's documents see each other.",
     )
     mixture: Annotated[tuple[Stage, ...], Strict(False), BeforeValidator(_stages)] = Field(
         (), description="Stages of the run with the weights of the sources; absent = every row once an epoch."

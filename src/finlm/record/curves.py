@@ -27,6 +27,9 @@ def charts(history: History) -> Iterator[dict[str, Any]]:
             series[0]["style"] = "main"
         yield {"title": "Held-out loss", "series": series, "zero": False, "marks": True}
     for key, title, is_noisy in (
+        ("accuracy", "Pairs in the right order", True),
+        ("margin", "Margin between chosen and rejected", True),
+        ("reward", "Reward of own answers", True),
         ("lr", "Learning rate", False),
         ("grad_norm", "Gradient norm", True),
         ("tokens_per_second", "Tokens a second", True),

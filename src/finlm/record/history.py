@@ -1,8 +1,8 @@
 """events.jsonl as one history: what counts after resumes.
 
-A resumed run repeats the steps after its checkpoint; a `start` row at step S therefore takes back what was recorded
-after S. Lines that are no JSON (a write cut by a kill, then continued) are counted and left out. 100,000 steps are read
-in 0.6 s.
+A resumed run repeats the steps after its checkpoint, and so does one that was rolled back; a `start` or `rollback` row
+at step S therefore takes back what was recorded after S. Lines that are no JSON (a write cut by a kill, then continued)
+are counted and left out. 100,000 steps are read in 0.6 s.
 
 Missing values stay missing: they are left out of curves and medians and never become 0.
 """
@@ -22,7 +22,10 @@ Row = dict[str, Any]
 Points = list[tuple[float, float]]
 _NUMBERS = (int, float)
 _DECODE = json.JSONDecoder(parse_constant=lambda _: None).decode  # NaN and Infinity are missing values
-STEP_KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_second", "mfu", "memory_bytes")
+STEP_KEYS = (
+    *("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_second", "mfu", "memory_bytes"),
+    *("accuracy", "margin", "reward"),  # of stages that learn from preferences
+)
 
 
 @dataclass
@@ -36,6 +39,9 @@ class History:
     samples: list[Row] = field(default_factory=list)
     incidents: list[Row] = field(default_factory=list)
     exports: list[Row] = field(default_factory=list)
+    suites: list[Row] = field(default_factory=list)
+    rollbacks: list[Row] = field(default_factory=list)
+    expectations: list[Row] = field(default_factory=list)
     end: Row | None = None
     unreadable: int = 0
     wall_seconds: float | None = None
@@ -88,6 +94,8 @@ def read(run: RunDir) -> History:
         "sample": history.samples,
         "incident": history.incidents,
         "export": history.exports,
+        "suite": history.suites,
+        "expect": history.expectations,
     }
     columns_of_steps = list(history.steps.items())
     attempts: list[list[float]] = []  # from a start to its end row, or to the last row before the next start
@@ -100,6 +108,9 @@ def read(run: RunDir) -> History:
             _take_back(history, row.get("step") or 0)
             is_open = isinstance(now, _NUMBERS)
             attempts += [[now, now]] if isinstance(now, _NUMBERS) else []
+        elif kind == "rollback":
+            _take_back(history, row.get("step") or 0)
+            history.rollbacks.append(row)
         elif kind == "step":
             for key, column in columns_of_steps:
                 value = row.get(key)
@@ -140,7 +151,7 @@ def _decoded(line: str) -> Any:
 
 def _take_back(history: History, step: float) -> None:
     """Forget what was recorded after a step."""
-    for rows in (history.evals, history.checkpoints):
+    for rows in (history.evals, history.checkpoints, history.suites):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()
     done = history.steps["step"]

@@ -4,7 +4,7 @@ Takes about 0.3 s, nearly all of it for listing the installed packages and askin
 whether two runs had the same recipe, plan, code, tokenizer and shards.
 
 Does not copy the whole environment: only variables that change a training run are kept, and values that look like
-credentials are replaced by "[redacted]". Files git does not track count as dirty and are covered by the code hash.
+credentials are cut out (secrets.py). Files git does not track count as dirty and are covered by the code hash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -28,20 +27,10 @@ from finlm.base import files
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
+from finlm.record.secrets import redact_command, redact_environment, redact_text
 
 PACKAGE = Path(finlm.__file__).resolve().parent
-REDACTED = "[redacted]"
-_KEPT_PREFIXES = (
-    *("DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "CUBLAS_", "OMP_", "MKL_"),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "SLURM_", "UCX_", "FI_", "PDSH_", "MASTER_", "FINLM_"),
-)
-_KEPT_NAMES = (
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "LOCAL_SIZE", "RANK", "WORLD_SIZE"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "NUMEXPR_MAX_THREADS", "KMP_AFFINITY"),
-)
-_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH", re.IGNORECASE)
-_RECIPE_KEY = re.compile(r"(?!env\.)[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+MOST_DIFF_BYTES = 1 << 20
 
 
 def make(
@@ -49,14 +38,16 @@ def make(
     plan: Plan,
     shards: Path | None,
     *,
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
     code_sha256: str | None = None,
     command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The manifest of a run that is about to start.
 
-    `shards` is the directory of prepared data; `command` and `environment` are this process's unless given. The
-    recipe's hash is that of the bytes of recipe.yaml, the plan's is files.sha256_json of the object in plan.json.
+    `shards` is the directory of prepared data; `facts` what doctor saw of each host, by name; `command` and
+    `environment` are this process's unless given. The recipe's hash is that of the bytes of recipe.yaml, the plan's is
+    files.sha256_json of the object in plan.json.
     """
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,13 +56,39 @@ def make(
         "plan": {"sha256": files.sha256_json(plan.to_json())},
         "shards": _shards(shards),
         "seeds": _seeds(recipe),
-        "hosts": [{"name": host.name, "slots": host.slots, "gpu": host.gpu} for host in plan.hosts],
+        "hosts": [
+            {"name": host.name, "slots": host.slots, "gpu": host.gpu, **_seen((facts or {}).get(host.name, {}))}
+            for host in plan.hosts
+        ],
         "command": redact_command(sys.orig_argv if command is None else command),
         "directory": str(Path.cwd()),
         "environment": redact_environment(os.environ if environment is None else environment),
         "machine": _machine(),
         "packages": packages(),
     }
+
+
+def _seen(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What doctor saw of a host that a run may depend on; only what it was told."""
+    torch, gpus = facts.get("torch") or {}, (facts.get("gpu") or {}).get("devices") or ()
+    found = {
+        "python": (facts.get("python") or {}).get("version"),
+        "torch": torch.get("version"),
+        "cuda": torch.get("cuda"),
+        "nccl": torch.get("nccl"),
+        "gpus": [gpu.get("name") for gpu in gpus],
+        "drivers": sorted({str(gpu.get("driver")) for gpu in gpus}),
+        "platform": facts.get("platform"),
+        "packages": facts.get("packages"),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def changes() -> str:
+    """The uncommitted changes of the running package's checkout as a diff, credentials cut out; empty without any."""
+    found = _git(PACKAGE, "diff", "HEAD", "--no-color", "--no-ext-diff") or b""
+    text = redact_text(found[:MOST_DIFF_BYTES].decode("utf-8", errors="replace"))
+    return text if len(found) <= MOST_DIFF_BYTES else f"{text}\n[cut: {len(found):,} bytes in all]\n"
 
 
 def version() -> str:
@@ -126,8 +143,10 @@ def git_state(directory: Path) -> dict[str, Any] | None:
         return None
     changes = _git(directory, "status", "--porcelain") or b""
     diff = _git(directory, "diff", "HEAD", "--binary") or b""
+    remote = _git(directory, "remote", "get-url", "origin")
     return {
         "commit": commit.decode().strip(),
+        "remote": redact_text(remote.decode().strip()) if remote else None,
         "dirty": bool(changes.strip()),
         "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
     }
@@ -198,34 +217,3 @@ def _gpus() -> list[dict[str, str]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
-
-
-def redact(name: str, value: str) -> str:
-    """value, or a stand-in when the name is that of a secret; logins inside URLs are cut out."""
-    return REDACTED if _SECRET_NAME.search(name) else _URL_LOGIN.sub(REDACTED, value)
-
-
-def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that can change a training run, sorted, without credentials."""
-    kept = (name for name in environment if name.startswith(_KEPT_PREFIXES) or name in _KEPT_NAMES)
-    return {name: redact(name, environment[name]) for name in sorted(kept)}
-
-
-def redact_command(command: Sequence[str]) -> list[str]:
-    """The arguments without credentials. A recipe's own keys (batch.tokens_per_step) are no secrets, env.* may be."""
-    result: list[str] = []
-    for argument in command:
-        name, separator, value = argument.partition("=")
-        if result and _is_secret_option(result[-1]):
-            result.append(REDACTED)
-        elif separator and (name.startswith("-") or not _RECIPE_KEY.fullmatch(name)):
-            result.append(f"{name}={redact(name, value)}")
-        else:
-            result.append(_URL_LOGIN.sub(REDACTED, argument))
-    return result
-
-
-def _is_secret_option(argument: str) -> bool:
-    """True for --api-key and the like; --tokens is a count everywhere in finlm."""
-    is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
-    return is_option and _SECRET_NAME.search(argument) is not None

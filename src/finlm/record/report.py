@@ -18,7 +18,7 @@ from typing import Any
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan import memory
-from finlm.record import curves, page, report_data, report_details
+from finlm.record import curves, page, report_data, report_details, suites
 from finlm.record import history as histories
 from finlm.record.history import History
 from finlm.record.page import Html, element, join
@@ -48,10 +48,12 @@ def build(run: RunDir, *, ended: bool = False) -> Path:
     loaded = Run(run, history, plan, manifest, data, report_details.values(run), state)
     sections = [
         _summary(loaded),
+        suites.section(history.suites),
         _curves(loaded),
         _plan(loaded),
         report_data.section(data),
         report_details.diagnosis(run),
+        report_details.promises(history),
         report_details.problems(run, history),
         report_details.samples(history),
         report_details.checkpoints(history),
@@ -204,6 +206,9 @@ def _plan(run: Run) -> Html | None:
     ]
     table = page.table(("", "Plan", "Measured", "Measured / plan"), rows)
     decided = [(label, page.count(plan.get(key)) or plan.get(key)) for label, key in _DECISIONS]
+    unequal = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
+    if len(set(unequal.values())) > 1:
+        decided.append(("Micro-batches", ", ".join(f"{name} {rows}" for name, rows in unequal.items())))
     reasons = [element("li", reason) for reason in plan.get("reasons", ())]
     sizes = [(name, page.size(value)) for name, value in items.items()]
     sizes.append(("all of it", page.size(plan.get("gpu_bytes"))))

@@ -12,14 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.recipe import recipe as recipes
 from finlm.record import page
 from finlm.record.history import History
-from finlm.record.manifest import redact
 from finlm.record.page import Html, element, join
+from finlm.record.secrets import redact
 
 _FIRST = ("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets", "sentencepiece", "tokenizers", "numpy")
 _VARIABLE = re.compile(r"^(\s*[A-Z][A-Z0-9_]*:\s*)(.+)$", re.MULTILINE)
@@ -41,6 +43,11 @@ def values(run: RunDir) -> dict[str, Any]:
     except UserError:
         return {}
     return dict(_leaves(loaded.model_dump(mode="json"), ""))
+
+
+def unchecked_values(run: RunDir) -> dict[str, Any]:
+    """The same of a recipe that another version wrote, as it stands in the file."""
+    return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), "")) if run.recipe.exists() else {}
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -110,9 +117,18 @@ def problems(run: RunDir, history: History) -> Html:
     before = join(rows) if rows else element("p", "Nothing wrong." if checked else "Not recorded.", class_="quiet")
     during = [
         _problem(
-            join([f"step {page.count(row.get('step')) or page.MISSING}", row.get("what")], " · "), row.get("detail")
+            join([f"step {page.count(row.get('step')) or page.MISSING}", row.get("what")], " · "),
+            row.get("detail"),
+            below=_documents(row),
         )
         for row in history.incidents[-200:]
+    ]
+    during += [
+        _problem(
+            f"step {page.count(row.get('origin')) or page.MISSING} · rolled back",
+            f"to the checkpoint of step {page.count(row.get('step'))}, without the data since",
+        )
+        for row in history.rollbacks
     ]
     if history.unreadable:
         during.append(_problem("events.jsonl", f"{history.unreadable:,} line(s) could not be read and are left out"))
@@ -124,6 +140,30 @@ def problems(run: RunDir, history: History) -> Html:
     after = join(during) if during else element("p", "None." if history.starts else "Not started.", class_="quiet")
     parts = (element("h3", "Doctor, before launch"), before, element("h3", "Incidents, during the run"), after)
     return page.section("Findings and incidents", "problems", *parts)
+
+
+def _documents(row: Mapping[str, Any]) -> Html | None:
+    """The documents of an incident's batch, folded."""
+    found = row.get("documents") or ()
+    if not found:
+        return None
+    names = ("source", "shard", "document", "tokens", "text")
+    lines = [tuple(page.count(one.get(n)) if n == "tokens" else one.get(n) for n in names) for one in found]
+    head = ("Source", "Shard", "Number", "Tokens", "Begins")
+    return page.folded(f"Documents ({len(found)})", page.table(head, lines, text=5))
+
+
+def promises(history: History) -> Html | None:
+    """The recipe's expect: against what came out."""
+    if not history.expectations:
+        return None
+    row = history.expectations[-1]
+    rows = [
+        (one.get("what"), page.digits(one.get("expected")), page.digits(one.get("found")), "yes" if one["ok"] else "NO")
+        for one in row.get("checked") or ()
+    ]
+    table = page.table(("", "Expected", "Found", "Near enough"), rows) if rows else element("p", row.get("elsewhere"))
+    return page.section("Expected by the recipe", "expected", table)
 
 
 def diagnosis(run: RunDir) -> Html | None:
@@ -146,9 +186,9 @@ def diagnosis(run: RunDir) -> Html | None:
     return page.section("Why it failed", "diagnosis", *parts)
 
 
-def _problem(head: Any, *lines: Any, is_error: bool = False) -> Html:
+def _problem(head: Any, *lines: Any, below: Html | None = None, is_error: bool = False) -> Html:
     inner = join(element("p", line) for line in lines if line)
-    return element("div", element("h4", head), inner, class_="problem error" if is_error else "problem")
+    return element("div", element("h4", head), inner, below or "", class_="problem error" if is_error else "problem")
 
 
 def samples(history: History) -> Html | None:
@@ -190,7 +230,8 @@ def reproduce(run: RunDir, manifest: Mapping[str, Any]) -> Html | None:
     lines = [f"cd {shlex.quote(str(manifest['directory']))}"] if manifest.get("directory") else []
     python = shlex.quote(str((manifest.get("machine") or {}).get("executable") or "python"))
     path, resolved = shlex.quote(str(run.code)), shlex.quote(str(run.recipe))
-    again = [*lines, f"PYTHONPATH={path} {python} -m finlm train {resolved} --new"]
+    again = [*lines, f"{python} -m finlm reproduce {shlex.quote(str(run.path))}"]
+    by_hand = [*lines, f"PYTHONPATH={path} {python} -m finlm train {resolved} --new"]
     state = None if not git else f"{git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}"
     shards = manifest.get("shards") or {}
     hashes = [
@@ -208,6 +249,8 @@ def reproduce(run: RunDir, manifest: Mapping[str, Any]) -> Html | None:
         "reproduce",
         element("h3", "The same run again, with the code and the recipe it carries"),
         page.code("\n".join(again)),
+        element("h3", "Without the comparison"),
+        page.code("\n".join(by_hand)),
         element("h3", "How it was started") if started else "",
         page.code("\n".join([*lines, started])) if started else "",
         element("div", page.pairs(hashes), class_="hashes"),

@@ -8,6 +8,8 @@ interpreter's shutdown after all work is done.
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -28,13 +30,24 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the watchdog asks silent ranks where they are
     code = 1
     try:
-        from finlm.train import groups, pretrain
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # trl reports its trainers' names
+        gc.disable()  # what imports make stays: looking for garbage among it is a fifth of their seven seconds
+        from finlm.recipe import recipe
+        from finlm.train import groups
 
         groups.limit_waiting()
-
-        code = pretrain.main(run_path)
-    except BaseException:  # also SystemExit from a library: the log must say why a rank ended
+        stage = recipe.load(run_path / "recipe.yaml").recipe.stage
+        trainer = importlib.import_module(f"finlm.train.{stage}")
+        gc.freeze()
+        gc.enable()
+        code = trainer.main(run_path)
+    except BaseException as error:  # also SystemExit from a library: the log must say why a rank ended
         traceback.print_exc()
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            from finlm.train import out_of_memory
+
+            print(out_of_memory.report(run_path, error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,12 +1,14 @@
 """Which rows a rank reads at a step: arithmetic on (seed, step), so resuming is a seek at any world size.
 
 Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
-then ranks. Reading is a memory-map slice (hundreds of Mtoken/s), so nothing is read ahead; the copy to a GPU is
-from pinned memory, and the host does not wait for it.
+then ranks, whose micro-batches may differ: how a step is cut never changes its rows. Reading is a memory-map slice
+(hundreds of Mtoken/s), so nothing is read ahead; the copy to a GPU is from pinned memory, and the host does not wait
+for it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,17 +32,18 @@ class Batches:
         self.rows = rows
         self.order = order
         self.document_masks = document_masks
-        self.micro_batch = plan.micro_batch
         self.micro_steps = plan.gradient_accumulation_steps
-        self.world_size = plan.world_size
-        self.rank = rank
+        self.rows_per_micro_step = sum(plan.rank_micro_batches)
+        first = sum(plan.rank_micro_batches[:rank])
+        self.own = slice(first, first + plan.rank_micro_batches[rank])
         self.device = torch.device(plan.device)
+        self._crc = 0
 
     def row_ids(self, step: int) -> np.ndarray:
-        """Row ids of a step over all ranks: [micro_steps, world_size, micro_batch]."""
-        count = self.micro_steps * self.world_size * self.micro_batch
+        """Row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]."""
+        count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
-        return self.order[positions].reshape(self.micro_steps, self.world_size, self.micro_batch)
+        return self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
 
     def supervised(self, step: int) -> int:
         """Labels that count in a step over all ranks and micro-steps: the loss's denominator, without a message."""
@@ -51,10 +54,19 @@ class Batches:
 
         Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of documents.bounds.
         """
-        for row_ids in self.row_ids(step)[:, self.rank]:
+        for row_ids in self.row_ids(step)[:, self.own]:
             inputs, labels = self.rows.read(row_ids)
+            self._crc += sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs))
             bounds = (documents.bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
             yield tuple(map(self._moved, (inputs, labels, *bounds)))
+
+    def take_crc(self) -> int:
+        """Sum of the CRC-32 of the token ids of every row read since the last call.
+
+        Summed over ranks it is the same however a step is cut into ranks and micro-batches: proof of what was fed.
+        """
+        crc, self._crc = self._crc, 0
+        return crc
 
     def _moved(self, ids: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(ids)

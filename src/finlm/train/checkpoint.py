@@ -1,95 +1,259 @@
-"""Checkpoints: DeepSpeed's sharded state plus the step, complete when manifest.json exists.
+"""Checkpoints of a run: saved while training goes on, proved before they are loaded, at any number of ranks.
 
-The manifest (sizes and sha256 of every file) is written last, so a kill during saving leaves a directory that resume
-does not see. The data position needs no saving: it is a function of the step.
+A save copies the state of every rank to host memory (what training waits for), a thread writes and hashes it, and a
+later step publishes it on all ranks at once: manifest last, rank 0's directory after all others. So a kill at any byte
+leaves the checkpoints before it. A disk that is full, or fails, costs that checkpoint and not the run.
 
-No shared disk is assumed: the first rank of every host lists and removes what its host holds, rank 0's manifest is the
-last one, and ranks resume from the newest checkpoint that all of them have.
+No shared disk is assumed: ranks find out which of them see the same directory; the first of them, its leader, lists,
+publishes and removes what lies there. Resuming takes the newest checkpoint that all directories have, every file proved
+by its hash, in parallel; a damaged one is set aside, said aloud, and the one before it is used.
+
+Saved beside DeepSpeed's shards (master weights, moments, loss scaler, scheduler): step, tokens and data position, and
+every rank's generators. The position is for people: rows are a function of the step.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 
-from finlm.base import files
-from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base import checkpoints as disk
+from finlm.base import memory
+from finlm.base.checkpoints import Manifest, Part
+from finlm.base.rundir import RunDir, host_name
+from finlm.base.units import format_bytes
+from finlm.plan.plan import Plan
+from finlm.recipe.schema import Checkpoint
+from finlm.train import checkpoint_load, generators, groups
+from finlm.train.checkpoint_store import Buffers, State, Store, sizes_of, write
+from finlm.train.events import Events
+
+MARGIN_BYTES = 1 << 28  # of disk and memory that stay free
+RAM_SHARE = 0.9  # of the host memory that is available may become buffers
+THREADS = 16
 
 
-def save(engine: Any, run: RunDir, step: int, keep_last: int) -> None:
-    """Write checkpoints/step-N from all ranks, publish it, and remove older ones beyond keep_last."""
-    started = time.monotonic()
-    directory = run.checkpoint(step)
-    rank, first_of_host = distributed.get_rank(), os.environ["LOCAL_RANK"] == "0"
-    if first_of_host:
-        shutil.rmtree(directory, ignore_errors=True)  # what a killed save left
-        run.checkpoints.mkdir(exist_ok=True)
-    distributed.barrier()
-    engine.save_checkpoint(str(run.checkpoints), tag=directory.name, client_state={"step": step}, save_latest=False)
-    distributed.barrier()
-    manifest = _listed(directory, step) if first_of_host else {}
-    distributed.barrier()
-    if first_of_host and rank != 0:
-        _publish(run, step, manifest, keep_last)
-    distributed.barrier()
-    if rank == 0:
-        _publish(run, step, manifest, keep_last)
-        total = sum(entry["bytes"] for entry in manifest["files"].values())
-        run.append_event(
-            "checkpoint", step=step, path=str(directory), bytes=total, seconds=round(time.monotonic() - started, 3)
+@dataclass
+class Saving:
+    """A save on its way to the disk."""
+
+    step: int
+    began: float
+    stall_seconds: float
+    parts: Future[dict[str, Part]]
+
+
+class Checkpoints:
+    """The checkpoints of a run as one rank sees them; every method is called by all ranks together."""
+
+    def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: Checkpoint, events: Events) -> None:
+        self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
+        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self.members = groups.sharing(run.checkpoints)
+        self.leads = self.rank == self.members[0]
+        self._clean()
+        self.threads = max(1, min(THREADS, (os.cpu_count() or 1) // groups.gathered(host_name()).count(host_name())))
+        self.store = Store()
+        self.store.mmap = plan.device == "cuda" and plan.offload_optimizer == "none"
+        engine.checkpoint_engine = self.store
+        engine._copy_recovery_script = lambda *_: None  # it unpickles without weights_only; `finlm export` does its job
+        # DeepSpeed's use_node_local_storage lets a rank of every host write the model states, into one file when hosts
+        # share a disk. And it looks for model states by pattern and reads them twice: under this name it is given them.
+        engine.save_non_zero_checkpoint = self.leads or plan.zero_stage == 3
+        engine._get_all_ckpt_names = lambda folder, tag: [str(Path(folder) / tag / disk.MANIFEST)]
+        self.buffers = Buffers(torch.device(plan.device))
+        self.asynchronous = keep.asynchronous and keep.every_steps is not None
+        self.bytes_here: int | None = None  # of a checkpoint in this directory; None until the first step
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+        self.saving: Saving | None = None
+
+    def _clean(self) -> None:
+        """Remove what killed runs left half-written, before anything is saved or loaded."""
+        if self.leads:
+            for path in (*self.run.checkpoints.glob(".rank-*"), *self.run.checkpoints.glob(".step-*")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        distributed.barrier()
+
+    def save(self, step: int) -> None:
+        """Start a checkpoint of the state after `step` steps; returns when the state is copied."""
+        self.finish()
+        if self.bytes_here is None:
+            self._measure()
+        began = time.monotonic()
+        if problems := self.told(self._room(step)):
+            self._not_saved(step, problems)
+            return
+        self.buffers.begin()
+        self.store.place = self.buffers.place if self.asynchronous else torch.Tensor.detach
+        states = self._states(step)
+        if self.asynchronous and self.plan.device == "cuda":
+            torch.cuda.synchronize()
+        parts = self.pool.submit(self._write, disk.aside(self.run.checkpoint(step)), states)
+        self.saving = Saving(step, began, time.monotonic() - began, parts)
+        if not self.asynchronous:
+            self.finish()
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint; the step to go on from. Raises UserError as checkpoint_load.newest does."""
+        found = checkpoint_load.newest(self)
+        if found is None:
+            return 0
+        checkpoint_load.load(self, *found)
+        return found[1].step
+
+    def roll_back(self, at_most: int) -> int | None:
+        """Load the newest whole checkpoint of this step or an earlier one; its step, None without one.
+
+        Later ones are removed: they belong to the steps that are taken back.
+        """
+        self.finish()
+        found = checkpoint_load.newest(self, at_most)
+        if found is None:
+            return None
+        checkpoint_load.load(self, *found)
+        if self.leads:
+            for step, directory in self.run.complete_checkpoints():
+                if step > found[1].step:
+                    disk.remove(directory)
+        distributed.barrier()
+        return found[1].step
+
+    def poll(self) -> None:
+        """Publish what is written by now; to be called after every step."""
+        if self.bytes_here is None:
+            self._measure()
+        if self.saving is not None:
+            done = torch.tensor(float(self.saving.parts.done()), device=self.engine.device)
+            distributed.all_reduce(done, distributed.ReduceOp.MIN)
+            if done.item():
+                self._conclude()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written and publish it."""
+        if self.saving is not None:
+            self._conclude()
+        self.pool.submit(lambda: None).result()  # and for the removal of old ones
+
+    def told(self, problem: str) -> list[str]:
+        """The problems that ranks have, on every rank."""
+        return [each for each in groups.gathered(problem) if each]
+
+    def _states(self, step: int) -> dict[str, State]:
+        """What this rank saves, by file name; tensors by the store's `place`."""
+        directory = self.run.checkpoint(step)
+        self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+        loop: dict[str, Any] = {
+            "step": step,
+            "tokens": step * self.plan.tokens_per_step,
+            "generators": generators.state(),
+        }
+        loop["next_row_of_the_order"] = loop["tokens"] // self.plan.sequence_length
+        return self.store.taken() | {f"loop_rank_{self.rank}.pt": loop}
+
+    def _measure(self) -> None:
+        """Sizes of a save, known once the optimizer has stepped; decides whether copies of it fit the host's memory."""
+        self.store.place = torch.Tensor.detach
+        large, total = sizes_of(self._states(0))
+        found = groups.gathered((host_name(), total, memory.available_bytes(), self.rank in self.members))
+        self.bytes_here = sum(found[rank][1] for rank in self.members)
+        if not self.asynchronous:
+            return
+        for host in dict.fromkeys(name for name, *_ in found):
+            needed = sum(size for name, size, *_ in found if name == host)
+            free = int(RAM_SHARE * min(available for name, _, available, _ in found if name == host))
+            if needed + MARGIN_BYTES > free:
+                self.asynchronous = False
+                detail = f"{host}: a copy of the state takes {format_bytes(needed)}, {format_bytes(free)} can be used; "
+                self.tell(0, "checkpoints are saved while training waits", detail + "training waits for the disk")
+        if self.asynchronous:
+            self.buffers.reserve(large)
+
+    def _room(self, step: int) -> str:
+        """Why a checkpoint has no room on this directory's disk; the leader asks, empty when it has."""
+        if not self.leads:
+            return ""
+        shutil.rmtree(disk.aside(self.run.checkpoint(step)), ignore_errors=True)
+        free, needed = shutil.disk_usage(self.run.checkpoints).free, (self.bytes_here or 0) + MARGIN_BYTES // 64
+        if free >= needed:
+            return ""
+        return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
+
+    def _write(self, directory: Path, states: dict[str, State]) -> dict[str, Part]:
+        """Write and hash this rank's files, in the thread. Removes them and raises OSError when the disk fails."""
+        paths = [directory / name for name in states]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path, state in zip(paths, states.values(), strict=True):
+                write(state, path)
+            hashes = disk.sha256(paths, self.threads)
+            return {path.name: Part(path.stat().st_size, hashes[path], self.rank) for path in paths}
+        except (OSError, RuntimeError) as error:  # torch's writer hides the number of the system's error
+            free = shutil.disk_usage(self.run.checkpoints).free
+            for path in paths:
+                path.unlink(missing_ok=True)
+            why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+            raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
+
+    def _conclude(self) -> None:
+        """Publish the checkpoint when every rank wrote its part, else remove it and go on."""
+        saving = self.saving
+        assert saving is not None
+        self.saving = None
+        failure = saving.parts.exception()
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
+        found = groups.gathered((str(getattr(failure, "strerror", "") or ""), {} if failure else saving.parts.result()))
+        problems = [problem for problem, _ in found if problem]
+        directory = self.run.checkpoint(saving.step)
+        parts = {name: part for rank in self.members for name, part in found[rank][1].items()}
+        layout = self.world_size, self.plan.zero_stage, self.plan.offload_optimizer
+        manifest = Manifest(saving.step, *layout, dict(sorted(parts.items())))
+        for first in (False, True):  # rank 0's directory is the last one that counts
+            mine = self.leads and (self.rank == 0) == first
+            problems = problems or self.told(_attempt(directory, manifest) if mine else "")
+        if problems:
+            if self.leads:
+                shutil.rmtree(disk.aside(directory), ignore_errors=True)
+                disk.remove(directory)
+            self._not_saved(saving.step, problems)
+            return
+        if self.leads:
+            steps = [step for step, _ in self.run.complete_checkpoints()]
+            for step in disk.superseded(steps, self.keep.keep_last, self.keep.keep_every_steps):
+                self.pool.submit(disk.remove, self.run.checkpoint(step))
+        self.events.record(
+            "checkpoint",
+            step=saving.step,
+            path=str(directory),
+            bytes=manifest.bytes,
+            seconds=round(time.monotonic() - saving.began, 3),
+            stall_seconds=round(saving.stall_seconds, 3),
         )
-    distributed.barrier()
+
+    def _not_saved(self, step: int, problems: list[str]) -> None:
+        detail = f"{'; '.join(dict.fromkeys(problems))}; training goes on, the next checkpoint is tried in its turn"
+        self.tell(step, "checkpoint not saved", detail)
+
+    def tell(self, step: int, what: str, detail: str) -> None:
+        """An incident: in the log and in events.jsonl."""
+        if self.rank == 0:
+            print(f"step {step}: {what}: {detail}", flush=True)
+        self.events.record("incident", step=step, what=what, detail=detail)
 
 
-def _listed(directory: Path, step: int) -> dict[str, Any]:
-    """The manifest of what this host holds of a checkpoint. Made before any is written: hosts may share a disk."""
-    listed = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = path.relative_to(directory).as_posix()
-        listed[name] = {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
-    return {"step": step, "files": listed}
-
-
-def _publish(run: RunDir, step: int, manifest: dict[str, Any], keep_last: int) -> None:
-    """Make this host's part of a checkpoint count, and remove the oldest ones."""
-    files.write_json(run.checkpoint(step) / "manifest.json", manifest)
-    for _, old in run.complete_checkpoints()[:-keep_last]:
-        (old / "manifest.json").unlink(missing_ok=True)  # incomplete first, so that no half-removed one counts
-        shutil.rmtree(old, ignore_errors=True)  # on a shared disk the first ranks of all hosts do this
-
-
-def resume(engine: Any, run: RunDir) -> int:
-    """Load the newest checkpoint that all ranks have into the engine; the step to go on from, 0 without one."""
-    complete = dict(run.complete_checkpoints())
-    every: list[list[int]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(every, sorted(complete))
-    if not every[0]:  # rank 0's manifest is written last
-        return 0
-    common = set(every[0]).intersection(*every)
-    if not common:
-        without = min(rank for rank, steps in enumerate(every) if not set(steps) & set(every[0]))
-        raise UserError(
-            f"rank {without} has none of the checkpoints that rank 0 has",
-            evidence=f"rank 0: steps {every[0]}; rank {without}: {every[without] or 'none'}",
-            fix=f"bring {run.checkpoints} back to the host of rank {without}, or start another run with --new",
-        )
-    directory = complete[max(common)]
-    for name, expected in files.read_json(directory / "manifest.json")["files"].items():
-        part = directory / name
-        if not part.exists() or part.stat().st_size != expected["bytes"]:
-            raise UserError(
-                f"checkpoint {directory} is damaged",
-                evidence=f"{name}: expected {expected['bytes']} bytes, "
-                + (f"found {part.stat().st_size}" if part.exists() else "the file is missing"),
-                fix=f"remove {directory} to go on from the checkpoint before it",
-            )
-    loaded, state = engine.load_checkpoint(str(run.checkpoints), tag=directory.name)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed did not load {directory}")
-    return int(state["step"])
+def _attempt(directory: Path, manifest: Manifest) -> str:
+    """Publish; what the disk has against it."""
+    try:
+        disk.publish(directory, manifest)
+    except OSError as error:
+        return f"{host_name()}: {error.strerror}"
+    return ""

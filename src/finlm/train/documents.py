@@ -68,6 +68,7 @@ def _attend(
     """Causal attention within the bounds. query, key, value: [batch, heads, sequence, head]; out: transposed."""
     batch, _heads, sequence, _head = query.shape
     groups = query.shape[1] // key.shape[1]
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups))]
-    out = varlen_attn(*rows, document_bounds, document_bounds, sequence, sequence, scale=scaling, window_size=(-1, 0))
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
+    limits = (document_bounds, document_bounds, sequence, sequence)
+    out: torch.Tensor = varlen_attn(q, k, v, *limits, scale=scaling, window_size=(-1, 0))  # type: ignore[assignment]
     return out.view(batch, sequence, *out.shape[1:]), None

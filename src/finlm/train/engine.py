@@ -18,23 +18,47 @@ def initialize(model: torch.nn.Module, plan: Plan, ds_config: dict[str, Any]) ->
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model, plan), config=ds_config
     )
+    tune(optimizer, plan)
+    return engine
+
+
+def tune(optimizer: Any, plan: Plan) -> None:
+    """What makes DeepSpeed's optimizer faster, or stop at what is not finite; before the first step."""
+    if plan.zero_stage == 0 and plan.precision == "fp32":
+        skip_non_finite(optimizer)
     if plan.zero_stage in (1, 2) and plan.offload_optimizer == "none":
         optimizer.get_grad_norm_direct = partial(global_norm, optimizer)
         if not is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer):
             # The average over one rank: copying all gradients into buckets and back for it takes 18 ms at 6.4 B.
             optimizer.buffered_reduce_fallback = lambda *_, **__: None
-    return engine
+
+
+def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Let a plain optimizer leave the weights alone when a gradient is not finite, as ZeRO's and the 16-bit ones do.
+
+    The gradients are averaged over the ranks by then, so all ranks decide alike; the engine asks for `overflow`.
+    """
+    take_step = optimizer.step
+
+    def step(*arguments: Any, **named: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm(gradients)
+        optimizer.overflow = not bool(torch.stack(norms).isfinite().all())  # type: ignore[attr-defined]
+        if not optimizer.overflow:  # type: ignore[attr-defined]
+            take_step(*arguments, **named)
+
+    optimizer.step = step  # type: ignore[assignment,method-assign]
 
 
 def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """The parameters in order, in groups of at most OPTIMIZER_GROUP elements (or one parameter); one group at stage 3.
+    """The trained parameters in groups of at most OPTIMIZER_GROUP elements (or one parameter); one group at stage 3.
 
     DeepSpeed's stages 1 and 2 step group by group and hold the fp32 gradient of one group at a time; in one group it
     would be of all parameters, and set the peak of the whole step.
     """
     groups: list[list[torch.nn.Parameter]] = []
     size = 0
-    for parameter in model.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         if not groups or (plan.zero_stage in (1, 2) and size + parameter.numel() > OPTIMIZER_GROUP):
             groups.append([])
             size = 0

@@ -7,14 +7,14 @@ the same number of forward passes, because ZeRO-3 gathers parameters in each of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
 
-from finlm.data.shards import IGNORED, Rows, Shards
+from finlm.data.shards import IGNORED, Rows, Shard, Shards
 from finlm.train import documents
 
 LossSum = Callable[..., torch.Tensor]
@@ -24,29 +24,31 @@ def evaluate(
     loss_sum: LossSum,
     shards: Shards,
     sequence_length: int,
-    micro_batch: int,
+    micro_batches: Sequence[int],
     max_tokens: int,
     device: torch.device,
     document_masks: bool = False,
+    rows_of: Callable[[Sequence[Shard], int], Any] = Rows,
 ) -> dict[str, Any]:
     """{"loss", "perplexity", "sources": {name: {loss, perplexity, bits_per_byte, tokens}}} over the held-out split.
 
+    micro_batches: rows that each rank holds at once; of a single process one number.
+    rows_of: rows of a source's shards and sequence length; those of a stream of documents unless told otherwise.
     loss_sum maps (inputs, labels), each int64 [batch, sequence], and with document masks the bounds of
     documents.bounds, to the summed negative log-likelihood.
     """
-    rank, world_size = (
-        (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
-    )
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    first = sum(micro_batches[:rank])
     by_source: dict[str, list[Any]] = {}
     for shard in shards.split("held_out"):
         by_source.setdefault(shard.source, []).append(shard)
     sources = {}
     for name, parts in sorted(by_source.items()):
-        rows = Rows(parts, sequence_length)
+        rows = rows_of(parts, sequence_length)
         count = min(len(rows), max(1, max_tokens // sequence_length))
         nll, tokens = torch.zeros(2, dtype=torch.float64, device=device)
-        for start in range(0, count, micro_batch * world_size):
-            wanted = np.arange(start + rank * micro_batch, start + (rank + 1) * micro_batch)
+        for start in range(first, count + first, sum(micro_batches)):
+            wanted = np.arange(start, start + micro_batches[rank])
             inputs, labels = rows.read(np.minimum(wanted, count - 1))
             labels[wanted >= count] = IGNORED  # a rank past the end computes along without counting
             batch = [torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)]
@@ -56,7 +58,7 @@ def evaluate(
             with torch.no_grad():
                 nll += loss_sum(*batch).double()
             tokens += int((labels != IGNORED).sum())
-        if world_size > 1:
+        if len(micro_batches) > 1:
             distributed.all_reduce(nll)
             distributed.all_reduce(tokens)
         bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)

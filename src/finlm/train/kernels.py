@@ -95,7 +95,11 @@ def swap_loss(model: LlamaForCausalLM, vocab_size: int) -> None:
 
 
 def _summed_loss(
-    model: LlamaForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None
+    model: LlamaForCausalLM,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+    **_: Any,  # what peft hands on
 ) -> torch.Tensor:
     within = documents.arguments(bounds, input_ids.shape, model.config._attn_implementation)
     hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state

@@ -9,6 +9,7 @@ the three matrix products and one compiled kernel between them.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -30,7 +31,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if with_grad else None
         weight_grad: torch.Tensor | None = None
-        kernel = _compiled if hidden.is_cuda else softmax_gradient
+        kernel = _compiled() if hidden.is_cuda else softmax_gradient
         for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
             part = hidden[start:stop]
             nll, gradient = kernel(part @ weight.T, labels[start:stop], vocab_size)
@@ -38,6 +39,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is None:
                 continue
             torch.mm(gradient, weight, out=hidden_grad[start:stop])
+            if not ctx.needs_input_grad[1]:  # a frozen head, under adapters
+                continue
             if weight_grad is None:
                 weight_grad = gradient.T @ part
             else:
@@ -50,7 +53,40 @@ class LinearCrossEntropy(torch.autograd.Function):
         """The gradients formed in forward, times the scalar from above."""
         (scale,) = upstream
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * scale, weight_grad * scale, None, None, None
+        return hidden_grad * scale, None if weight_grad is None else weight_grad * scale, None, None, None
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """log softmax(hidden @ weight.T)[label] of each token; the logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        """hidden [tokens, hidden], weight [rows, hidden], labels [tokens]; rows from vocab_size on are padding."""
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            scores = (hidden[start:stop] @ weight[:vocab_size].T).float()
+            picked = scores.gather(1, labels[start:stop, None])[:, 0]
+            found[start:stop] = picked - scores.logsumexp(dim=1)
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.vocab_size = vocab_size
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """one-hot minus softmax, times what comes from above for each token."""
+        hidden, weight, labels = ctx.saved_tensors
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        rows = weight[: ctx.vocab_size]
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            part = hidden[start:stop]
+            gradient = (part @ rows.T).float().softmax(dim=1).neg_()
+            gradient.scatter_add_(1, labels[start:stop, None], torch.ones_like(gradient[:, :1]))
+            gradient = gradient.mul_(upstream[0][start:stop, None]).to(hidden.dtype)
+            hidden_grad[start:stop] = gradient @ rows
+            weight_grad[: ctx.vocab_size].addmm_(gradient.T, part)
+        return hidden_grad, weight_grad if ctx.needs_input_grad[1] else None, None, None
 
 
 def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,12 +107,15 @@ def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int
     return -(picked * counted).sum(), gradient
 
 
-_compiled = torch.compile(softmax_gradient, dynamic=False)
+@functools.cache
+def _compiled() -> Any:
+    """One kernel on a GPU. Not at import: it loads torch's compiler, a second that a CPU run has no use for."""
+    return torch.compile(softmax_gradient, dynamic=False)
 
 
 def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
     """Equal slices of the tokens whose logits, row_bytes a token, stay below the device's LOGITS_SLICE_BYTES."""
-    count = math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device])
+    count = max(1, math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device]))
     size = math.ceil(tokens / count)
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -91,3 +130,14 @@ def linear_cross_entropy(
         flat, weight, labels.flatten(), vocab_size, with_grad
     )
     return loss
+
+
+def linear_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """fp32 log-probability of each label [batch, sequence], 0 where it is IGNORED; hidden [batch, sequence, hidden].
+
+    Only the counted positions meet the head: of a pair's tokens these are the answers.
+    """
+    counted = labels != IGNORED
+    found = LinearLogProbs.apply(hidden[counted], weight, labels[counted], vocab_size)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+    return whole.masked_scatter(counted, found)

@@ -13,10 +13,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.train import documents, embeddings, kernels
@@ -39,7 +41,7 @@ def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaC
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads or model.heads,
-        max_position_embeddings=plan.sequence_length,
+        max_position_embeddings=context(recipe, plan),
         rms_norm_eps=model.norm_eps,
         initializer_range=model.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
@@ -49,6 +51,26 @@ def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaC
         pad_token_id=None,
         use_cache=False,
     )
+
+
+def context(recipe: Recipe, plan: Plan) -> int:
+    """Tokens that the model can read at once: the rows of pretraining, afterwards also what its start could."""
+    rows = plan.sequence_length // 2 if recipe.stage in ("dpo", "reward") else plan.sequence_length
+    config = Path(recipe.model.init_from or "") / "config.json"
+    if recipe.stage == "pretrain" or not config.is_file():
+        return rows
+    return max(rows, int(files.read_json(config)["max_position_embeddings"]))
+
+
+def padding_id(shards: Shards) -> int:
+    """A token that fills up rows and ends no sequence: the tokenizer's own for padding, <unk> or <s>, but not </s>.
+
+    A reward is read at the last token that is not padding; with </s> it would be read before the end of the turn.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(shards.directory / "tokenizer")
+    ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    return next((number for number in known if number is not None and number not in ends), shards.eos_id)
 
 
 def build(
@@ -106,7 +128,7 @@ def _from_pretrained(
 ) -> LlamaForCausalLM:
     source, revision = recipe.model.init_from, recipe.model.revision
     found = AutoConfig.from_pretrained(source, revision=revision)
-    extends = recipe.tokenizer.extend_to is not None
+    extends = recipe.stage == "pretrain" and recipe.tokenizer.extend_to is not None
     compared = [name for name in SHAPE if not (extends and name == "vocab_size")]
     differing = [name for name in compared if getattr(found, name, None) != getattr(config, name)]
     if found.model_type != "llama" or differing:

@@ -8,7 +8,6 @@ accumulation and world size change memory and speed but not the gradient.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import resource
 import time
@@ -28,9 +27,12 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import checkpoint, heldout, kernels
+from finlm.train import determinism, heldout, interrupt, kernels
 from finlm.train.batches import Batches
+from finlm.train.checkpoint import Checkpoints
 from finlm.train.engine import initialize
+from finlm.train.events import Events
+from finlm.train.guard import Guard, Seen
 from finlm.train.model import build, llama_config
 
 
@@ -46,19 +48,24 @@ class Setup:
     batches: Batches
     device: torch.device
     rank: int
+    events: Events
+    checkpoints: Checkpoints
+    guard: Guard
+    started: float
 
 
 def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
-    started = time.monotonic()
+    interrupt.listen()
     s = prepare(run_path)
     with kernels.attention(s.plan):
-        return loop(s, started)
+        return loop(s)
 
 
-def loop(s: Setup, started: float) -> int:
+def loop(s: Setup) -> int:
     """Every optimizer step from the newest checkpoint to the last; the process's exit code."""
-    step = checkpoint.resume(s.engine, s.run)
+    step = s.checkpoints.resume()
+    s.guard.resume(step)
     record(s, "start", step=step, **versions(s))
     if step == 0:
         evaluate(s, step)
@@ -67,28 +74,44 @@ def loop(s: Setup, started: float) -> int:
     while step < s.plan.steps:
         begun = time.monotonic()
         lr = s.engine.get_lr()[0]
-        supervised = s.batches.supervised(step)
+        data_step = s.guard.data_step(step)
+        supervised = s.batches.supervised(data_step)
         scale = s.plan.world_size * s.plan.gradient_accumulation_steps / supervised
         loss = torch.zeros((), device=s.device)
-        for batch in s.batches.read(step):
-            summed = s.engine(*batch)
-            s.engine.backward(summed * scale)  # DeepSpeed divides by micro-steps and averages over ranks
-            s.engine.step()
+        for batch in s.guard.read(data_step):
+            with s.guard.forward():
+                summed = s.engine(*batch)
             loss += summed.detach()
+            weight = s.guard.weight(summed, loss, scale, supervised)
+            s.engine.backward(summed * weight)  # DeepSpeed divides by micro-steps and averages over ranks
+            s.engine.step()
         step += 1
-        mean_loss = log_step(s, step, loss, supervised, lr, begun)
-        if not math.isfinite(mean_loss):
-            record(s, "incident", step=step, what="loss is not finite", detail=f"loss {mean_loss}, lr {lr:.3g}")
-            record(s, "end", step=step, status="failed", seconds=round(time.monotonic() - started, 1), exit_code=1)
-            return 1
+        seen, interrupted = log_step(s, step, loss, supervised, lr, begun)
+        then = s.guard.judge(step, data_step, seen)
+        if then == "stop":
+            return end(s, step, "failed", 1)
+        if then == "roll_back" and (former := s.guard.roll_back(step, data_step)) is not None:
+            step = former
+            continue
+        s.checkpoints.poll()
         last = step == s.plan.steps
         if last or is_due(step, s.recipe.eval.every_steps):
             evaluate(s, step)
-        if last or is_due(step, s.recipe.checkpoint.every_steps):  # after it: what a checkpoint follows is recorded
-            checkpoint.save(s.engine, s.run, step, s.recipe.checkpoint.keep_last)
-    record(s, "end", step=step, status="finished", seconds=round(time.monotonic() - started, 1), exit_code=0)
+        # After the evaluation: what a checkpoint follows is recorded.
+        if last or interrupted or is_due(step, s.recipe.checkpoint.every_steps):
+            s.checkpoints.save(step)
+        if interrupted and not last:
+            return end(s, step, "interrupted", 128 + interrupted)
+    return end(s, step, "finished", 0)
+
+
+def end(s: Setup, step: int, status: str, exit_code: int) -> int:
+    """Record that the run is over; the process's exit code."""
+    s.checkpoints.finish()
+    seconds = round(time.monotonic() - s.started, 1)
+    record(s, "end", step=step, status=status, seconds=seconds, exit_code=exit_code)
     distributed.barrier()
-    return 0
+    return exit_code
 
 
 def is_due(step: int, every: int | None) -> bool:
@@ -98,6 +121,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 def prepare(run_path: Path) -> Setup:
     """Process group, model, engine and data of this rank."""
+    started = time.monotonic()
     run = open_run(run_path)
     plan = Plan.read(run.plan)
     recipe = recipes.load(run.recipe).recipe
@@ -112,7 +136,9 @@ def prepare(run_path: Path) -> Setup:
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     if world_size != plan.world_size:
         raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
-    torch.manual_seed(recipe.train.seed)
+    determinism.seed_all(recipe.train.seed)
+    if recipe.train.deterministic:
+        determinism.switch_on()
     shards = Shards(run.shards)
     config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
     model = build(recipe, plan, ds_config, config, shards.tokenizer)
@@ -121,13 +147,15 @@ def prepare(run_path: Path) -> Setup:
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
     order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
     batches = Batches(rows, order, plan, rank, recipe.data.document_masks)
-    return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank)
+    events = Events(run, rank)
+    checkpoints = Checkpoints(engine, run, plan, recipe.checkpoint, events)
+    guard = Guard(run, recipe, plan, engine, batches, shards, events.record, checkpoints.roll_back)
+    return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank, events, checkpoints, guard, started)
 
 
 def record(s: Setup, kind: str, **fields: Any) -> None:
     """One row in events.jsonl, from rank 0."""
-    if s.rank == 0:
-        s.run.append_event(kind, **fields)
+    s.events.record(kind, **fields)
 
 
 def versions(s: Setup) -> dict[str, Any]:
@@ -142,23 +170,23 @@ def versions(s: Setup) -> dict[str, Any]:
     }
 
 
-def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, begun: float) -> float:
-    """Record one optimizer step; the mean loss over all ranks. The host waits for the device here, and nowhere else.
+def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, begun: float) -> tuple[Seen, int]:
+    """Record one optimizer step. What all ranks know of it, and the signal that one of them got, 0 = none.
 
-    loss: this rank's sum over its labels. begun: time.monotonic() at the start of the step.
+    The host waits for the device here, and nowhere else. loss: this rank's sum over its labels. begun:
+    time.monotonic() at the start of the step.
     """
     if s.plan.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    mine = torch.tensor([loss.item(), memory], dtype=torch.float64, device=s.device)
+    own = [loss.item(), memory, s.guard.stopwatch.take(), interrupt.received(), s.batches.take_crc()]
+    mine = torch.tensor(own, dtype=torch.float64, device=s.device)
     gathered = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
     distributed.all_gather(gathered, mine)
-    every = torch.stack(gathered).tolist()
+    losses, memories, own_seconds, signals, crcs = torch.stack(gathered).T.tolist()
     seconds = time.monotonic() - begun
-    mean_loss = float(sum(summed for summed, _ in every) / supervised)
-    if not s.engine.was_step_applied():
-        record(s, "incident", step=step, what="step skipped", detail="gradient overflow; the loss scale was lowered")
+    seen = Seen(float(sum(losses) / supervised), losses, own_seconds)
     tokens_per_second = supervised / seconds
     norm = s.engine.get_global_grad_norm()
     flops = s.plan.flops_per_token * tokens_per_second
@@ -166,17 +194,18 @@ def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float
         s,
         "step",
         step=step,
-        loss=mean_loss,
+        loss=seen.loss,
         lr=lr,
         grad_norm=None if norm is None else float(norm),
         loss_scale=float(s.engine.optimizer.cur_scale) if s.plan.precision == "fp16" else None,
         tokens=supervised,
+        rows_crc=int(sum(crcs)),
         seconds=round(seconds, 4),
         tokens_per_second=round(tokens_per_second, 1),
         mfu=None if s.plan.peak_flops is None else round(flops / s.plan.world_size / s.plan.peak_flops, 4),
-        memory_bytes=int(max(memory for _, memory in every)),
+        memory_bytes=int(max(memories)),
     )
-    return mean_loss
+    return seen, int(max(signals))
 
 
 def evaluate(s: Setup, step: int) -> None:
@@ -188,7 +217,7 @@ def evaluate(s: Setup, step: int) -> None:
         s.engine,
         s.shards,
         s.plan.sequence_length,
-        s.plan.micro_batch,
+        s.plan.rank_micro_batches,
         s.recipe.eval.max_tokens_per_source,
         s.device,
         s.recipe.data.document_masks,

@@ -1,28 +1,27 @@
 """A finished checkpoint as a plain Hugging Face model on the CPU, for export and evaluation.
 
 Weights come from the fp32 master copy where ZeRO keeps one and are cast to the run's precision: what the last training
-step left, not a second rounding of it. Loads a run's own checkpoints only; DeepSpeed's files are pickles.
+step left, not a second rounding of it.
 """
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from finlm.base import files
+from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, open_run
 from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train.model import DTYPES, VOCABULARY, llama_config
+from finlm.train import checkpoint_layout, checkpoint_store, lora
+from finlm.train.model import DTYPES, VOCABULARY, llama_config, padding_id
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,14 @@ class Trained:
     recipe: Recipe
     plan: Plan
     shards: Shards
-    model: LlamaForCausalLM
+    model: LlamaForCausalLM | LlamaForSequenceClassification
 
 
 def load(checkpoint: Path) -> Trained:
-    """The model of runs/<run>/checkpoints/step-N, in the run's precision. Raises UserError when it is not complete."""
+    """The model of runs/<run>/checkpoints/step-N, in the run's precision, adapters merged into its weights.
+
+    Raises UserError when the checkpoint is not complete.
+    """
     if not (checkpoint / "manifest.json").exists():
         found = sorted(path.parent.name for path in checkpoint.parent.glob("step-*/manifest.json"))
         raise UserError(
@@ -50,21 +52,28 @@ def load(checkpoint: Path) -> Trained:
     shards = Shards(Path(files.read_json(run.manifest)["shards"]["path"]))
     config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
     config.use_cache = True  # off in training, needed to generate
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
-    tied = recipe.model.tie_embeddings
+    kind = LlamaForCausalLM
+    if recipe.stage == "reward":
+        kind, config.num_labels, config.pad_token_id = LlamaForSequenceClassification, 1, padding_id(shards)
+    model = kind._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
     weights = _weights(checkpoint, plan)
+    if recipe.lora is not None:
+        weights = lora.merged(weights, recipe)
     for name in VOCABULARY:  # without the rows that padded it
-        weights[name] = weights[name][: plan.vocab_size]
-    model.load_state_dict({k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}, strict=not tied)
+        if name in weights:
+            weights[name] = weights[name][: plan.vocab_size]
+    if tied := recipe.model.tie_embeddings:
+        weights.pop("lm_head.weight", None)
+    model.load_state_dict(weights, strict=not tied)
+    if recipe.stage != "reward":
+        # An assistant ends its turn with the template's token, a base model a document with its own.
+        ends = list(dict.fromkeys((shards.manifest.get("end_of_turn_id", shards.eos_id), shards.eos_id)))
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else shards.eos_id
     return Trained(run, recipe, plan, shards, model.eval())
 
 
 def _weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     if plan.zero_stage == 0:
-        # Holds numpy scalars and the client state, so weights_only would refuse it; the file is our own run's.
-        state = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
-        return state["module"]  # type: ignore[no-any-return]
-    weights: dict[str, torch.Tensor]
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints every step it takes
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    return weights
+        module: dict[str, torch.Tensor] = checkpoint_store.load(checkpoint / "mp_rank_00_model_states.pt")["module"]
+        return module
+    return checkpoint_layout.Shards(checkpoint, Manifest.read(checkpoint)).weights()

@@ -1,0 +1,36 @@
+"""How much memory this host, or the container around this process, can still give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """MemAvailable, or what the limits of the cgroup and its ancestors leave when that is less (page cache is free)."""
+    rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    least = int(rows["MemAvailable"].split()[0]) * 1024
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if controllers and not old:
+            continue
+        root = cgroup / "memory" if old else cgroup
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
+        here = root / name.lstrip("/")
+        for directory in (here, *here.parents):
+            if not directory.is_relative_to(root):
+                break
+            least = min(least, _left(directory, limit, used, least))
+    return max(0, least)
+
+
+def _left(directory: Path, limit: str, used: str, otherwise: int) -> int:
+    """What one cgroup's limit leaves; `otherwise` where it has none."""
+    try:
+        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return otherwise
+    if most == "max":
+        return otherwise
+    return int(most) - now + int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))

@@ -1,0 +1,75 @@
+"""Which passages `finlm self-qa` asks about: training documents drawn by hash, and a part of those that are long.
+
+The order of the draw depends on the seed and the document alone: asking about more documents, or a corpus that grows,
+keeps what was drawn before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finlm.data import dedup, documents, step_documents, step_selection, step_sources
+from finlm.data.context import Context
+from finlm.data.steps import Cache
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_self_qa import SelfQA
+
+_ENDS = "。！？!?\n"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What is asked about; `document` is the hash of the whole document."""
+
+    document: str
+    source: str
+    text: str
+
+
+def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
+    """The drawn passages, by the order of the draw: more documents are these and further ones."""
+    cache = Cache(Path(recipe.data.cache_dir), build=True)
+    with cache.locked():
+        context = Context(recipe, cache)
+        read = step_documents.run(context, step_sources.inputs(context))
+        chosen = step_selection.run(context, read)
+        chunks = list(documents.chunks(read.path, read.manifest))
+        decision = dedup.read(chosen.path)
+        hashes = np.concatenate([documents.read_index(chunk.path)["hash"] for chunk in chunks])
+        order = _mixed(hashes[:, 0], settings.seed)
+        order[decision != dedup.TRAIN] = np.iinfo(np.uint64).max
+        count = min(settings.documents, int((decision == dedup.TRAIN).sum()))
+        places = np.argsort(order, kind="stable")[:count]
+        found: dict[int, Passage] = {}
+        for chunk in chunks:
+            wanted = np.zeros(chunk.rows.stop - chunk.rows.start, dtype=np.bool_)
+            here = np.sort(places[(places >= chunk.rows.start) & (places < chunk.rows.stop)])
+            wanted[here - chunk.rows.start] = True
+            for place, text in zip(here.tolist(), documents.read_texts(chunk.path, wanted), strict=True):
+                part = cut(text, settings.passage_characters, int(order[place]))
+                found[place] = Passage(hashes[place].tobytes().hex(), chunk.source, part)
+    return [found[place] for place in places.tolist()]
+
+
+def cut(text: str, longest: int, draw: int) -> str:
+    """The text, or the draw's part of a longer one, from the end of a sentence to the end of another where it can."""
+    if len(text) <= longest:
+        return text
+    start = draw % (len(text) - longest + 1)
+    after = next((at + 1 for at in range(start, min(start + longest // 3, len(text))) if text[at] in _ENDS), start)
+    begin = 0 if start == 0 else after
+    part = text[begin : begin + longest]
+    last = max(part.rfind(end) for end in _ENDS)
+    return part[: last + 1].strip() if last > longest // 2 and begin + longest < len(text) else part.strip()
+
+
+def _mixed(hashes: Any, seed: int) -> Any:
+    """uint64 [documents]: an order of the draw that a document keeps when the corpus grows."""
+    value = hashes ^ np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finaliser
+        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
+    return value ^ (value >> np.uint64(31))

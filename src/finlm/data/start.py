@@ -1,0 +1,52 @@
+"""The directory of the model a recipe starts from, for its tokenizer and chat template; weights are not read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finlm.base.errors import UserError
+from finlm.data import chat_tokens
+from finlm.data.steps import NotPrepared
+from finlm.recipe import parents, recipe
+from finlm.recipe.schema import Recipe
+
+
+def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
+    """Where model.init_from lies: itself, the newest run's export of a recipe below runs, or the Hub's snapshot.
+
+    Raises UserError when there is none, or NotPrepared where must_exist is False.
+    """
+    init_from = wanted.model.init_from
+    assert init_from is not None  # recipe.parents asks for it
+    if parents.is_recipe(init_from):
+        parent = recipe.load(init_from).recipe
+        found = parents.find(parent, runs)
+        if found is None and not must_exist:
+            raise NotPrepared("model")
+        if found is None:
+            raise UserError(
+                f"the model that {init_from} makes is not there yet",
+                evidence=f"no finished run of it in {runs.absolute()}",
+                fix=f"finlm train {init_from}; `finlm train` of this recipe does that first",
+            )
+        return found
+    path = Path(init_from).expanduser()
+    if path.is_dir():
+        return path
+    if not must_exist:
+        raise NotPrepared("model")
+    return _snapshot(init_from, wanted.model.revision)
+
+
+def _snapshot(identity: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(identity, revision=revision, allow_patterns=list(chat_tokens.FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UserError(
+            f"cannot fetch the tokenizer of {identity}",
+            evidence=str(error).split("\n")[0],
+            fix="give a directory in model.init_from, or check id and revision",
+        ) from None

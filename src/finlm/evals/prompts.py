@@ -1,0 +1,75 @@
+"""Questions as a model sees them: text to continue with a letter, or messages of a chat.
+
+Examples that do not fit the model's context are left out, the last first, and counted; a question that does not fit
+alone loses its beginning, as in lm-eval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finlm.data.synthetic_exam import LETTERS
+from finlm.evals.questions import Question, Suite
+from finlm.evals.styles import STYLES, Style
+from finlm.train.opened import Opened
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question ready to be asked."""
+
+    question: Question
+    text: str  # base models: all up to the letter; chats: the rendered conversation, for the ledger's key
+    shots: int
+    ids: tuple[tuple[int, ...], ...]  # tokens: with each of the four letters behind, or those of the conversation
+
+
+def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Texts for base models. Raises nothing: what is too long is shortened."""
+    style, prompts = STYLES[suite.name], list[Prompt]()
+    for start in range(0, len(questions), 256):  # the tokenizer works on many texts at once
+        waiting = [(question, shots) for question in questions[start : start + 256]]
+        while waiting:
+            texts = [_continuation(style, suite, question, count) for question, count in waiting]
+            four_each = [text + letter for text in texts for letter in LETTERS]
+            ids = opened.tokenizer(four_each, verbose=False)["input_ids"]  # it warns of length, which is dealt with
+            again = []
+            for number, (question, count) in enumerate(waiting):
+                four = ids[4 * number : 4 * number + 4]
+                longest = max(map(len, four))
+                # Whole examples go first; how many is a guess by length, tried again until it fits.
+                if longest > opened.context and min(count, len(suite.examples.get(question.subject, ()))):
+                    again.append((question, min(count - 1, int(count * opened.context / longest))))
+                    continue
+                cut = max(0, longest - opened.context)
+                prompts.append(Prompt(question, texts[number], count, tuple(tuple(own[cut:]) for own in four)))
+            waiting = again
+    return prompts
+
+
+def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
+    parts = [style.begin(question.subject)]
+    for example in suite.examples.get(question.subject, ())[:shots]:
+        parts.append(style.ask(example.text, example.options) + style.cue + example.answer + "\n\n")
+    return "".join(parts) + style.ask(question.text, question.options) + style.cue
+
+
+def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Chats for assistants, in the model's own template; questions of any length."""
+    style, prompts = STYLES[suite.name], list[Prompt]()
+    for question in questions:
+        messages = []
+        for example in suite.examples.get(question.subject, ())[:shots]:
+            messages.append({"role": "user", "content": _turn(style, example)})
+            messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
+        messages.append({"role": "user", "content": _turn(style, question)})
+        text = opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = opened.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        prompts.append(Prompt(question, text, shots, (tuple(ids),)))
+    return prompts
+
+
+def _turn(style: Style, question: Question) -> str:
+    asked = style.begin(question.subject) + style.ask(question.text, question.options)
+    return asked + style.cue if style.chat_cue else asked

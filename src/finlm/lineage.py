@@ -1,0 +1,156 @@
+"""Which run a `finlm train` goes on with: the same directory, or a new one that continues another plan's training.
+
+Plans never change. When the cluster, the ZeRO stage, the micro-batch or another part of how to train is not what an
+unfinished run was planned for, and what it trains is the same (data, order, tokens a step, schedule, seed, precision),
+a new run directory begins where that one stopped: its events are copied, its newest proved checkpoint is linked below
+continued/, and its manifest names the parent. The parent stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finlm.base import checkpoints as disk
+from finlm.base import files, screen
+from finlm.base.checkpoints import Manifest
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir, locked
+from finlm.ops import gather
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe as recipes
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import HostAccess, Launch, Recipe
+
+WAYS = {"hosts": {}, "launch": Launch()}  # how hosts are reached and watched: may be mended between two launches
+# What only says how to train: sections, and keys of sections.
+HOW = ("description", "hosts", "launch", "hardware", "zero", "env", "checkpoint", "eval", "incidents", "expect")
+HOW_KEYS = {"batch": ("micro_batch",), "train": ("recompute", "compile", "cpu_ranks", "deterministic")}
+WHAT = (
+    *("precision", "steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters"),
+    "device",
+)  # of the plan; what it says besides is how
+SHOWN = ("world_size", "zero_stage", "offload_optimizer", "offload_param", "micro_batch", "gradient_accumulation_steps")
+THREADS = 16
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """An unfinished run of the same training under another plan, and what is taken from it."""
+
+    run: RunDir
+    checkpoint: Path
+    step: int
+    changed: tuple[str, ...]
+
+    def bring(self, run: RunDir) -> None:
+        """Put the checkpoint (links where the file system allows) and the events into a new run directory."""
+        target = run.path / "continued" / self.checkpoint.name
+        target.mkdir(parents=True)
+        for name in [*Manifest.read(self.checkpoint).files, disk.MANIFEST]:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(self.checkpoint / name, target / name)
+            except OSError:
+                shutil.copyfile(self.checkpoint / name, target / name)
+        shutil.copyfile(self.run.events, run.events)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest of the new run."""
+        return {"run": str(self.run.path), "step": self.step, "changed": list(self.changed)}
+
+
+def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
+    """The newest run of the same recipe, plan and data that has not finished."""
+    for run, former in _open(wanted, shards, runs):
+        if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS) or _differences(run, plan):
+            continue
+        step = max((step for step, _ in (*run.continued_checkpoints(), *run.complete_checkpoints())), default=0)
+        screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
+        return run
+    return None
+
+
+def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier | None:
+    """What the newest unfinished run of the same training under another plan leaves to go on from; it is said aloud.
+
+    Raises UserError when that run is running, or a host that holds a part of its checkpoint cannot give it.
+    """
+    for run, former in _open(wanted, shards, runs):
+        if _what(former) != _what(wanted):
+            continue
+        planned = files.read_json(run.plan)
+        if other := [key for key in WHAT if planned.get(key) != getattr(plan, key)]:
+            shown = ", ".join(f"{key} {planned.get(key)} -> {getattr(plan, key)}" for key in other)
+            screen.say(f"{run.path} is not continued: {shown} trains something else")
+            continue
+        stages = planned["zero_stage"], plan.zero_stage
+        if "nvme" in (planned["offload_optimizer"], plan.offload_optimizer) or (0 in stages and stages != (0, 0)):
+            screen.say(f"{run.path} is not continued: optimizer states move between ZeRO stages 1, 2 and 3 only")
+            continue
+        with locked(run):
+            found = _proved(run, former, Plan.from_json(planned), accept_new)
+        if found is not None:
+            changed = tuple(_differences(run, plan)) or ("the recipe's words on how to train",)
+            step = Manifest.read(found).step
+            screen.say(f"continuing {run.path} from step {step:,} in a new run directory (--new starts afresh)")
+            screen.say(f"  changed: {'; '.join(changed)}; data, order and tokens a step are the same")
+            return Earlier(run, found, step, changed)
+    return None
+
+
+def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Recipe]]:
+    """Runs of this name and data that have not finished, newest first, with their recipes."""
+    every = [RunDir(directory) for directory in sorted(runs.glob(f"{wanted.name}-*"), reverse=True)]
+    parents = set()
+    for run in every:
+        if not (run.manifest.exists() and run.recipe.exists()):
+            continue
+        content = files.read_json(run.manifest)
+        parents.add((content.get("continues") or {}).get("run"))
+        if str(run.path) in parents or content["shards"]["path"] != str(shards.resolve()):
+            continue  # what continues it is newer
+        if any(event["status"] == "finished" for event in run.read_events("end")):
+            continue
+        try:
+            yield run, recipes.load(run.recipe).recipe
+        except UserError:  # written by a version with other keys
+            continue
+
+
+def _what(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without what only says how to train."""
+    content = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in HOW}
+    for section, keys in HOW_KEYS.items():
+        content[section] = {key: value for key, value in content[section].items() if key not in keys}
+    return content
+
+
+def _differences(run: RunDir, plan: Plan) -> list[str]:
+    """`key old -> new` for the differing parts of two plans, those that matter most in words."""
+    old, new = files.read_json(run.plan), json.loads(json.dumps(plan.to_json()))
+    shown = [f"{key} {old.get(key)} -> {new[key]}" for key in SHOWN if old.get(key) != new[key]]
+    return shown or [f"{key}" for key in new if old.get(key) != new[key]]
+
+
+def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
+    """The newest checkpoint of a run whose files are all here and whole; parts on other hosts are brought here."""
+    hosts = Cluster(
+        tuple(
+            Host(host.name, host.slots, host.gpu, access=former.hosts.get(host.name, HostAccess()))
+            for host in planned.hosts
+        )
+    )
+    for step, directory in reversed([*run.continued_checkpoints(), *run.complete_checkpoints()]):
+        if directory.parent == run.checkpoints:
+            gather.checkpoint(run, hosts, step, accept_new)
+        found = disk.faults(directory, Manifest.read(directory).files, THREADS)
+        if not found:
+            return directory
+        screen.say(f"{directory} is damaged and not used: {'; '.join(found[:5])}")
+    return None

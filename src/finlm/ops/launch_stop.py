@@ -1,0 +1,69 @@
+"""SIGTERM and SIGINT of `finlm train`, noted for the ranks: they finish their step, write a checkpoint and exit.
+
+The first signal is only noted, the second one ends everything at once. Schedulers send SIGTERM some time before they
+take the machines away; launch.grace_seconds must be less than that time.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from finlm.base import screen
+from finlm.ops.launch_session import Session
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RESUMES = "the same command resumes from the last complete checkpoint"
+
+
+@dataclass
+class Stop:
+    """What was asked of this process, and since when its ranks know (time.monotonic())."""
+
+    number: int = 0
+    passed_on: float | None = None
+
+    def look(self, sessions: Sequence[Session], has_stepped: bool, grace_seconds: float, now: float) -> None:
+        """Pass a new signal on. Ends this process when there is nothing to save yet, or the ranks took too long."""
+        if not self.number:
+            return
+        name = signal.Signals(self.number).name
+        if not has_stepped:
+            screen.say(f"{name}: ended before the first step; the same command goes on")
+            sys.exit(128 + self.number)
+        if self.passed_on is None:
+            self.passed_on = now
+            screen.say(f"{name}: the ranks finish their step and write a checkpoint (again: end at once)")
+            for session in sessions:
+                session.say(do="stop", signal=self.number)
+        elif now - self.passed_on > grace_seconds:
+            screen.say(f"{name}: no checkpoint within {grace_seconds:g} s (launch.grace_seconds); {RESUMES}")
+            sys.exit(128 + self.number)
+
+    def ended(self, step: int | None, exit_code: int) -> None:
+        """The ranks have stopped with a checkpoint: end this process as they ended."""
+        screen.say(f"stopped after step {step or 0:,} with a checkpoint; the same command resumes from it")
+        sys.exit(128 + self.number if self.number else exit_code)
+
+
+@contextmanager
+def noted() -> Iterator[Stop]:
+    """Note the signals in the block instead of ending; the second one raises SystemExit."""
+    stop = Stop()
+
+    def note(number: int, _: FrameType | None) -> None:
+        if stop.number:
+            screen.say(f"ended at once; {RESUMES}")
+            sys.exit(128 + number)
+        stop.number = number
+
+    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,50 @@
+"""What the stages after pretraining change in memory: adapters, frozen weights, pairs of answers, a reference model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finlm.recipe.schema import Recipe
+from finlm.recipe.shape import ModelShape
+
+NF4_BYTES = 0.5 + 1 / 16  # a weight in 4 bits, with an 8-bit scale and its share of a second one for 64 (QLoRA)
+PAIRED = ("dpo", "reward")  # a row is a chosen and a rejected answer
+
+
+def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    """The fields of memory.Layout that follow from the recipe's stage.
+
+    DPO needs no second model: the reference's log-probabilities are computed before training starts.
+    """
+    if recipe.stage == "pretrain":
+        return {}
+    preference = getattr(recipe, "preference", None)
+    fields: dict[str, Any] = {
+        "sequences": 2 if recipe.stage in PAIRED else 1,
+        "has_reference": recipe.stage == "grpo" and bool(getattr(preference, "beta", 0.0)),
+        "has_vocabulary_head": recipe.stage != "reward",
+    }
+    if recipe.lora is not None:
+        fields["trainable"] = adapter_parameters(recipe, shape)
+        if recipe.lora.quantize == "nf4":
+            linear = shape.layers * (shape.layer_parameters - 2 * shape.hidden)
+            fields["weight_bytes"] = (NF4_BYTES * linear + 2 * (shape.parameters - linear)) / shape.parameters
+    return fields
+
+
+def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    """Parameters of all adapters: rank x (inputs + outputs) of every targeted layer (arXiv 2106.09685)."""
+    if recipe.lora is None:
+        return 0
+    width = shape.hidden // shape.heads * shape.kv_heads
+    sides = {
+        "q_proj": 2 * shape.hidden,
+        "o_proj": 2 * shape.hidden,
+        "k_proj": shape.hidden + width,
+        "v_proj": shape.hidden + width,
+        "gate_proj": shape.hidden + shape.ffn,
+        "up_proj": shape.hidden + shape.ffn,
+        "down_proj": shape.hidden + shape.ffn,
+    }
+    known = sum(sides.get(target, 0) for target in recipe.lora.targets)
+    return shape.layers * recipe.lora.rank * known

@@ -1,0 +1,63 @@
+"""Checks of the stages after pretraining that need more than one key. Part of recipe.rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finlm.recipe.schema import Recipe
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(dotted key, sentence) of every inconsistency."""
+    if recipe.stage == "pretrain":
+        for name in ("chat", "sft", "lora", "dpo", "reward", "grpo"):
+            if getattr(recipe, name) is not None:
+                yield name, f"has no effect in stage {recipe.stage}; leave it out"
+        return
+    for name in ("sft", "dpo", "reward", "grpo"):
+        if getattr(recipe, name) is not None and recipe.stage != name:
+            yield name, f"has no effect in stage {recipe.stage}; leave it out"
+    if recipe.data.decontaminate:
+        yield "data.decontaminate", "works on documents only; leave it out"
+    if recipe.train.precision == "fp8":
+        yield "train.precision", "fp8 trains from scratch only; use auto"
+    yield from _sft(recipe)
+    yield from _preference(recipe)
+    yield from _lora(recipe)
+
+
+def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    sft = recipe.sft
+    if sft is None:
+        return
+    for name in ("pad_labels", "hide_eos"):
+        if getattr(sft, name) and sft.packing:
+            yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
+    if sft.order == "double_shuffle" and recipe.data.mixture:
+        yield "sft.order", "double_shuffle knows no weights; leave data.mixture out"
+
+
+def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.lora is None:
+        return
+    if "lm_head" in recipe.lora.targets:
+        yield "lora.targets", "lm_head is multiplied inside the loss, where an adapter would be ignored"
+    if recipe.lora.quantize == "nf4" and recipe.zero.stage == 3:
+        yield "lora.quantize", "4-bit weights are not partitioned by ZeRO-3; use stage 0, 1 or 2"
+
+
+def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.stage in ("dpo", "reward", "grpo") and recipe.data.mixture:
+        yield "data.mixture", f"stage {recipe.stage} reads every pair once an epoch; leave it out"
+    if recipe.dpo is not None and recipe.dpo.label_smoothing and recipe.dpo.loss != "robust":
+        yield "dpo.label_smoothing", f"has no effect with loss {recipe.dpo.loss}; choose robust or leave it out"
+    if recipe.stage == "reward" and recipe.lora is not None:
+        yield "lora", "a reward model trains every weight; leave it out"
+    grpo, length = recipe.grpo, recipe.batch.sequence_length
+    if grpo is None:
+        return
+    if grpo.max_new_tokens >= length:
+        yield "grpo.max_new_tokens", f"{grpo.max_new_tokens} leave no room for a prompt in rows of {length} tokens"
+    rows = recipe.batch.tokens_per_step // length
+    if rows % grpo.generations:
+        yield "grpo.generations", f"{grpo.generations} do not divide the {rows} rows of a step into groups"

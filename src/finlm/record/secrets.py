@@ -1,0 +1,74 @@
+"""What looks like a credential is replaced before it is written: by its name, by its own form, or inside a URL.
+
+Rather too much than too little: what is cut out here is only for reading. The code a run carries and its recipe are
+copied as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+REDACTED = "[redacted]"
+_KEPT_PREFIXES = (
+    *("DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "CUBLAS_", "OMP_", "MKL_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "SLURM_", "UCX_", "FI_", "PDSH_", "MASTER_", "FINLM_"),
+)
+_KEPT_NAMES = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "LOCAL_SIZE", "RANK", "WORLD_SIZE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "NUMEXPR_MAX_THREADS", "KMP_AFFINITY"),
+)
+_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH", re.IGNORECASE)
+_NAME_IN_TEXT = r"KEY|TOKEN(?!S|IZER|_ID|_DTYPE)|SECRET|PASSW|CREDENTIAL|COOKIE"  # code speaks of tokens all day
+_RECIPE_KEY = re.compile(r"(?!env\.)[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+# Hugging Face, OpenAI and Anthropic, GitHub, AWS, Slack.
+_KNOWN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{12,}|xox[a-z]-[\w-]{10,})"
+)
+_ASSIGNED = re.compile(
+    rf"""(?P<name>[\w.-]*(?:{_NAME_IN_TEXT})[\w.-]*["']?\s*[:=]\s*)(?P<quote>["']?)(?P<value>[^\s"',;)\]}}]{{6,}})(?P=quote)""",
+    re.IGNORECASE,
+)
+
+
+def redact(name: str, value: str) -> str:
+    """value, or a stand-in when the name is that of a secret; known tokens and logins inside URLs are cut out."""
+    return REDACTED if _SECRET_NAME.search(name) else _without_tokens(value)
+
+
+def redact_text(text: str) -> str:
+    """Source code or a diff without values that are assigned to secret names."""
+    return _ASSIGNED.sub(
+        lambda found: f"{found['name']}{found['quote']}{REDACTED}{found['quote']}", _without_tokens(text)
+    )
+
+
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that can change a training run, sorted, without credentials."""
+    kept = (name for name in environment if name.startswith(_KEPT_PREFIXES) or name in _KEPT_NAMES)
+    return {name: redact(name, environment[name]) for name in sorted(kept)}
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """The arguments without credentials. A recipe's own keys (batch.tokens_per_step) are no secrets, env.* may be."""
+    result: list[str] = []
+    for argument in command:
+        name, separator, value = argument.partition("=")
+        if result and _is_secret_option(result[-1]):
+            result.append(REDACTED)
+        elif separator and (name.startswith("-") or not _RECIPE_KEY.fullmatch(name)):
+            result.append(f"{name}={redact(name, value)}")
+        else:
+            result.append(_without_tokens(argument))
+    return result
+
+
+def _without_tokens(text: str) -> str:
+    return _KNOWN.sub(REDACTED, _URL_LOGIN.sub(REDACTED, text))
+
+
+def _is_secret_option(argument: str) -> bool:
+    """True for --api-key and the like; --tokens is a count everywhere in finlm."""
+    is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
+    return is_option and _SECRET_NAME.search(argument) is not None

@@ -1,0 +1,103 @@
+"""Resuming: which checkpoint, proved how, loaded into which layout.
+
+The newest one that every rank's directory has; each rank proves its share of the files by their hashes, in parallel,
+before anything is loaded. A damaged one is set aside and named, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finlm.base import checkpoints as disk
+from finlm.base.checkpoints import Manifest
+from finlm.base.errors import UserError
+from finlm.train import checkpoint_layout, generators, groups
+
+if TYPE_CHECKING:
+    from finlm.train.checkpoint import Checkpoints
+
+
+def newest(c: Checkpoints, at_most: int | None = None) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint (of step at_most or before) that is whole on all ranks' disks; None when there was none.
+
+    Raises UserError when there were checkpoints and none can be used.
+    """
+    while candidates := _common(c, at_most):
+        step = max(candidates)
+        directory = candidates[step]
+        manifest, problem = _proved(c, directory)
+        problems = c.told(problem)
+        if manifest and not problems:
+            return directory, manifest
+        kept = disk.set_aside(directory).name if c.leads else ""
+        names = ", ".join(dict.fromkeys(name for name in groups.gathered(kept) if name))
+        c.tell(step, "damaged checkpoint", f"{'; '.join(problems[:5])}; set aside as {names}, not used")
+    folders = c.run.checkpoints, c.run.path / "continued"
+    damaged = [str(path) for folder in folders for path in sorted(folder.glob("step-*.damaged"))]
+    if at_most is None and (every := [name for names in groups.gathered(damaged) for name in names]):
+        raise UserError(
+            "no whole checkpoint is left",
+            evidence="damaged: " + ", ".join(dict.fromkeys(every)),
+            fix="restore one of them from a copy, or start another run with --new",
+        )
+    return None
+
+
+def _common(c: Checkpoints, at_most: int | None) -> dict[int, Path]:
+    """Checkpoints that all ranks have, with the one of another run that this run continues."""
+    own = dict((*c.run.continued_checkpoints(), *c.run.complete_checkpoints()))
+    every = groups.gathered(sorted(own))
+    common = set(every[0]).intersection(*every)
+    if every[0] and not common:  # rank 0's is published last, so the others had it
+        without = min(rank for rank, steps in enumerate(every) if not set(steps) & set(every[0]))
+        raise UserError(
+            f"rank {without} has none of the checkpoints that rank 0 has",
+            evidence=f"rank 0: steps {every[0]}; rank {without}: {every[without] or 'none'}",
+            fix=f"bring {c.run.checkpoints} back to the host of rank {without}, or start another run with --new",
+        )
+    return {step: own[step] for step in common if at_most is None or step <= at_most}
+
+
+def _proved(c: Checkpoints, directory: Path) -> tuple[Manifest | None, str]:
+    """The manifest, and what is wrong with this rank's share of the files."""
+    try:
+        manifest = Manifest.read(directory)
+    except disk.Unreadable as error:
+        return None, error.problem
+    return manifest, _damage(c, directory, manifest)
+
+
+def _damage(c: Checkpoints, directory: Path, manifest: Manifest) -> str:
+    """What is wrong with this rank's share of the files: those it wrote, and a part of those of absent ranks."""
+    owners = {part.rank for part in manifest.files.values()} & set(c.members)
+    mine = {}
+    for number, (name, part) in enumerate(manifest.files.items()):
+        owner = part.rank if part.rank in owners else c.members[number % len(c.members)]
+        if owner == c.rank:
+            mine[name] = part
+    if c.leads and (unknown := disk.strangers(directory, manifest)):
+        print(f"{directory}: not in its manifest, ignored: {', '.join(unknown)}", flush=True)
+    return "; ".join(disk.faults(directory, mine, c.threads))
+
+
+def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
+    """Bring a proved checkpoint into the engine, cut for its number of ranks and ZeRO stage, and the generators."""
+    layout, own = manifest.layout, (c.world_size, c.plan.zero_stage, c.plan.offload_optimizer)
+    folder, tag = str(directory.parent), directory.name
+    if layout == own or manifest.zero_stage == c.plan.zero_stage == 0:
+        c.store.given = {disk.MANIFEST: c.store.load(c.engine._get_ckpt_name(folder, tag))}
+    else:
+        shards = checkpoint_layout.Shards(directory, manifest)
+        shard = Path(c.engine._get_zero_ckpt_name(folder, tag)).name
+        c.store.given = {
+            disk.MANIFEST: checkpoint_layout.model_state(c.engine, shards, c.world_size),
+            shard: checkpoint_layout.optimizer_state(c.engine, shards, c.rank, c.world_size),
+        }
+        c.events.record("resharded", step=manifest.step, saved=list(layout), loaded=list(own))
+    loaded, _ = c.engine.load_checkpoint(folder, tag=tag)
+    c.store.given = {}
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed did not load {directory}")
+    if (file := directory / f"loop_rank_{c.rank}.pt").exists() and manifest.world_size == c.world_size:
+        generators.restore(c.store.load(str(file))["generators"])

@@ -1,0 +1,34 @@
+"""The random generators of a rank (python, numpy, torch, CUDA) as a state of tensors and plain values.
+
+Training draws from none of them: rows come from (seed, step) and there is no dropout. They are saved so that this stays
+true for whoever adds something that does.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def state() -> dict[str, Any]:
+    """What restore() takes back; loads with weights_only."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore(saved: dict[str, Any]) -> None:
+    """Set all generators to a saved state."""
+    random.setstate(saved["python"])
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])

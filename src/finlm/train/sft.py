@@ -1,0 +1,123 @@
+"""Supervised fine-tuning: trl's SFTTrainer over prepared dialogues.
+
+The rows come tokenised, packed and masked (data.dialogue_rows), so trl prepares nothing; the model runs the swapped
+kernels as pretraining (train.kernels) instead of trl's own head. The loss of a step is the sum over all ranks and
+micro-steps divided by the supervised tokens of all of them: how rows are dealt out never changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from finlm.data import dialogue_rows, mixture
+from finlm.train import faithful, heldout, kernels, lora
+from finlm.train.batches import Batches
+from finlm.train.model import build, llama_config
+from finlm.train.trainers import Rank, Recorded, Steps, arguments, open_rank
+
+
+class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose batches are rows of the run and whose loss is normalised over all ranks."""
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, r: Rank, batches: Batches, model: torch.nn.Module, **given: Any) -> None:
+        self.batches = batches
+        super().__init__(model=model, **given)
+        # trl has put its own head's loss in place; ours keeps no logits, and runs the compiled layers.
+        kernels.swap_loss(lora.base(self.model), r.plan.vocab_size)
+        if r.recipe.sft is not None and r.recipe.sft.hide_eos:
+            faithful.hide(lora.base(self.model), r.shards.eos_id)
+        self.watch(r)
+
+    def get_train_dataloader(self) -> Steps:
+        """This rank's micro-batches from the step the run has reached."""
+        plan = self.rank.plan
+        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
+        """The micro-batch's summed loss as its part of the step's mean over all ranks."""
+        scale = inputs.pop("scale")
+        loss: torch.Tensor = model(**inputs) * scale
+        return loss
+
+    def tokens_of_step(self, step: int) -> int:
+        """Supervised tokens of a step over all ranks."""
+        return self.batches.supervised(step)
+
+    def evaluate_held_out(self) -> dict[str, Any] | None:
+        """Held-out loss of each source's dialogues."""
+        r = self.rank
+        if not r.shards.split("held_out"):
+            return None
+        self.model.eval()
+        result = heldout.evaluate(
+            lambda inputs, labels, bounds: self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds),
+            r.shards,
+            r.plan.sequence_length,
+            r.plan.rank_micro_batches,
+            r.recipe.eval.max_tokens_per_source,
+            r.device,
+            document_masks=True,
+            rows_of=dialogue_rows.held_out_rows,
+        )
+        self.model.train()
+        return result
+
+    def _read(self, step: int) -> Iterator[dict[str, Any]]:
+        # The mean over ranks is DeepSpeed's: times their number, it is a sum.
+        scale = self.rank.plan.world_size / self.batches.supervised(step)
+        for inputs, labels, *bounds in self.batches.read(step):
+            yield {"input_ids": inputs, "labels": labels, "bounds": bounds[0] if bounds else None, "scale": scale}
+
+
+def main(run_path: Path) -> int:
+    """Train the run to its last step; the process's exit code."""
+    r = open_rank(run_path)
+    trainer = make(r)
+    with kernels.attention(r.plan):
+        return trainer.run()
+
+
+def make(r: Rank) -> DialogueTrainer:
+    """The trainer of a rank's run."""
+    recipe, plan = r.recipe, r.plan
+    assert recipe.sft is not None
+    rows = dialogue_rows.train_rows(r.shards, recipe)
+    run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
+    if recipe.sft.order == "double_shuffle":
+        order: Any = faithful.DoubleShuffle(len(rows), recipe.train.seed, plan)
+    else:
+        seed = recipe.train.seed
+        order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
+    batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
+    config = llama_config(recipe, plan, r.shards.bos_id, r.shards.eos_id)
+    model = build(recipe, plan, r.ds_config, config, r.shards.tokenizer)
+    return DialogueTrainer(
+        r,
+        batches,
+        model,
+        args=arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
+        # Read only for the first row, by which trl tells the kind of data.
+        train_dataset=IterableDataset.from_generator(_first_row, gen_kwargs={"batches": batches}),
+        processing_class=AutoTokenizer.from_pretrained(r.shards.directory / "tokenizer"),
+        data_collator=_no_collator,
+        peft_config=lora.config(recipe),
+    )
+
+
+def _first_row(batches: Batches) -> Iterator[dict[str, Any]]:
+    inputs, labels, *_ = next(iter(batches.read(0)))
+    yield {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
+
+
+def _no_collator(rows: Any) -> Any:
+    """Batches are made by train.batches."""
+    raise RuntimeError("the trainer asked for a batch of its own")

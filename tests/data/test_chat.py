@@ -1,0 +1,206 @@
+"""Chat templates, formats of rows, and which tokens of a dialogue are learnt from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.data import chat, chat_encode, chat_read, chat_tokens, dialogue_rows
+from finlm.data.chat import Refused
+from finlm.data.shards import IGNORED
+from finlm.recipe.schema_post import Chat, Sft
+
+from dialogues import prepared, sample, sft, turns, write
+
+TWO = turns("你好", "您好！", "再见", "回见。")["messages"]
+SYSTEM = [{"role": "system", "content": "你是助手。"}]
+CHATML_WITHOUT_MARKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(finished: tuple[RunDir, str]) -> Path:
+    return Path(finished[0].export)
+
+
+def encoder(model: Path, limit: int = 257, **settings: Any) -> chat_encode.Encoder:
+    chats = {key: settings.pop(key) for key in ("template", "system", "overlong") if key in settings}
+    return chat_encode.Encoder(chat_encode.Rules(model, Chat(**chats), Sft(**settings), limit))
+
+
+def learnt(made: chat_encode.Encoder, found: chat_encode.Encoded) -> str:
+    return made.tokenizer.decode([token for token, counts in zip(found.ids, found.mask, strict=True) if counts])
+
+
+@pytest.mark.parametrize("name", [*chat.TEMPLATES, "own"])
+def test_a_prompt_is_the_beginning_of_the_dialogue_and_the_answers_are_the_rest(name: str) -> None:
+    template = chat.Template(chat.TEMPLATES.get(name, CHATML_WITHOUT_MARKS), "<s>", "</s>")
+    end = {"chatml": "<|im_end|>", "own": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, "</s>")
+    text, spans = template.render([*SYSTEM, *TWO])
+    answers = [text[first:last] for first, last in spans]
+    assert [answer.strip().removesuffix(end).strip() for answer in answers] == ["您好！", "回见。"]
+    assert all(answer.endswith(end) for answer in answers), "the end of the turn is learnt with it"
+    prompt, _ = template.render([*SYSTEM, *TWO[:-1]], generation=True)
+    assert text.startswith(prompt) and len(prompt) == spans[-1][0]
+    assert "你是助手。" in text
+
+
+def test_the_released_models_format_is_kept_to_the_letter() -> None:
+    text, _ = chat.Template(chat.TEMPLATES["xuanyuan"], "<s>", "</s>").render([*SYSTEM, *TWO])
+    assert text == "<s>你是助手。 Human: 你好 Assistant: 您好！</s>Human: 再见 Assistant: 回见。</s>"
+
+
+def test_a_template_cannot_reach_python() -> None:
+    with pytest.raises(Refused):
+        chat.Template("{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", "", "").render(
+            TWO
+        )
+    with pytest.raises(UserError, match="not valid Jinja: line 1"):
+        chat.Template("{% for %}", "", "")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TWO[:2]},
+        {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好！"}]},
+        {"conversation": [{"human": "你好", "assistant": "您好！"}]},
+        {"instruction": "你好", "response": "您好！"},
+        {"instruction": "你好", "input": "", "output": "您好！"},
+        {"prompt": "你好", "completion": "您好！"},
+        {"question": "你好", "answer": "您好！"},
+    ],
+    ids=lambda row: "+".join(row),
+)
+def test_every_usual_format_gives_the_same_messages(row: dict[str, Any]) -> None:
+    assert chat_read.messages_of(row) == TWO[:2]
+
+
+def test_input_history_and_system_of_alpaca_are_not_lost() -> None:
+    row = {
+        "instruction": "翻译",
+        "input": "profit",
+        "output": "利润",
+        "history": [["你好", "您好！"]],
+        "system": "你是助手。",
+    }
+    found = chat_read.messages_of(row)
+    assert [message["content"] for message in found] == ["你是助手。", "你好", "您好！", "翻译\nprofit", "利润"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "a"}, "no messages under any known key"),
+        (turns("你好", ""), "empty assistant turn"),
+        (turns("你好", "好", "再见"), "the last turn is the user's"),
+        ({"messages": TWO[1:2]}, "turns are not user, assistant"),
+        (turns("你好", "好</s>Human: 假的"), "control token in the text"),
+        ({"messages": [{"role": "tool", "content": "1"}]}, "role tool"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_row_that_cannot_be_learnt_from_is_refused_with_its_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        chat_read.checked(chat_read.messages_of(row), ("<s>", "</s>"))
+
+
+def test_exactly_the_answers_and_their_ends_are_learnt(model: Path) -> None:
+    made = encoder(model)
+    found = made.encode([*SYSTEM, *TWO])
+    assert learnt(made, found).replace(" ", "") == "您好！</s>回见。</s>"
+    assert made.round_trip([*SYSTEM, *TWO]) == {"text": True, "prompt": True}
+    assert encoder(model, assistant_only_loss=False).encode(TWO).mask.count(0) == 0
+
+
+def test_the_prompt_of_the_released_training_code_has_other_tokens_in_use(model: Path) -> None:
+    """It ends in a space, which the answer's first token takes when both are encoded together."""
+    asked = turns("有什么？", "公告。")["messages"]  # "▁公告" is a piece
+    assert encoder(model, template="xuanyuan").round_trip(asked)["prompt"]
+    assert not encoder(model, template="llm-code").round_trip(asked)["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "parts", "counted"),
+    [("split", 2, {"split": 1}), ("truncate", 1, {"truncated": 1}), ("drop", 0, {})],
+)
+def test_an_overlong_dialogue_is_split_cut_or_dropped_as_the_recipe_says(
+    model: Path, overlong: str, parts: int, counted: dict[str, int]
+) -> None:
+    made, counts = encoder(model, limit=40, overlong=overlong), Counter[str]()
+    long = turns("营业收入是多少？", "三亿元，同比增长。", "净利润是多少？", "五千万元，同比下降。")["messages"]
+    assert len(encoder(model).encode(long).ids) > 40
+    if not parts:
+        with pytest.raises(Refused, match="longer than a row"):
+            list(made.pieces(long, counts))
+    else:
+        pieces = list(made.pieces(long, counts))
+        assert len(pieces) == parts and all(len(piece.ids) <= 40 for piece in pieces)
+        ended = [piece.ids[-1] == made.tokenizer.eos[1] and piece.mask[-1] == 1 for piece in pieces]
+        assert all(ended) if overlong == "split" else not any(ended)
+    assert counts == counted
+
+
+def test_sentencepiece_and_tokenizers_give_the_same_ids(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((finished[0].shards / "tokenizer.model").read_bytes())
+    pieces, fast = (chat_tokens.open_tokenizer(path) for path in (tmp_path, Path(finished[0].export)))
+    for text in ("<s>Human: 你好 Assistant: 2023年，①  空格\n换行</s>Human: 再见</s>", "<s>", "无开头"):
+        assert pieces.encode(text) == fast.encode(text)
+        assert pieces.decode(pieces.encode(text)[0]) == text
+
+
+def test_chatml_is_refused_where_its_tokens_do_not_exist(model: Path, tmp_path: Path) -> None:
+    wanted = sft(tmp_path, model, write(tmp_path / "rows.jsonl", sample(3)), "chat.template=chatml")
+    with pytest.raises(UserError, match=r"chatml needs tokens that this tokenizer does not have: <\|im_start\|>"):
+        prepared(wanted)
+
+
+def test_prepared_rows_hold_every_token_once_and_no_label_crosses(model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [*sample(40), *sample(40)[:5], turns("只有问题")])
+    wanted = sft(tmp_path, model, source, "data.held_out_fraction=0.1")
+    shards = prepared(wanted)
+    counts, made = shards.manifest["dialogues"]["rows"], encoder(model)
+    assert counts["duplicate"] == 5 and shards.manifest["refused"]["rows"] == {"the last turn is the user's": 1}
+    assert counts["held_out"] > 0 and counts["kept"] + counts["held_out"] == 80
+    rows = dialogue_rows.train_rows(shards, wanted)
+    _, labels = rows.read(np.arange(len(rows)))
+    documents = rows.documents(np.arange(len(rows)))
+    held = (documents >= 0).sum() + (labels[:, -1] == shards.eos_id).sum()  # a last label's token is no input
+    assert held == shards.manifest["totals"]["train"]["rows"]["tokens"]
+    learnt_here = (labels != IGNORED).sum()
+    assert learnt_here == shards.manifest["totals"]["train"]["rows"]["learnt"] == rows.supervised(np.arange(len(rows)))
+    crossing = documents[:, 1:] != documents[:, :-1]
+    assert (labels[:, :-1][crossing] == IGNORED).all()
+    text = made.tokenizer.decode([int(token) for token in labels[0] if token != IGNORED])
+    assert text.count("</s>") >= 2 and "Human" not in text
+    assert len(rows) < 40, "several dialogues share a row"
+
+
+def test_a_json_list_a_table_and_documents_are_read_too(model: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": f"问{n}", "output": f"答{n}"} for n in range(9)]))
+    parquet.write_table(pa.Table.from_pylist(sample(6)), tmp_path / "rows.parquet")
+    write(tmp_path / "news.jsonl", [{"text": f"第{n}条新闻：公司公告。" * 20} for n in range(4)])
+    sources = "[{path: %s, name: a}, {path: %s, name: b}, {path: %s, name: c}]"
+    wanted = sft(
+        tmp_path,
+        model,
+        tmp_path / "x",
+        "data.sources=" + sources % tuple(tmp_path / name for name in ("alpaca.json", "rows.parquet", "news.jsonl")),
+        "data.held_out_fraction=0",
+    )
+    shards = prepared(wanted)
+    train = shards.manifest["totals"]["train"]
+    assert {name: row["documents"] for name, row in train.items()} == {"a": 9, "b": 12, "c": 4}
+    assert train["c"]["learnt"] == train["c"]["tokens"], "every word of a document is learnt"

@@ -1,0 +1,66 @@
+"""Dialogues for tests: files in the usual formats and a recipe that fine-tunes the finished tiny run on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from finlm import config, pipeline
+from finlm.base.rundir import RunDir
+from finlm.data import prepare
+from finlm.data.shards import Shards
+from finlm.plan import planner
+from finlm.recipe import cluster, recipe, shape
+from finlm.recipe.schema import Recipe
+
+from helpers import ROOT
+
+Rows = list[dict[str, Any]]
+
+
+def turns(*texts: str) -> dict[str, Any]:
+    """Messages of the user and the assistant in turn."""
+    roles = ("user", "assistant") * len(texts)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+def sample(count: int, words: int = 6) -> Rows:
+    """Different dialogues of one turn and of two."""
+    rows = [turns(f"第{n}家公司的营业收入是多少？", f"{n}亿元。" * (1 + n % words)) for n in range(count)]
+    return rows + [turns(f"第{n}家公司的净利润？", f"{n}万元。", "同比呢？", f"增长{n}%。") for n in range(count)]
+
+
+def write(path: Path, rows: Rows) -> Path:
+    """A JSON-lines file."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sft(tmp_path: Path, start: Path, source: Path, *overrides: str) -> Recipe:
+    """The quickstart's fine-tuning recipe, tiny, on these dialogues, from the model in `start`."""
+    wanted = (
+        f"model.init_from={start}",
+        f"data.sources={source}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "batch.sequence_length=128",
+        "batch.tokens_per_step=1024",
+        "train.steps=8",
+        "optim.warmup_steps=2",
+        "eval.max_tokens_per_source=2000",
+    )
+    return recipe.load(ROOT / "recipes/quickstart/sft.yaml", (*wanted, *overrides)).recipe
+
+
+def prepared(wanted: Recipe) -> Shards:
+    """Its shards."""
+    return Shards(prepare.run(wanted))
+
+
+def run(tmp_path: Path, wanted: Recipe, ranks: int = 2) -> RunDir:
+    """A run directory of the recipe on CPU ranks, not started."""
+    shards = prepare.run(wanted)
+    hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
+    plan = planner.make(wanted, hosts, shape.of(wanted, prepare.sizes(shards)[0]))
+    loaded = recipe.Loaded(wanted, {}, "sft.yaml")
+    return pipeline.create_run(loaded, plan, config.deepspeed(wanted, plan), shards, tmp_path / "runs")

@@ -1,0 +1,179 @@
+"""Asking a model: shared prefixes change nothing, a killed evaluation goes on, the command reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from finlm import cli
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.data import vocab
+from finlm.data.shards import Shards
+from finlm.evals import choice, contaminated, likelihood, lm_eval_task, prompts, questions, suite
+from finlm.evals.prompts import Prompt
+from finlm.evals.questions import Question, Suite
+from finlm.record import report
+from finlm.train.opened import Opened, open_model
+
+from helpers import QUICKSTART
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}Human: {{ message.content }} "
+    "{% else %}Assistant: {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads, and far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def run(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The finished run with an export of its own that may be changed."""
+    copied = tmp_path_factory.mktemp("run") / finished[0].path.name
+    shutil.copytree(finished[0].path, copied, ignore=shutil.ignore_patterns("code"))
+    return RunDir(copied)
+
+
+@pytest.fixture(scope="module")
+def opened(run: RunDir) -> Opened:
+    found = open_model(run.path)
+    found.model.config.max_position_embeddings = 4096
+    return Opened(**(vars(found) | {"context": 4096}))  # rotary positions go as far as needed here
+
+
+@pytest.fixture(scope="module")
+def exam(run: RunDir) -> Suite:
+    return questions.read("exam", None, suite.world(open_model(run.path), None))
+
+
+def reference(opened: Opened, prompt: Prompt) -> list[float]:
+    """The letters' log-likelihoods from one plain forward pass each."""
+    begin = len(likelihood._common(prompt.ids))
+    found = []
+    for ids in prompt.ids:
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(opened.model(torch.tensor([ids])).logits[0].float(), dim=-1)
+        found.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(begin, len(ids))))
+    return found
+
+
+@pytest.mark.parametrize("shots", [0, 3])
+def test_batches_behind_a_shared_prefix_score_as_plain_forward_passes(opened: Opened, exam: Suite, shots: int) -> None:
+    asked = prompts.continuations(opened, exam, exam.questions[:16], shots)
+    found = {place: own for batch in likelihood.scores(opened, asked, tokens=700) for place, own in batch.items()}
+    assert sorted(found) == list(range(16))
+    for place, prompt in enumerate(asked):
+        assert found[place] == pytest.approx(reference(opened, prompt), abs=1e-4)
+
+
+def test_letters_of_several_tokens_are_summed(opened: Opened, exam: Suite) -> None:
+    base = prompts.continuations(opened, exam, exam.questions[:6], 1)
+    tails = ((11, 12), (11, 13, 14), (15,), (16, 17))
+    asked = [Prompt(p.question, p.text, p.shots, tuple(p.ids[0][:-1] + tail for tail in tails)) for p in base]
+    for batch in likelihood.scores(opened, asked):
+        for place, own in batch.items():
+            assert own == pytest.approx(reference(opened, asked[place]), abs=1e-4)
+
+
+def test_examples_that_do_not_fit_are_left_out_one_by_one(run: RunDir, exam: Suite) -> None:
+    narrow = open_model(run.path)
+    narrow = Opened(**(vars(narrow) | {"context": 350}))
+    asked = prompts.continuations(narrow, exam, exam.questions[:40], 5)
+    assert max(len(ids) for prompt in asked for ids in prompt.ids) <= 350
+    assert len({prompt.shots for prompt in asked}) > 1 and min(prompt.shots for prompt in asked) < 5
+
+
+def test_an_evaluation_that_was_killed_asks_only_what_is_left(opened: Opened, exam: Suite, tmp_path: Path) -> None:
+    asked, ledger = exam.questions[:20], tmp_path / "answers.jsonl"
+    whole = choice.answers(opened, exam, asked, "likelihood", 2, ledger)
+    lines = ledger.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = "".join(lines[:7]) + lines[7][:40]  # a kill cuts a line
+    ledger.write_text(kept, encoding="utf-8")
+    assert choice.answers(opened, exam, asked, "likelihood", 2, ledger) == whole
+    after = ledger.read_text(encoding="utf-8")
+    assert after.startswith(kept) and len(list(files.read_json_lines(ledger))) == 20
+    choice.answers(opened, exam, asked, "likelihood", 1, ledger)  # other prompts are other questions
+    assert len(list(files.read_json_lines(ledger))) == 40
+
+
+def test_a_chat_answers_in_batches_as_it_does_alone(run: RunDir, exam: Suite, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        choice.answers(open_model(run.path), exam, exam.questions[:1], "chat", 0, tmp_path / "a.jsonl")
+    opened = open_model(run.path)
+    opened.tokenizer.chat_template = TEMPLATE
+    opened = Opened(**(vars(opened) | {"context": 400}))
+    (prompt,) = prompts.conversations(opened, exam, exam.questions[:1], 0)
+    asked = exam.questions[0]
+    turn = "\n".join([asked.text, *(f"{name}. {text}" for name, text in zip("ABCD", asked.options, strict=True))])
+    assert prompt.text == f"<s>Human: {turn} Assistant:"  # what the dialogues of SFT look like
+    together = choice.answers(opened, exam, exam.questions[:5], "chat", 0, tmp_path / "b.jsonl")
+    alone = [choice.answers(opened, exam, [q], "chat", 0, tmp_path / "c.jsonl")[0] for q in exam.questions[:5]]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    assert any(answer.text for answer in together)
+
+
+def test_the_command_reports_on_screen_as_json_and_in_the_run(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(run.path), "--suite", "exam", "--limit", "30", "--shots", "0", "--json"]
+    assert cli.main([*command, "--contamination", str(run.path)]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["questions"] == 30 == sum(row["total"] for row in result["subjects"].values())
+    assert result["set"]["questions"] == questions.EXAM_QUESTIONS
+    assert "micro (all questions)" in printed.err and "stand in the training data" in printed.err
+    (row,) = run.read_events("suite")
+    assert row["micro"] == result["micro"] and row["step"] == run.complete_checkpoints()[-1][0]
+    assert "Multiple choice" in report.build(run).read_text(encoding="utf-8")
+    assert cli.main(["eval", str(tmp_path), "--suite", "exam"]) == 2
+    assert "holds no model" in capsys.readouterr().err
+
+
+def test_questions_that_were_read_in_training_are_found(run: RunDir, exam: Suite) -> None:
+    shards = Shards(run.shards)
+    processor = vocab.load(shards.tokenizer)
+    (part,) = (part for part in shards.split("train") if part.source == "fin_exam")
+    read = []
+    for start, end in zip(part.offsets[:20].tolist(), part.offsets[1:21].tolist(), strict=True):
+        *stem, a, b, c, d, answer = processor.decode(part.ids[start:end].tolist()).split("\n")
+        read.append(Question("", "\n".join(stem), (a[3:], b[3:], c[3:], d[3:]), answer[-1]))
+    found = contaminated.find([*read, *exam.questions[:20]], run.path)
+    assert len([place for place in found if place < 20]) >= 18 and len(found) <= 22
+    summary = contaminated.summary(found, [place < 20 for place in range(40)], run.path)
+    assert summary["accuracy_contained"] > 0.8 and summary["accuracy_others"] < 0.2
+
+
+def test_lm_eval_gets_the_same_prompts(run: RunDir, exam: Suite, tmp_path: Path) -> None:
+    options = suite.Options("exam", shots=1, limit=25)
+    tasks = lm_eval_task.write(run.path, options, tmp_path / "tasks")
+    group = YAML(typ="safe").load(tasks / "finlm_exam.yaml")
+    prompts_written = {}
+    for name in group["task"]:
+        task = YAML(typ="safe").load(tasks / f"{name.rpartition('_')[2]}.yaml")
+        assert task["task"] == name and task["doc_to_choice"] == ["A", "B", "C", "D"]
+        for row in files.read_json_lines(Path(task["dataset_kwargs"]["data_files"]["test"])):
+            prompts_written[row["id"]] = (row["prompt"], row["answer"])
+    asked = prompts.continuations(open_model(run.path), exam, suite.chosen(exam.questions, 25), 1)
+    assert prompts_written == {p.question.sha256: (p.text, "ABCD".index(p.question.answer)) for p in asked}
+
+
+def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(run: RunDir) -> None:
+    lone = Opened(**(vars(open_model(run.export)) | {"run": None}))
+    with pytest.raises(UserError, match="not trained on one"):
+        questions.read("exam", None, suite.world(lone, None))
+    assert questions.read("exam", None, suite.world(lone, QUICKSTART)).questions

@@ -1,0 +1,132 @@
+"""What goes wrong in a rank, for tests: called before the rank begins, they patch one place each."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finlm.train import checkpoint, guard, kernels
+
+
+def nan_loss(rank: int, micro_steps: list[int]) -> None:
+    """The loss of these forward passes of one rank, counted from 0, becomes NaN."""
+    plain, count = kernels._summed_loss, -1
+
+    def faulty(model: torch.nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += model.training
+        loss = plain(model, *batch)
+        is_due = model.training and count in micro_steps and int(os.environ["RANK"]) == rank
+        return loss * math.nan if is_due else loss
+
+    kernels._summed_loss = faulty
+
+
+def fingerprints(path: str) -> None:
+    """Write a hash of this rank's weights and optimizer states after every step, by step, to path.RANK."""
+    plain = guard.Guard.judge
+    found: dict[int, str] = {}
+
+    def judged(self: guard.Guard, step: int, *arguments: Any) -> Any:
+        found[step] = state_hash(self.engine)
+        Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
+        return plain(self, step, *arguments)
+
+    guard.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def nan_loss_and_fingerprints(rank: int, micro_steps: list[int], path: str) -> None:
+    """Both."""
+    nan_loss(rank, micro_steps)
+    fingerprints(path)
+
+
+def sigterm(rank: int, step: int) -> None:
+    """One rank gets SIGTERM while it is judging a step."""
+    plain = guard.Guard.judge
+
+    def judged(self: guard.Guard, at: int, *arguments: Any) -> Any:
+        if at == step and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, at, *arguments)
+
+    guard.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def state_hash(engine: Any) -> str:
+    """Of everything a step may change on this rank: parameters or their shards, and the optimizer's tensors."""
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        digest.update(getattr(parameter, "ds_tensor", parameter).detach().float().numpy().tobytes())
+    inner = engine.basic_optimizer
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            digest.update(parameter.detach().float().numpy().tobytes())
+            for name, value in sorted(inner.state.get(parameter, {}).items()):
+                digest.update(name.encode() + torch.as_tensor(value).detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def killed(rank: int, save: int, seconds: float) -> None:
+    """SIGKILL for a rank, or all of them (-1), so long after the start (save 0) or after the n-th save of this launch.
+
+    A rank that ends before lives on.
+    """
+    if rank not in (-1, int(os.environ["RANK"])):
+        return
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    if save == 0:
+        timer.start()
+        return
+    plain, count = checkpoint.Checkpoints._write, 0
+
+    def written(self: checkpoint.Checkpoints, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == save:
+            timer.start()
+        return plain(self, *arguments)
+
+    checkpoint.Checkpoints._write = written  # type: ignore[method-assign]
+
+
+def stopped(step: int) -> None:
+    """All ranks end after this step without another word, as if the machine was switched off."""
+    plain = guard.Guard.judge
+
+    def judged(self: guard.Guard, at: int, *arguments: Any) -> Any:
+        if at == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, at, *arguments)
+
+    guard.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def disk_is_full(path: str, first: int, last: int) -> None:
+    """From one checkpoint to another (their steps) another program fills the disk at path, at times only meanwhile."""
+    plain, room = checkpoint.Checkpoints.save, checkpoint.Checkpoints._room
+    ballast = Path(path) / "ballast"
+
+    def saved(self: checkpoint.Checkpoints, step: int) -> None:
+        if int(os.environ["RANK"]) == 0:
+            if step == last + 3:
+                ballast.unlink()
+            elif step == first:
+                with ballast.open("wb") as file, contextlib.suppress(OSError):
+                    file.write(bytes(1 << 26))
+        if first < step <= last:  # it looked as if there were room
+            checkpoint.Checkpoints._room = lambda *_: ""  # type: ignore[method-assign]
+        plain(self, step)
+        checkpoint.Checkpoints._room = room  # type: ignore[method-assign]
+
+    checkpoint.Checkpoints.save = saved  # type: ignore[method-assign]

@@ -1,0 +1,80 @@
+"""When a failed run is started again, and what the reason not to says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm.base.errors import RunFailed, UserError
+from finlm.base.rundir import RunDir
+from finlm.ops import launch, launch_restart
+from finlm.ops.launch_restart import Failure, reason_to_end
+from finlm.recipe import cluster, recipe
+
+from helpers import QUICKSTART
+
+
+def at(step: int, host: str = "") -> Failure:
+    return Failure(step, host, has_stepped=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "hosts", "words"),
+    [
+        ([at(7, "a")], 2, ""),
+        ([at(7, "a"), at(9, "b")], 2, ""),
+        ([at(7, "a"), at(9, "b"), at(7, "b")], 2, "step 7 failed twice; a bad step"),
+        ([at(7, "a"), at(7, "a")], 2, "step 7 failed twice, both times on a; a bad step"),
+        ([at(7, "a"), at(9, "a")], 2, "a failed in steps 7 and 9; a bad host: go on without it, --exclude a"),
+        ([at(7, "a"), at(9, "a")], 1, ""),
+        ([at(1), at(2), at(3), at(4)], 1, "launch.restarts is 3"),
+        ([Failure(1, "", has_stepped=False)], 1, "failed before its first step was finished"),
+    ],
+)
+def test_a_bad_step_and_a_bad_host_end_the_restarts(failures: list[Failure], hosts: int, words: str) -> None:
+    reason = reason_to_end(failures, 3, hosts)
+    assert (words in reason) if words else not reason
+
+
+def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *outcomes: tuple[int, Exception | None]) -> list[float]:
+    """Launch a run whose launches get to these steps and end so; the waits between them."""
+    run, waits, left = RunDir(tmp_path), [], list(outcomes)
+
+    def launched(*_: Any, **__: Any) -> None:
+        step, error = left.pop(0)
+        if step >= 0:
+            run.append_event("start", step=0)
+        if step > 0:
+            run.append_event("step", step=step)
+        if error:
+            raise error
+
+    monkeypatch.setattr(launch, "run_ranks", launched)
+    monkeypatch.setattr(launch_restart.time, "sleep", waits.append)
+    wanted = recipe.load(QUICKSTART, ["launch.restarts=3", "launch.restart_wait_seconds=10"]).recipe
+    two = cluster.Cluster((cluster.Host("a", 1), cluster.Host("b", 1)))
+    launch_restart.run_ranks(run, None, wanted, two)  # type: ignore[arg-type]
+    return waits
+
+
+def test_a_run_goes_on_after_failures_of_different_hosts_also_while_one_is_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lost, gone = RunFailed("a does not answer any more", host="a"), UserError("a cannot be reached by ssh")
+    waits = attempts(monkeypatch, tmp_path, (5, lost), (-1, gone), (9, RunFailed("killed", host="b")), (20, None))
+    assert waits == [10, 20, 40]
+    rows = list(RunDir(tmp_path).read_events("restart"))
+    assert [(row["number"], row["host"]) for row in rows] == [(1, "a"), (2, ""), (3, "b")]
+
+
+def test_the_same_step_twice_is_not_tried_a_third_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        attempts(monkeypatch, tmp_path, (5, RunFailed("x", host="a")), (5, RunFailed("x", host="b")), (9, None))
+    assert "step 6 failed twice; a bad step" in caught.value.evidence
+
+
+def test_a_run_that_ended_itself_is_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="ended itself"):
+        attempts(monkeypatch, tmp_path, (5, RunFailed("the run ended itself", is_final=True)), (9, None))

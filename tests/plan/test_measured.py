@@ -1,0 +1,81 @@
+"""Predictions against H200 runs: benchmarks/results/2026-11-21-h200-plan.jsonl, written by benchmarks/gpu_plan.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from finlm.plan import gpus, host_memory, memory, speed
+from finlm.plan.memory import Layout
+from finlm.recipe.shape import ModelShape
+
+ROWS = Path(__file__).resolve().parents[2] / "benchmarks/results/2026-11-21-h200-plan.jsonl"
+
+
+@cache
+def rows() -> list[tuple[dict[str, Any], ModelShape, Layout]]:
+    found = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+    return [
+        (row, ModelShape(**row["shape"]), Layout(**row["layout"], accumulates=row["micro_steps"] > 1)) for row in found
+    ]
+
+
+def errors(what: str) -> dict[str, float]:
+    """Predicted / measured - 1 by case."""
+    found = {}
+    for row, shape, layout in rows():
+        items = memory.gpu_items(shape, layout)
+        ranks = [speed.Rank(gpus.find(row["gpu"]), layout.world_size, layout.micro_batch)]
+        predicted = {
+            "allocated_bytes": memory.allocated_bytes(items),
+            "used_bytes": sum(memory.squeezed(items, gpus.find(row["gpu"]).memory_bytes).values()),
+            "step_seconds": speed.step_time(shape, layout, ranks, 1, row["micro_steps"], 10.0).seconds,
+        }
+        found[row["case"]] = predicted[what] / row[what] - 1
+    return found
+
+
+def held(found: dict[str, float], median: float, worst: float, low: float) -> None:
+    off = {case: f"{error:+.1%}" for case, error in found.items() if not low <= error <= worst}
+    assert off == {}
+    assert statistics.median(map(abs, found.values())) <= median
+
+
+def test_the_runs_cover_what_the_planner_chooses_from() -> None:
+    layouts = [layout for _, _, layout in rows()]
+    assert len(layouts) >= 24
+    for name, wanted in {
+        "zero_stage": {0, 1, 2, 3},
+        "world_size": {1, 2, 4},
+        "recompute": {"none", "selective", "full"},
+        "precision": {"bf16", "fp16", "fp8"},
+        "offload_optimizer": {"none", "cpu"},
+        "sequence_length": {256, 1024, 2048, 4096, 8192},
+        "compiled": {True, False},
+    }.items():
+        assert {getattr(layout, name) for layout in layouts} >= wanted, name
+    assert {shape.parameters // 10**8 for _, shape, _ in rows()} >= {3, 11, 13, 29, 63}
+
+
+def test_allocated_memory() -> None:
+    held(errors("allocated_bytes"), median=0.03, worst=0.08, low=-0.02)
+
+
+def test_memory_that_the_driver_reports() -> None:
+    """What the allocator keeps beside is a matter of chance, so a little more may be missing than of what it needs."""
+    held(errors("used_bytes"), median=0.03, worst=0.08, low=-0.05)
+
+
+def test_step_time() -> None:
+    held(errors("step_seconds"), median=0.07, worst=0.15, low=-0.15)
+
+
+def test_host_memory_of_offload() -> None:
+    offloaded = [one for one in rows() if one[2].offload_optimizer == "cpu"]
+    assert offloaded
+    for row, shape, layout in offloaded:
+        predicted = sum(host_memory.host_items(shape, layout, layout.world_size).values())
+        assert -0.10 <= predicted / row["resident_bytes"] - 1 <= 0.10, row["case"]

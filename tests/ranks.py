@@ -1,0 +1,147 @@
+"""Ranks of runs, forked from one process that has imported the trainer: `with Ranks() as ranks: ranks.train(run)`.
+
+A launch through `finlm train` costs 15 CPU seconds on two ranks, nearly all of them imports (torch, DeepSpeed,
+transformers). Here they are paid once a session; each rank runs `finlm.train.__main__.main` as the launcher's ranks do.
+What the launcher itself does is proved where it is used: tests/ops, tests/cluster, tests/test_train_command.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finlm.base.rundir import RunDir
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe
+
+HERE = Path(__file__).resolve().parent
+END_SECONDS = 4.0  # from the failure of one rank to the end of the others
+
+
+class Ranks:
+    """The process that ranks are forked from; started at the first use."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def train(self, run: RunDir) -> list[dict[str, Any]]:
+        """Run all ranks of a run directory to their end; its step rows. AssertionError with the logs when one fails."""
+        codes = self.codes(run)
+        logs = "\n".join(path.read_text()[-3000:] for path in sorted(run.logs.glob("*.log")))
+        assert not any(codes), f"exit codes {codes}\n{logs}"
+        return list(run.read_events("step"))
+
+    def codes(self, run: RunDir, *fault: Any) -> list[int]:
+        """Run all ranks of a run directory to their end; their exit codes (signals negative).
+
+        fault: the name of a function in faults.py and its arguments; every rank calls it before it begins.
+        """
+        stage = getattr(recipe.load(run.recipe).recipe, "stage", "pretrain")
+        request = {"run": str(run.path), "world_size": Plan.read(run.plan).world_size, "stage": stage, "fault": fault}
+        return list(self._ask(request))
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        if self._process is None:
+            paths = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
+            # DeepSpeed compiles its CPU Adam with the ninja of this environment; threads would not survive a fork.
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PATH": path, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, __file__]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the process of the ranks ended with {self._process.wait()}"
+        return json.loads(answer)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process and self._process.stdin and self._process.stdout:
+            self._process.stdin.close()
+            self._process.wait(30)
+            self._process.stdout.close()
+
+
+def serve() -> None:
+    """Answer a request a line on stdin with the exit codes on stdout, until stdin closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    warm_up()
+    for line in sys.stdin:
+        request = json.loads(line)
+        importlib.import_module(f"finlm.train.{request['stage']}")
+        codes = fork_ranks(request["world_size"], ["finlm.train", request["run"]], request.get("fault", ()))
+        print(json.dumps(codes), file=answers, flush=True)
+
+
+def warm_up() -> None:
+    """Import what DeepSpeed's optimizer would in every rank: torch._dynamo and functorch.compile, 3 CPU seconds."""
+    import gc
+
+    gc.disable()
+    import torch
+
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    gc.freeze()  # the ranks share these pages, and need not look for garbage there
+    gc.enable()
+
+
+def fork_ranks(world_size: int, argv: Sequence[str], fault: Sequence[Any] = ()) -> list[int]:
+    """Fork ranks that run finlm.train's main with these arguments; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FINLM_HOST": "localhost"}
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+            sys.argv[:] = argv
+            try:
+                from finlm.train import __main__ as entry
+
+                if fault:
+                    getattr(importlib.import_module("faults"), fault[0])(*fault[1:])
+                entry.main()
+            finally:
+                os._exit(99)  # main does not return
+        children.append(child)
+    return _exit_codes(children)
+
+
+def _exit_codes(children: Sequence[int]) -> list[int]:
+    """Exit codes in order; when one has failed, the others get END_SECONDS, as with a launcher."""
+    codes: dict[int, int] = {}
+
+    def kill_the_rest() -> None:
+        for child in children:
+            if child not in codes:
+                os.kill(child, signal.SIGKILL)
+
+    timer = threading.Timer(END_SECONDS, kill_the_rest)
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child] and timer.ident is None:
+            timer.start()
+    timer.cancel()
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,182 @@
+"""Trouble in a step: what the loop does about it, on two real ranks, and how the decisions are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finlm.base import files
+from finlm.base.rundir import RunDir
+from finlm.data import mixture, packed
+from finlm.data.shards import Shards
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe as recipes
+from finlm.recipe.schema_incidents import Incidents, Spike, Straggler
+from finlm.record import history
+from finlm.train.batches import Batches
+from finlm.train.incidents import Jumps, Watch
+from finlm.train.straggler import Stragglers
+
+BAD_STEP = 14  # whose data is noise in the runs below
+
+
+def incidents(run: RunDir) -> list[dict[str, Any]]:
+    return list(run.read_events("incident"))
+
+
+def logs(run: RunDir) -> str:
+    return "\n".join(path.read_text()[-2000:] for path in run.logs.glob("*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
+    make_run: Any, ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    run = make_run(f"zero.stage={stage}", "batch.micro_batch=4", "train.steps=6")
+    # The first of the two micro-steps of step 4, on rank 1 only.
+    codes = ranks.codes(run, "nan_loss_and_fingerprints", 1, [6], str(tmp_path / "hash"))
+    assert codes == [0, 0], logs(run)
+    for rank in range(2):
+        hashes = json.loads((tmp_path / f"hash.{rank}").read_text())
+        assert hashes["4"] == hashes["3"] != hashes["5"]
+    assert [row["loss"] for row in run.read_events("step")][3] is None
+    (incident,) = incidents(run)
+    assert incident["step"] == 4 and incident["what"] == "the loss is not finite on rank 1"
+    assert "the weights were left alone; 1 of the last 100 steps, 5 are borne" in incident["detail"]
+
+
+@pytest.mark.slow
+def test_too_many_steps_that_are_not_finite_end_the_run_and_name_the_gradient(make_run: Any, ranks: Any) -> None:
+    run = make_run("incidents.stop_after=2", "train.steps=8")
+    assert ranks.codes(run, "nan_loss", 0, [2, 3, 4, 5]) == [1, 1], logs(run)
+    assert [row["step"] for row in incidents(run)] == [3, 4, 5]
+    assert "it began in the gradient of lm_head.weight" in incidents(run)[1]["detail"]
+    assert "3 of the last 100 steps is more than incidents.stop_after (2)" in incidents(run)[2]["detail"]
+    (end,) = run.read_events("end")
+    assert end["status"] == "failed" and end["step"] == 5
+
+
+@pytest.fixture
+def noisy(make_run: Any) -> Any:
+    """noisy(*overrides): a run of ZeRO-1 whose rows of step BAD_STEP are random tokens."""
+
+    def make(*overrides: str) -> RunDir:
+        watch = ("incidents.spike.window=10", "incidents.spike.z_score=3", "optim.lr=1e-2")
+        run: RunDir = make_run("checkpoint.every_steps=5", "checkpoint.keep_last=9", *watch, *overrides)
+        plan, recipe = Plan.read(run.plan), recipes.load(run.recipe).recipe
+        copy = run.path.parent / "noise"
+        shutil.copytree(run.shards, copy)
+        shards = Shards(copy)
+        rows = packed.rows(shards, plan.sequence_length, recipe.data.packing)
+        count = plan.steps * plan.tokens_per_step // plan.sequence_length
+        order = mixture.order(rows.source_ranges(), recipe.data.mixture, count, plan.sequence_length, recipe.train.seed)
+        noise = np.random.default_rng(0)
+        for row in Batches(rows, order, plan, 0).row_ids(BAD_STEP - 1).ravel().tolist():
+            for shard, start, tokens in rows.pieces(row):
+                ids = np.memmap(shard.path, dtype=shard.dtype, mode="r+")
+                ids[start : start + tokens] = noise.integers(
+                    shards.vocab_size - 400, shards.vocab_size, tokens
+                )  # rare ones
+        manifest = files.read_json(run.manifest)
+        manifest["shards"]["path"] = str(copy)
+        files.write_json(run.manifest, manifest)
+        return run
+
+    return make
+
+
+@pytest.mark.slow
+def test_a_loss_spike_is_recorded_with_the_documents_of_the_worst_micro_batch(noisy: Any, ranks: Any) -> None:
+    run = noisy()
+    assert ranks.codes(run) == [0, 0], logs(run)
+    (spike,) = incidents(run)
+    assert spike["what"] == "loss spike" and spike["step"] == BAD_STEP
+    assert "deviations above" in spike["detail"] and "highest in micro-step 0 of rank" in spike["detail"]
+    sources = {shard.source: shard for shard in Shards(run.shards).split("train")}
+    for document in spike["documents"]:
+        assert document["document"] < sources[document["source"]].documents
+        assert document["shard"] == sources[document["source"]].path.name and document["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_a_skipped_spike_never_reaches_the_weights(noisy: Any, ranks: Any, tmp_path: Path) -> None:
+    run = noisy("incidents.spike.then=skip")
+    assert ranks.codes(run, "fingerprints", str(tmp_path / "hash")) == [0, 0], logs(run)
+    (spike,) = incidents(run)
+    assert spike["what"] == "loss spike, step skipped" and spike["step"] == BAD_STEP
+    for rank in range(2):
+        hashes = json.loads((tmp_path / f"hash.{rank}").read_text())
+        assert hashes[str(BAD_STEP)] == hashes[str(BAD_STEP - 1)] != hashes[str(BAD_STEP + 1)]
+
+
+@pytest.mark.slow
+def test_a_roll_back_goes_to_a_checkpoint_before_and_leaves_out_the_data(noisy: Any, ranks: Any) -> None:
+    run = noisy("incidents.spike.then=roll_back", "incidents.spike.roll_back_steps=5", "zero.stage=3")
+    assert ranks.codes(run, "sigterm", 1, 9) == [143, 143], logs(run)
+    assert [row["status"] for row in run.read_events("end")] == ["interrupted"]
+    assert ranks.codes(run) == [0, 0], logs(run)
+    (back,) = run.read_events("rollback")
+    assert (back["origin"], back["step"], back["data_step"]) == (BAD_STEP, 5, BAD_STEP)
+    assert [step for step, _ in run.complete_checkpoints()] == [5, 10, 15, 20]
+    read = history.read(run)
+    assert read.steps["step"] == list(range(1, 21))
+    assert max(read.values("loss")[5:]) < max(read.values("loss")[:5]) + 0.2, "no spike is left"
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_the_run_resumes_exactly(
+    make_run: Any, ranks: Any, finished: tuple[RunDir, str]
+) -> None:
+    run = make_run()
+    assert ranks.codes(run, "sigterm", 1, 7) == [128 + signal.SIGTERM] * 2, logs(run)
+    assert [step for step, _ in run.complete_checkpoints()] == [8], "the step that was running is finished"
+    rows = ranks.train(run)
+    expected = {row["step"]: row["loss"] for row in finished[0].read_events("step")}
+    assert {row["step"]: row["loss"] for row in rows} == expected
+
+
+def judged(watch: Watch, losses: list[float], first: int = 1) -> list[str]:
+    """What a watch says of losses, one a step; all applied."""
+    found = [watch.judge(step, loss, is_applied=True) for step, loss in enumerate(losses, first)]
+    return [f"{step} {one.what} {one.then}" for step, one in enumerate(found, first) if one]
+
+
+def test_a_falling_noisy_loss_has_no_spike_and_a_jump_is_told_once() -> None:
+    noise = np.random.default_rng(1).normal(0, 0.05, 400)
+    falling = [2 + 6 * math.exp(-step / 60) + float(noise[step]) for step in range(400)]
+    watch = Watch(Incidents(), scales_loss=False)
+    assert judged(watch, falling) == []
+    assert judged(watch, [3.5, 3.6, 3.4, 2.0, 3.5], first=401) == ["401 loss spike go_on", "405 loss spike go_on"]
+
+
+def test_a_spike_stops_where_the_recipe_says_so() -> None:
+    watch = Watch(Incidents(spike=Spike(then="stop")), scales_loss=False)
+    assert judged(watch, [3.0] * 20 + [9.0]) == ["21 loss spike stop"]
+
+
+def test_data_positions_after_roll_backs() -> None:
+    jumps = Jumps([{"step": 10, "data_step": 15}])
+    assert [jumps.data_step(step) for step in (9, 10, 12)] == [9, 15, 17]
+    jumps.add(20, jumps.data_step(24) + 1)
+    assert [jumps.data_step(step) for step in (19, 20)] == [24, 30]
+    jumps.add(5, jumps.data_step(22) + 1)  # further back than both: what they said of later steps is void
+    assert [jumps.data_step(step) for step in (4, 5, 10, 20)] == [4, 33, 38, 48]
+
+
+def test_a_rank_that_stays_slow_is_named_once(make_run: Any) -> None:
+    plan = dataclasses.replace(Plan.read(make_run(names=("a", "b")).plan), world_size=2)
+    watch = Stragglers(Straggler(steps=10), plan)
+    even, slow = [0.100, 0.104], [0.100, 0.150]
+    assert all(watch.judge(even) is None for _ in range(20))
+    found = [watch.judge(slow) for _ in range(40)]
+    (told,) = (one for one in found if one)
+    assert told.what == "rank 1 on b is slow" and "150 ms a step, the others' 100 ms" in told.detail

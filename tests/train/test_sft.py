@@ -1,0 +1,158 @@
+"""Fine-tuning: packed rows are worth what their dialogues are worth alone, and a run is the same however it is cut."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.data import dialogue_rows, lint
+from finlm.data.shards import IGNORED
+from finlm.train import documents, kernels, lora, trained
+
+from dialogues import prepared, run, sample, sft, write
+from ranks import Ranks
+
+FAST = "optim.lr=1e-2"
+
+
+@pytest.fixture(scope="module")
+def model(finished: tuple[RunDir, str]) -> Path:
+    return Path(finished[0].export)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("rows") / "rows.jsonl", sample(120))
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, source: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Eight steps on two ranks at ZeRO-1, a checkpoint after four."""
+    path = tmp_path_factory.mktemp("whole")
+    made = run(path, sft(path, model, source, "checkpoint.every_steps=4", "eval.every_steps=4", FAST))
+    ranks.train(made)
+    return made
+
+
+def losses(made: RunDir) -> list[float]:
+    return [row["loss"] for row in made.read_events("step")]
+
+
+def test_a_packed_row_gives_every_dialogue_the_loss_it_has_alone(model: Path, source: Path, tmp_path: Path) -> None:
+    wanted = sft(tmp_path, model, source)
+    rows = dialogue_rows.train_rows(prepared(wanted), wanted)
+    ids = np.arange(4)
+    inputs, labels, numbers = *rows.read(ids), rows.documents(ids)
+    ours = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    kernels.swap_loss(ours, plain.config.vocab_size)
+    bounds = torch.from_numpy(documents.bounds(numbers))
+    checked = 0
+    for row, number in [(place, n) for place in range(4) for n in range(numbers[place].max() + 1)]:
+        here = numbers[row] == number
+        only = np.full_like(labels, IGNORED)
+        only[row, here] = labels[row, here]
+        tokens = torch.from_numpy(np.append(inputs[row, here], labels[row, here][-1].clip(min=0)))[None]
+        alone_labels = torch.from_numpy(np.append(IGNORED, labels[row, here]))[None]
+        with torch.no_grad():
+            packed = ours(torch.from_numpy(inputs), torch.from_numpy(only), bounds)
+            leaking = ours(torch.from_numpy(inputs), torch.from_numpy(only))
+            logits = plain(tokens).logits[:, :-1]
+        alone = torch.nn.functional.cross_entropy(logits[0], alone_labels[0, 1:], reduction="sum")
+        assert packed.item() == pytest.approx(alone.item(), rel=1e-5)
+        if number:
+            checked += 1
+            assert abs(leaking.item() - alone.item()) > 1e-3, "without the mask a dialogue sees the one before it"
+    assert checked >= 4
+
+
+def test_a_run_learns_evaluates_and_counts_what_is_supervised(whole: RunDir) -> None:
+    steps, evals = list(whole.read_events("step")), list(whole.read_events("eval"))
+    assert [row["step"] for row in steps] == list(range(1, 9)) and losses(whole)[-1] < 0.8 * losses(whole)[0]
+    assert [row["step"] for row in evals] == [0, 4, 8] and evals[-1]["loss"] < evals[0]["loss"]
+    assert all(0 < row["tokens"] < 1024 for row in steps)
+    assert [row["step"] for row in whole.read_events("checkpoint")] == [4, 8]
+    assert list(whole.read_events("end"))[-1]["status"] == "finished"
+
+
+def test_one_rank_and_another_micro_batch_give_the_same_loss_and_gradient(
+    whole: RunDir, model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    rows = ranks.train(run(tmp_path, sft(tmp_path, model, source, "batch.micro_batch=4", FAST), ranks=1))
+    first = list(whole.read_events("step"))
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in first]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in first], abs=1e-4)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in first], rel=1e-3)
+
+
+def test_resuming_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_path: Path) -> None:
+    expected = losses(whole)
+    again = RunDir(tmp_path / "again")
+    shutil.copytree(whole.path, again.path)
+    shutil.rmtree(again.checkpoint(8))
+    rows = ranks.train(again)
+    assert [row["step"] for row in rows][8:] == [5, 6, 7, 8], "it goes on after the checkpoint"
+    assert [row["loss"] for row in rows][8:] == expected[4:]
+
+
+def test_zero_3_and_full_recompute_give_the_same_losses_and_a_whole_model(
+    whole: RunDir, model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Reentrant checkpointing fails under ZeRO-3; and the released code saves what rank 0's modules hold: nothing."""
+    made = run(tmp_path, sft(tmp_path, model, source, "zero.stage=3", "train.recompute=full", FAST))
+    assert [row["loss"] for row in ranks.train(made)] == pytest.approx(losses(whole), abs=1e-3)
+    step, checkpoint = made.complete_checkpoints()[-1]
+    (theirs,) = checkpoint.glob("zero_pp_rank_0_*model_states.pt")
+    state = torch.load(theirs, map_location="cpu", weights_only=False)["module"]
+    assert step == 8 and all(weight.numel() == 0 for weight in state.values() if weight is not None)
+    ours = trained.load(checkpoint).model
+    at_zero_1 = trained.load(whole.complete_checkpoints()[-1][1]).model
+    for mine, other in zip(ours.parameters(), at_zero_1.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-2)
+
+
+def test_adapters_train_alone_and_are_merged_into_a_plain_model(
+    model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    made = run(
+        tmp_path, sft(tmp_path, model, source, "lora={rank: 4, alpha: 64, targets: [q_proj, up_proj]}", FAST), ranks=1
+    )
+    rows = ranks.train(made)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    merged = trained.load(made.complete_checkpoints()[-1][1]).model
+    base = AutoModelForCausalLM.from_pretrained(model)
+    changed = {name for name, weight in base.state_dict().items() if not torch.equal(weight, merged.state_dict()[name])}
+    assert changed == {name for name in base.state_dict() if "q_proj" in name or "up_proj" in name}
+
+
+def test_merging_adds_the_scaled_product() -> None:
+    wanted = type("R", (), {"lora": type("L", (), {"alpha": 8, "rank": 2})()})()
+    weight, down, up = torch.randn(6, 4), torch.randn(2, 4), torch.randn(6, 2)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {f"{layer}.base_layer.weight": weight, f"{layer}.lora_A.default.weight": down}
+    state |= {f"{layer}.lora_B.default.weight": up, "base_model.model.lm_head.weight": weight}
+    found = lora.merged(state, wanted)
+    assert set(found) == {"model.layers.0.self_attn.q_proj.weight", "lm_head.weight"}
+    torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], weight + 4 * up @ down)
+
+
+def test_four_bit_weights_say_what_is_missing(model: Path, source: Path, tmp_path: Path) -> None:
+    wanted = sft(tmp_path, model, source, "lora={quantize: nf4}")
+    with pytest.raises(UserError, match="nf4 cannot run here"):
+        lora.quantization(wanted)
+
+
+def test_the_quickstarts_own_dialogues_pass_the_lint(model: Path, tmp_path: Path) -> None:
+    small = "[{synthetic: {size: 300KB, held_out_size: 100KB, seed: 7, dialogues: true}}]"
+    wanted = sft(tmp_path, model, Path(small), "batch.sequence_length=256", "batch.tokens_per_step=2048")
+    shards = prepared(wanted)
+    assert lint.check(wanted, shards) == []
+    assert files.read_json(shards.directory / "manifest.json")["totals"]["held_out"]["exam_chat"]["documents"] > 50
