@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from finlm.train import checkpoint, guard, kernels
 
@@ -60,6 +61,19 @@ def sigterm(rank: int, step: int) -> None:
         return plain(self, at, *arguments)
 
     guard.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def fp16_overflow(name: str, from_step: int) -> None:
+    """fp16 on a CPU, where torch computes it though DeepSpeed refuses it; a gradient is infinite from a step on."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    plain = guard.Guard.data_step
+
+    def at(self: guard.Guard, step: int) -> int:
+        if step + 1 == from_step:
+            self.engine.module.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+        return plain(self, step)
+
+    guard.Guard.data_step = at  # type: ignore[method-assign]
 
 
 def state_hash(engine: Any) -> str:

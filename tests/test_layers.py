@@ -33,6 +33,7 @@ ALLOWED = {
         "data.mixture",
         "data.naming",
         "data.pair_rows",
+        "data.pairs",
         "data.chat",
         "data.dialogue_rows",
     },

@@ -155,8 +155,7 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """
     items = _state_items(shape, layout)
     phases = _phases(shape, layout)
-    largest: dict[str, int] = max(phases, key=lambda phase: sum(phase.values()))
-    items |= largest
+    items |= max(phases, key=lambda phase: sum(phase.values()))  # type: ignore[attr-defined]
     working = max(sum(phase.values()) for phase in phases)
     items["optimizer step"] = max(0, _step_bytes(shape, layout) - working)
     if layout.device == "cpu":

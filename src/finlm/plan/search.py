@@ -1,7 +1,6 @@
 """Every configuration the recipe allows, with its memory and time on this cluster, and the fastest that fits.
 
-A few hundred candidates at most, so all are computed: ZeRO stage x offload x recompute x micro-batch. Unequal GPUs
-also get the unequal micro-batches that balance their time (split.py).
+A few hundred candidates at most, so all are computed: ZeRO stage x offload x recompute x micro-batch (split.py).
 
 "auto" leaves out what DeepSpeed 0.19.8 does badly: NVMe (the optimizer state does not survive a resume) and stage 0 (in
 16 bits it takes a step on zero gradients before the first one, so AdamW decays the weights once and Adam's bias
@@ -13,7 +12,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -235,7 +233,7 @@ def measure(
     items = {key: memory.squeezed(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
     sizes = {key: sum(each.values()) for key, each in items.items()}
     limits = {key: device_memory(one) for key, one in kinds.items()}
-    tight = max(kinds, key=lambda key: sizes[key] / (limits[key] or math.inf))
+    tight = max(kinds, key=lambda key: sizes[key] / (limits[key] or float("inf")))
     has_snapshot = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     rams = {key: host_memory.host_items(shape, layouts[key[-1]], key[0], has_snapshot) for key in kinds}
     known = {key: sum(rams[key].values()) / one.memory_bytes for key, one in kinds.items() if one.memory_bytes}
