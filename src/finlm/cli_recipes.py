@@ -59,9 +59,13 @@ def lint(options: argparse.Namespace) -> int:
 
 def self_qa(options: argparse.Namespace) -> int:
     """Questions and answers about the documents."""
+    from finlm.base.errors import UserError
     from finlm.data import self_qa
 
-    print(self_qa.run(load(options).recipe))
+    recipe = load(options).recipe
+    if recipe.self_qa is not None and recipe.self_qa.endpoint is None:
+        raise UserError("self_qa needs an endpoint", fix="set self_qa.endpoint to an OpenAI-compatible address")
+    print(self_qa.run(recipe))
     return 0
 
 

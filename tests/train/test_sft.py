@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finlm.base import files
-from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.data import dialogue_rows, lint
 from finlm.data.shards import IGNORED
@@ -142,12 +141,6 @@ def test_merging_adds_the_scaled_product() -> None:
     found = lora.merged(state, wanted)
     assert set(found) == {"model.layers.0.self_attn.q_proj.weight", "lm_head.weight"}
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], weight + 4 * up @ down)
-
-
-def test_four_bit_weights_say_what_is_missing(model: Path, source: Path, tmp_path: Path) -> None:
-    wanted = sft(tmp_path, model, source, "lora={quantize: nf4}")
-    with pytest.raises(UserError, match="nf4 cannot run here"):
-        lora.quantization(wanted)
 
 
 def test_the_quickstarts_own_dialogues_pass_the_lint(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from finlm.base.errors import UserError
 from finlm.recipe.schema import Recipe
 
 
@@ -29,28 +28,6 @@ def config(recipe: Recipe) -> Any:
 def base(model: Any) -> Any:
     """The Llama inside the adapters, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def quantization(recipe: Recipe) -> Any:
-    """transformers' settings of 4-bit weights, or None. Raises UserError where bitsandbytes cannot run."""
-    if recipe.lora is None or recipe.lora.quantize == "none":
-        return None
-    from transformers import BitsAndBytesConfig
-    from transformers.utils import is_bitsandbytes_available
-
-    if not (is_bitsandbytes_available() and torch.cuda.is_available()):
-        raise UserError(
-            "lora.quantize nf4 cannot run here",
-            evidence=f"bitsandbytes installed: {is_bitsandbytes_available()}; GPU: {torch.cuda.is_available()}",
-            fix="pip install bitsandbytes on a machine with a GPU, or set lora.quantize to none",
-        )
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.bfloat16,
-    )
 
 
 def merged(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
