@@ -10,7 +10,7 @@ import pytest
 
 from finlm import config
 from finlm.base.units import format_bytes, format_duration
-from finlm.plan import planner
+from finlm.plan import planner, show
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
@@ -65,6 +65,14 @@ def test_its_page_repeats_the_plans_numbers_and_commands(path: Path) -> None:
         wanted += [f"{format_duration(plan.days * 86400)} at {plan.tokens_per_second:,.0f} tokens/s"]
         wanted += [f"{plan.steps:,} steps"]
     assert [text for text in wanted if text not in page] == []
+
+
+@every_recipe
+def test_plan_shows_every_value_with_its_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = recipe.load(path)
+    show.origins(loaded)
+    shown = capsys.readouterr().err
+    assert all(f"  {key} = " in shown and f"({where})" in shown for key, where in loaded.origins.items())
 
 
 @every_recipe

@@ -113,10 +113,16 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
+    """The value at a dotted key; names in a mapping may be numbers (expect.loss) and hold dots (hosts)."""
     value: object = loaded.recipe
-    for part in key.replace("[", ".").replace("]", "").split("."):
-        if isinstance(value, tuple):
-            value = value[int(part)]
+    rest = key.replace("[", ".").replace("]", "")
+    while rest:
+        if isinstance(value, dict):
+            names = {str(name): name for name in value}
+            part = max((name for name in names if f"{rest}.".startswith(f"{name}.")), key=len)
+            value = value[names[part]]
         else:
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
+            part = rest.partition(".")[0]
+            value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+        rest = rest[len(part) + 1 :]
     return value
