@@ -150,12 +150,20 @@ def test_an_overlong_dialogue_is_split_cut_or_dropped_as_the_recipe_says(
     assert counts == counted
 
 
-def test_sentencepiece_and_tokenizers_give_the_same_ids(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+def test_sentencepiece_tokenizers_and_transformers_give_the_same_ids_and_text(
+    finished: tuple[RunDir, str], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
     (tmp_path / "tokenizer.model").write_bytes((finished[0].shards / "tokenizer.model").read_bytes())
     pieces, fast = (chat_tokens.open_tokenizer(path) for path in (tmp_path, Path(finished[0].export)))
-    for text in ("<s>Human: 你好 Assistant: 2023年，①  空格\n换行</s>Human: 再见</s>", "<s>", "无开头"):
-        assert pieces.encode(text) == fast.encode(text)
-        assert pieces.decode(pieces.encode(text)[0]) == text
+    theirs = AutoTokenizer.from_pretrained(finished[0].export)
+    dialogue = "<s>Human: 你好 Assistant: 2023年，①  空格\n换行</s>Human: 再见</s>"
+    for text in (dialogue, "<s>", "<s> 公告", "无开头", " 公告", "  公告", " ", "公告 </s> 公告"):
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert pieces.encode(text) == fast.encode(text) and pieces.encode(text)[0] == expected
+        assert pieces.decode(expected) == fast.decode(expected) == theirs.decode(expected)
+    assert pieces.decode(pieces.encode(dialogue)[0]) == dialogue
 
 
 def test_chatml_is_refused_where_its_tokens_do_not_exist(model: Path, tmp_path: Path) -> None:

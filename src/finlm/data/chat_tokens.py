@@ -166,8 +166,12 @@ class _Pieces:
         names = {number: name for name, number in filter(None, (self.bos, self.eos))}
         for number in ids:
             if number in names:
-                text += (self._later.decode(run) if text else self._first.decode(run)) + names[number]
+                text += self._decoded(run, text) + names[number]
                 run = []
             else:
                 run.append(number)
-        return text + str(self._later.decode(run))
+        return text + self._decoded(run, text)
+
+    def _decoded(self, run: list[int], before: str) -> str:
+        """Text of pieces; the leading space of what stands at the very beginning is sentencepiece's own."""
+        return str((self._later if before else self._first).decode(run))
