@@ -13,7 +13,7 @@ from finlm.data import synthetic
 
 from helpers import QUICKSTART, ROOT, TINY, finlm
 
-PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("recipes/*/README.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*/README.md")])
 # These recipes need GPUs, corpora and base models that tests do not have: the commands must say what is missing.
 NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2)")
 # The same run, at full size, once: test_the_quickstart_learns.
