@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from finlm.data import chat, chat_tokens
 from finlm.data.chat import Message, Refused
 from finlm.recipe.schema_post import Chat, Sft
@@ -74,9 +76,10 @@ class Encoder:
             ids, mask = self._apart(text, spans)
         else:
             ids, starts = self.tokenizer.encode(text)
-            mask = bytearray(len(ids))
-            for number, start in enumerate(starts):
-                mask[number] = any(first <= start < last for first, last in spans)
+            places, learnt = np.array(starts), np.zeros(len(ids), dtype=np.uint8)
+            for first, last in spans:
+                learnt[(first <= places) & (places < last)] = 1
+            mask = bytearray(learnt)
         if not self.rules.sft.assistant_only_loss:
             mask = bytearray(b"\1" * len(ids))
         if self.rules.sft.mask_eos:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finlm.base import files, units
 from finlm.data import sources
@@ -14,6 +15,23 @@ from finlm.recipe import parents
 from finlm.recipe.schema_data import Synthetic
 
 SYNTHETIC_SPLITS: tuple[Split, ...] = ("train", "held_out")
+_GENERATORS = {  # loaded only for recipes without files of their own
+    "documents": "finlm.data.synthetic",
+    "dialogues": "finlm.data.synthetic_dialogues",
+    "pairs": "finlm.data.synthetic_pairs",
+}
+_ALONE_BYTES = 30_000_000
+
+
+class _Part(NamedTuple):
+    """One file of the embedded corpus."""
+
+    kind: str
+    source: str
+    directory: Path
+    size_bytes: int
+    seed: int
+    split: str
 
 
 def inputs(context: Context) -> list[Input]:
@@ -42,15 +60,18 @@ def synthetic(context: Context, settings: Synthetic) -> Step:
         kind = "pairs"
 
     def make(directory: Path) -> dict[str, Any]:
-        from finlm.data import synthetic, synthetic_dialogues, synthetic_pairs  # only recipes without own files do
-
-        writers = {"documents": synthetic.write, "dialogues": synthetic_dialogues.write, "pairs": synthetic_pairs.write}
-        write = writers[kind]
-        written = {
-            "train": write(directory / "train", settings.size, settings.seed, "train"),
-            "held_out": write(directory / "held_out", settings.held_out_size, settings.seed, "held_out"),
-        }
-        return {"files": {split: {name: p.name for name, p in paths.items()} for split, paths in written.items()}}
+        sizes = {"train": settings.size, "held_out": settings.held_out_size}
+        tasks = [
+            _Part(kind, source, directory / split, size, settings.seed, split)
+            for split, size in sizes.items()
+            for source in importlib.import_module(_GENERATORS[kind]).SOURCES
+        ]
+        # Starting workers takes as long as one process needs for a small corpus.
+        names = list(map(_write, tasks) if settings.size < _ALONE_BYTES else context.map(_write, tasks))
+        found: dict[str, dict[str, str]] = {split: {} for split in sizes}
+        for task, name in zip(tasks, names, strict=True):
+            found[task.split][task.source] = name
+        return {"files": found}
 
     code = sorted(Path(__file__).parent.glob("synthetic*.py"))
     depends_on = {
@@ -62,3 +83,10 @@ def synthetic(context: Context, settings: Synthetic) -> Step:
     step = context.cache.step("synthetic", depends_on, make, settings.size + settings.held_out_size)
     context.say(step, f"{units.format_bytes(settings.size)} about fictional companies, seed {settings.seed}")
     return step
+
+
+def _write(part: _Part) -> str:
+    """Generate one file; its name. Runs in a worker."""
+    generator = importlib.import_module(_GENERATORS[part.kind])
+    path: Path = generator.write_source(part.source, part.directory, part.size_bytes, part.seed, part.split)
+    return path.name

@@ -46,12 +46,16 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
     size_bytes is the UTF-8 text of all four together, met within 2 % from 1 MB on. Each file appears under its name
     only when it is whole. Raises UserError for a size below 100 KB.
     """
+    return {source: write_source(source, directory, size_bytes, seed, split) for source in SOURCES}
+
+
+def write_source(source: str, directory: Path, size_bytes: int, seed: int, split: str) -> Path:
+    """One of the files of `write`; the four can be written at the same time."""
     about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
-    paths = {source: directory / f"{source}.jsonl.gz" for source in SOURCES}
-    for source, path in paths.items():
-        _write_one(path, _lines(source, _rows(source, size_bytes, seed, about)))
-    return paths
+    path = directory / f"{source}.jsonl.gz"
+    _write_one(path, _lines(source, _rows(source, size_bytes, seed, about)))
+    return path
 
 
 def documents(source: str, size_bytes: int, seed: int, split: str) -> Iterator[dict[str, Any]]:

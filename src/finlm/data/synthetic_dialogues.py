@@ -37,21 +37,19 @@ _READING = bank("{short}（{code}）{y}年营业收入{rev_w}万元，净利润{
 _SECOND = bank("(那|)净利润(呢|是多少)？")
 
 
-def write(directory: Path, size_bytes: int, seed: int, split: str) -> dict[str, Path]:
-    """Write <source>.jsonl for the three sources into directory; {source: path}. size_bytes: the text of all three."""
+def write_source(source: str, directory: Path, size_bytes: int, seed: int, split: str) -> Path:
+    """Write <source>.jsonl into directory. size_bytes: the text of all three sources."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = {}
-    for source in SOURCES:
-        paths[source] = directory / f"{source}.jsonl"
-        with paths[source].open("w", encoding="utf-8") as file:
-            for turns in dialogues(source, size_bytes, seed, split):
-                roles = [
-                    {"role": role, "content": text}
-                    for pair in turns
-                    for role, text in zip(("user", "assistant"), pair, strict=True)
-                ]
-                file.write(json.dumps({"messages": roles}, ensure_ascii=False) + "\n")
-    return paths
+    path = directory / f"{source}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for turns in dialogues(source, size_bytes, seed, split):
+            roles = [
+                {"role": role, "content": text}
+                for pair in turns
+                for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
+            file.write(json.dumps({"messages": roles}, ensure_ascii=False) + "\n")
+    return path
 
 
 def dialogues(source: str, size_bytes: int, seed: int, split: str) -> Iterator[Turns]:

@@ -16,22 +16,22 @@ from finlm.data.synthetic_dialogues import answer_with
 from finlm.data.synthetic_exam import CLOSED_BOOK, LETTERS, exam
 from finlm.data.synthetic_world import Dice
 
-SOURCE = "exam_pairs"
+SOURCES = ("exam_pairs",)
 
 
-def write(directory: Path, size_bytes: int, seed: int, split: str) -> dict[str, Path]:
-    """Write exam_pairs.jsonl into directory; {source: path}. size_bytes: the text of prompts and answers."""
+def write_source(source: str, directory: Path, size_bytes: int, seed: int, split: str) -> Path:
+    """Write exam_pairs.jsonl into directory. size_bytes: the text of prompts and answers."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{SOURCE}.jsonl"
+    path = directory / f"{source}.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for row in pairs(size_bytes, seed, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return {SOURCE: path}
+    return path
 
 
 def pairs(size_bytes: int, seed: int, split: str) -> Iterator[dict[str, str]]:
     """Rows {prompt, chosen, rejected, answer} of about size_bytes. Raises UserError for a size below 100 KB."""
-    dice = Dice(split, seed, SOURCE)
+    dice = Dice(split, seed, SOURCES[0])
     left = size_bytes
     for text, meta in exam(synthetic.archive(size_bytes, seed, split), dice):
         if meta["subject"] == CLOSED_BOOK:
