@@ -71,7 +71,8 @@ def start(run: RunDir, devices: list[int]) -> list[subprocess.Popen[bytes]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     env = os.environ | host_env(wanted, plan, host) | {"WORLD_SIZE": str(len(devices)), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    env |= {"MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in devices)}
     command = [sys.executable, "-m", "finlm.train", str(run.path)]
     ranks = range(len(devices))
     return [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks]
@@ -118,8 +119,9 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200", help="kind of the GPU in plan/gpus.yaml")
     parser.add_argument("--steps", type=int, default=200, help="of each run (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), help="only runs on that many (default: on one and on two)")
     options = parser.parse_args()
-    began, both = time.monotonic(), torch.cuda.device_count() > 1
+    began, both = time.monotonic(), torch.cuda.device_count() > 1 and options.gpus != 1
     found: list[dict[str, Any]] = []
 
     def one(gpus: int, stage: int, deterministic: bool) -> RunDir:
@@ -132,7 +134,7 @@ def main() -> None:
             options.out.write_text(json.dumps(found, indent=2) + "\n")
 
     results: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for _ in range(2):
+    for _ in range(2 if options.gpus != 2 else 0):
         runs = [(is_on, one(1, 1, is_on)) for is_on in (True, False)]
         if both:  # at the same time, one on each GPU
             started = [(is_on, run, start(run, [number])) for number, (is_on, run) in enumerate(runs)]
@@ -141,7 +143,7 @@ def main() -> None:
         else:
             for is_on, run in runs:
                 results[is_on].append(ended(run, start(run, [0])))
-    for is_on in (True, False):
+    for is_on in (True, False) if options.gpus != 2 else ():
         tell(pair(f"1 GPU, ZeRO-1, deterministic {is_on}", *results[is_on]))
     for stage, is_on in ((1, True), (1, False), (3, True)) if both else ():
         done = []

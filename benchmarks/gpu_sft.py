@@ -199,7 +199,9 @@ def stock_trl(task: dict[str, Any]) -> None:
     micro_batch = min(micro_batch, task["tokens"] // task["length"] // task["gpus"])
     accumulation = task["tokens"] // (micro_batch * task["length"] * task["gpus"])
     texts = dialogues(task["dialogues"], task["length"])
-    rows = [{"input_ids": ids.tolist(), "labels": np.where(learnt(ids), ids, -100).tolist()} for ids in texts]
+    rows = [
+        {"input_ids": ids.tolist(), "labels": np.where(learnt(ids), ids.astype(int), -100).tolist()} for ids in texts
+    ]
     settings = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,

@@ -44,8 +44,10 @@ def test_slots_chosen_by_include_are_the_ones_examined() -> None:
     facts = changed(gpu__devices=[device(0) | {"memory_free": GIB}, device(1), device(2)])
     host = Host("h0", 2, "H200", devices=(1, 2))
     assert doctor.judge(RECIPE, gpu_plan(), Cluster((host,)), {"h0": facts}) == []
+    facts["gpu"]["visible"] = "1,2"  # chosen by the variable: the same two
+    assert doctor.judge(RECIPE, gpu_plan(), Cluster((host,)), {"h0": facts}) == []
     facts["gpu"]["devices"].pop()
-    assert "uses 3" in only(doctor.judge(RECIPE, gpu_plan(), Cluster((host,)), {"h0": facts})).evidence
+    assert "GPUs 2 chosen" in only(doctor.judge(RECIPE, gpu_plan(), Cluster((host,)), {"h0": facts})).evidence
 
 
 def test_gpus_may_be_chosen_by_uuid_and_mig_is_left_alone() -> None:

@@ -48,9 +48,12 @@ def _driver(plan: Plan, host: Host, gpu: Mapping[str, Any]) -> Iterator[Fault]:
         chosen = visible(gpu)
         limit = "" if gpu["visible"] is None else f", CUDA_VISIBLE_DEVICES={gpu['visible']}"
         smi = f"nvidia-smi lists {len(gpu['devices'])}" if gpu["nvidia_smi"] else "nvidia-smi is not installed"
-        needed = max((*host.devices, host.slots - 1)) + 1
-        if chosen is not None and len(chosen) < needed:
-            evidence = f"{len(chosen)} visible GPU(s), the plan uses {needed} ({smi}{limit})"
+        missing = [number for number in host.devices if number >= len(gpu["devices"])]
+        if missing:  # the launcher makes these numbers of the machine CUDA_VISIBLE_DEVICES, whatever it was
+            evidence = f"GPUs {', '.join(map(str, missing))} chosen, but {smi}"
+            yield "gpus", "error", evidence, "choose GPUs that are there: --include, or CUDA_VISIBLE_DEVICES"
+        elif chosen is not None and not host.devices and len(chosen) < host.slots:
+            evidence = f"{len(chosen)} visible GPU(s), the plan uses {host.slots} ({smi}{limit})"
             yield "gpus", "error", evidence, "lower slots in the hostfile, or make the GPUs visible"
         elif chosen is not None and len({one["uuid"] for one in chosen}) < len(chosen):
             evidence = f"a GPU is listed twice{limit}; NCCL would stop with `Duplicate GPU detected`"
