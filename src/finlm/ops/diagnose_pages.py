@@ -24,12 +24,12 @@ _HEAD = {
 `python -m finlm.ops.diagnose_pages`.
 
 ```bash
-python -m finlm diagnose runs/NAME-TIME    # all logs of a run
-python -m finlm diagnose a.log b.log       # logs of several hosts together
-python -m finlm diagnose - < train.log     # standard input; --lang zh, --json
+.venv/bin/python -m finlm diagnose runs/RUN
+.venv/bin/python -m finlm diagnose A.log B.log --lang zh
+.venv/bin/python -m finlm diagnose - --json < A.log
 ```
 
-A host without finlm needs only `src/finlm/ops/diagnose*.py`, `src/finlm/ops/signatures.yaml`, Python 3.8 and PyYAML:
+These read all logs of a run, the logs of several hosts together, and standard input. A host without finlm needs only `src/finlm/ops/diagnose*.py`, `src/finlm/ops/signatures.yaml`, Python 3.8 and PyYAML:
 `python src/finlm/ops/diagnose.py LOG`. Exit code 0: nothing fatal; 1: a cause was found; 2: a file cannot be read.
 
 **Adding a signature**: one entry in signatures.yaml (its header explains the keys) and one log that you wrote or
@@ -41,12 +41,12 @@ produced in `tests/ops/logs/<id>.log`; then run the generator and the tests.
 [signatures.yaml](../src/finlm/ops/signatures.yaml) 生成。
 
 ```bash
-python -m finlm diagnose --lang zh runs/NAME-TIME    # 一次运行的全部日志
-python -m finlm diagnose --lang zh a.log b.log       # 多台机器的日志一起分析
-python -m finlm diagnose --lang zh - < train.log     # 标准输入；--json 输出 JSON
+.venv/bin/python -m finlm diagnose runs/RUN
+.venv/bin/python -m finlm diagnose A.log B.log --lang zh
+.venv/bin/python -m finlm diagnose - --json < A.log
 ```
 
-没有安装 finlm 的机器只需要 `src/finlm/ops/diagnose*.py`、`src/finlm/ops/signatures.yaml`、Python 3.8 和 PyYAML：
+它们分别读取一次运行的全部日志、多台主机的日志（一起分析）、标准输入。没有安装 finlm 的机器只需要 `src/finlm/ops/diagnose*.py`、`src/finlm/ops/signatures.yaml`、Python 3.8 和 PyYAML：
 `python src/finlm/ops/diagnose.py LOG`。退出码 0：没有致命问题；1：找到原因；2：文件无法读取。
 
 **添加一条特征**：在 signatures.yaml 中加一项（文件开头说明了各个键），

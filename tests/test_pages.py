@@ -1,0 +1,101 @@
+"""The pages of docs/ in both languages: alike, and true where a machine can tell. test_docs.py runs their commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finlm import cli_options
+from finlm.recipe import reference
+
+from helpers import ROOT
+
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".zh-CN.md"))
+PAGES = sorted(
+    [
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("README*.md"),
+        *ROOT.glob("recipes/*/README.md"),
+        ROOT / "CONTRIBUTING.md",
+    ]
+)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.name}")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """Without code blocks."""
+    return re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name in a page, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', prose(page)))
+
+
+@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_both_languages_have_the_same_headings_commands_tables_and_links(page: Path) -> None:
+    twin = page.with_name(f"{page.stem}.zh-CN.md")
+    assert twin.exists(), f"{page.name} has no Chinese page"
+    levels, blocks, rows, targets = [], [], [], []
+    for one in (page, twin):
+        levels.append([len(marks) for marks in re.findall(r"^(#+) ", prose(one), re.MULTILINE)])
+        blocks.append(re.findall(r"```(?:bash|yaml|console|text|python)\n(.*?)```", text_of(one), re.DOTALL))
+        rows.append([len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*$", prose(one), re.MULTILINE)])
+        targets.append(sorted(link.replace(".zh-CN.md", ".md").partition("#")[0] for link in links(one)))
+    assert levels[0] == levels[1]
+    assert blocks[0] == blocks[1]
+    if page != ROOT / "README.md":
+        assert rows[0] == rows[1], "columns of the tables' rows"
+    assert targets[0] == targets[1]
+
+
+@every_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@every_page
+def test_files_keys_and_commands_that_a_page_names_exist(page: Path) -> None:
+    words = re.findall(r"`([^`\n]+)`", prose(page))
+    sections = {key.partition(".")[0] for key in DOTTED if "." in key}
+    known = {key.replace(".NAME", "").replace("[i]", "") for key in DOTTED}
+    for word in words:
+        if re.fullmatch(r"(src|tests|benchmarks|recipes|scripts|configs|docs)/[\w./-]+", word):
+            assert (ROOT / word).exists(), f"{page.name}: `{word}`"
+        elif re.fullmatch(r"test_\w+\.py", word):
+            assert list((ROOT / "tests").rglob(word)), f"{page.name}: `{word}`"
+        elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word.partition(".")[0] in sections - {"data"}:
+            assert word in known, f"{page.name}: `{word}` is no key of a recipe"
+        elif used := re.match(r"finlm ([a-z-]+)(.*)", word):
+            options = re.findall(r"--[a-z-]+", used[2])
+            assert used[1] in COMMANDS, f"{page.name}: `{word}`"
+            assert not [option for option in options if option not in COMMANDS[used[1]]], f"{page.name}: `{word}`"
+
+
+def _commands() -> dict[str, str]:
+    """The help of every command."""
+    (chosen,) = (action for action in cli_options.parser()._actions if isinstance(action.choices, dict))
+    assert isinstance(chosen.choices, dict)
+    return {name: command.format_help() for name, command in chosen.choices.items()}
+
+
+COMMANDS = _commands()
+DOTTED = reference.keys()
