@@ -1,9 +1,8 @@
 """Bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
 
 tests/plan/test_measured.py holds it to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed 0.19.8).
-Context and fragmentation come on top; what the host needs is in host_memory.py.
-
-Not modelled: temporary copies while a checkpoint is loaded, and a model that is first built whole on the host.
+Context and fragmentation come on top; host_memory.py says what the host needs. Not modelled: temporary copies while a
+checkpoint is loaded, and a model that is first built whole on the host.
 """
 
 from __future__ import annotations
@@ -232,8 +231,8 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
     if layout.zero_stage == 3 and layout.world_size > 1 and layout.recompute != "full":
         kept += layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))  # measured
     head = (shape.vocab + layout.tokens) * shape.hidden * e
-    # The gradients of the embedding and of the layer at work are still to come.
-    late = max(0, gradients - e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2))
+    coming = e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2)  # embedding, layer at work
+    late = 0 if layout.zero_stage == 2 else max(0, gradients - coming)  # stage 2 has them among the reduced ones
     return [
         {"gradients": before, "activations": kept, "logits and loss": logits_bytes(shape, layout), "buckets": bucket},
         {"gradients": before, "activations": kept, "backward of a layer": layer + head, "buckets": bucket},
@@ -255,7 +254,7 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
 
 
 def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
-    """(bytes of the buckets, bytes that stage 1 copies out of them, share of the backward pass that fills the first).
+    """(bytes of the buckets, bytes copied out of them, share of the backward pass that fills the first).
 
     What is copied out is allocated as a whole when the first bucket is full; the layers whose gradients fill it have
     freed their activations by then.
@@ -265,7 +264,8 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     e, size = layout.element_bytes, buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
-    reduced = e * share(trained(shape, layout), layout, 1) if layout.zero_stage == 1 else 0
+    stays = layout.zero_stage == 1 or (layout.zero_stage, layout.offload_optimizer) == (2, "none")
+    reduced = e * share(trained(shape, layout), layout, 1) if stays else 0
     layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
     return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)
 
