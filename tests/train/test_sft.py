@@ -102,7 +102,7 @@ def test_resuming_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_path: Pat
     assert [row["loss"] for row in rows][8:] == expected[4:]
 
 
-def test_zero_3_and_full_recompute_give_the_same_losses_and_a_whole_model(
+def test_d7_zero_3_and_full_recompute_give_the_same_losses_and_a_whole_model(
     whole: RunDir, model: Path, source: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Reentrant checkpointing fails under ZeRO-3; and the released code saves what rank 0's modules hold: nothing."""

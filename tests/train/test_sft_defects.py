@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finlm import config
+from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.data import dialogue_rows, lint
-from finlm.data.shards import Order, Shards
+from finlm.data import chat_tokens, dialogue_rows, lint
+from finlm.data.shards import IGNORED, Order, Rows, Shards
 from finlm.plan import planner, schedule
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
-from finlm.train import faithful, kernels
+from finlm.train import documents, faithful, kernels
 from finlm.train.batches import Batches
 
 from dialogues import prepared, sample, sft, turns, write
@@ -27,6 +30,7 @@ from helpers import ROOT
 FAITHFUL = ROOT / "recipes/xuanyuan-6b/sft-faithful.yaml"
 CORRECTED = ROOT / "recipes/xuanyuan-6b/sft.yaml"
 UNPACKED = "sft.packing=false"
+LIBRARIES: tuple[chat_tokens.Library, ...] = ("tokenizers", "sentencepiece")
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +86,55 @@ def test_d3_an_answer_tokenised_apart_follows_a_prompt_that_is_never_seen(
     bos, eos = right_data.bos_id, right_data.eos_id
     assert (first(right_data).count(bos), first(right_data).count(eos)) == (1, 1)
     assert (first(wrong_data).count(bos), first(wrong_data).count(eos)) == (2, 2)
-    assert errors(wrong, wrong_data) == {"answer-apart"}
+    assert errors(wrong, wrong_data) == {"answer-apart", "prompt-differs"}
+
+
+def test_d3_repeats_the_released_ids(tmp_path: Path, model: Path, source: Path) -> None:
+    """tokenizer(prompt) + [</s>] + tokenizer(response) + [</s>], by the tokenizer of transformers."""
+    theirs = AutoTokenizer.from_pretrained(model)
+    wanted = sft(tmp_path, model, source, UNPACKED, "sft.answer_apart=true", "chat.template=llm-code")
+    (shard,) = prepared(wanted).split("train")
+    row = sample(1)[0]["messages"]
+    prompt, response = f"Human: {row[0]['content']}\nAssistant: ", row[1]["content"]
+    ids = theirs(prompt)["input_ids"] + [theirs.eos_token_id] + theirs(response)["input_ids"] + [theirs.eos_token_id]
+    assert ids == [int(token) for token in shard.ids[: int(shard.offsets[1])]]
 
 
 def test_d4_a_hidden_eos_changes_the_answer_and_its_loss(tmp_path: Path, model: Path, source: Path) -> None:
+    """The attention mask of fine-tuning, ids != </s>, has a hole where the prompt ends."""
     wanted = sft(tmp_path, model, source, UNPACKED, "sft.answer_apart=true", "sft.hide_eos=true")
     data = prepared(wanted)
     rows = dialogue_rows.train_rows(data, wanted)
     inputs, labels = (torch.from_numpy(part) for part in rows.read(np.arange(4)))
     llama = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
+        plain = llama(inputs, attention_mask=inputs.ne(data.eos_id)).logits[:, :, : llama.config.vocab_size]
+        theirs = torch.nn.functional.cross_entropy(plain.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         kernels.swap_loss(llama, llama.config.vocab_size)
         seen = llama(inputs, labels).item()
         faithful.hide(llama, data.eos_id)
         hidden = llama(inputs, labels).item()
-    assert hidden != pytest.approx(seen, rel=1e-6)
+    assert hidden == pytest.approx(theirs.item(), rel=1e-5) and hidden != pytest.approx(seen, rel=1e-6)
     assert "eos-hidden" in errors(wanted, data)
+
+
+def test_d4_documents_of_a_pretraining_row_see_each_other_without_masks(finished: tuple[RunDir, str]) -> None:
+    """The released pretraining has no mask at all; data.document_masks is ours."""
+    rows = Shards(files.read_json(finished[0].manifest)["shards"]["path"])
+    packed = Rows(rows.split("train"), 64)
+    number = next(row for row in range(len(packed)) if packed.documents(np.array([row])).max() == 1)
+    inputs, labels = (torch.from_numpy(part) for part in packed.read(np.array([number])))
+    numbers = packed.documents(np.array([number]))
+    later = torch.from_numpy(np.where(numbers == 1, labels.numpy(), IGNORED))
+    other = inputs.clone()
+    other[torch.from_numpy(numbers == 0)] = 300  # another first document
+    llama = AutoModelForCausalLM.from_pretrained(finished[0].export)
+    kernels.swap_loss(llama, llama.config.vocab_size)
+    bounds = torch.from_numpy(documents.bounds(numbers))
+    with torch.no_grad():
+        leaking = [llama(ids, later).item() for ids in (inputs, other)]
+        masked = [llama(ids, later, bounds).item() for ids in (inputs, other)]
+    assert leaking[0] != pytest.approx(leaking[1], rel=1e-5) and masked[0] == pytest.approx(masked[1], rel=1e-6)
 
 
 def test_d5_a_schedule_of_100000_steps_stays_at_the_peak() -> None:
@@ -108,21 +145,28 @@ def test_d5_a_schedule_of_100000_steps_stays_at_the_peak() -> None:
     assert config.deepspeed(released, plan)["scheduler"]["params"]["total_num_steps"] == 100_000
 
 
-def test_d6_the_name_of_a_directory_does_not_choose_the_tokenizer(
+def test_d6_the_name_of_a_directory_chooses_the_released_tokenizer_and_not_ours(
     tmp_path: Path, model: Path, finished: tuple[RunDir, str], source: Path
 ) -> None:
+    """The slow class differs behind control tokens only, so the released fine-tuning's ids are the fast one's."""
     llama = tmp_path / "Llama-2-7b-hf"
     llama.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (llama / name).write_bytes((model / name).read_bytes())
     (llama / "tokenizer.model").write_bytes((finished[0].shards / "tokenizer.model").read_bytes())
+    by_path = {path: "llama" in str(path).lower() for path in (Path("Llama-2-7b-hf"), Path("epoch0_step-120-hf"))}
+    assert set(by_path.values()) == {True, False}, "two names of one tokenizer, two classes (model_hook.py)"
     by_name = prepared(sft(tmp_path, llama, source)).manifest
     by_library = prepared(sft(tmp_path, llama, source, "sft.tokenizer=sentencepiece")).manifest
     here = prepared(sft(tmp_path, model, source)).manifest
     assert (here["encoder"], by_name["encoder"], by_library["encoder"]) == ("tokenizers", "tokenizers", "sentencepiece")
-    assert {manifest["shards"][0]["sha256"] for manifest in (here, by_name, by_library)} == {
-        here["shards"][0]["sha256"]
-    }
+    hashes = {manifest["shards"][0]["sha256"] for manifest in (here, by_name, by_library)}
+    assert hashes == {here["shards"][0]["sha256"]}
+    slow = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
+    # transformers 4.36's LlamaTokenizer (legacy): each stretch between control tokens is encoded as a text of its own.
+    released = [slow.bos_id(), *slow.encode("公告"), slow.eos_id(), *slow.encode("公告")]
+    ours = [chat_tokens.open_tokenizer(llama, library).encode("<s>公告</s>公告")[0] for library in LIBRARIES]
+    assert ours[0] == ours[1] != released
 
 
 def test_d8_precision_and_offload_are_what_the_recipe_says() -> None:
@@ -133,22 +177,28 @@ def test_d8_precision_and_offload_are_what_the_recipe_says() -> None:
     assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu" and "fp16" not in settings
 
 
-def test_d9_the_released_order_deals_rows_by_two_seeds_and_the_number_of_ranks(
-    tmp_path: Path, model: Path, source: Path
-) -> None:
+def test_d9_the_released_order_repeats_rows_by_the_number_of_ranks(tmp_path: Path, model: Path, source: Path) -> None:
+    """Two shuffles in pretraining, one in fine-tuning; a step's rows are the same at any number of ranks even so."""
     wanted = sft(tmp_path, model, source, UNPACKED, "batch.tokens_per_step=1024")
     rows = dialogue_rows.train_rows(prepared(wanted), wanted)
+    count, each = 53, 8  # rows: six steps of eight, and a rest
 
-    def step(double: bool, ranks: int) -> list[int]:
+    def steps(released: bool, ranks: int) -> list[list[int]]:
         hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
         plan: Plan = planner.make(wanted, hosts, shape.of(wanted, 4096))
-        order = faithful.DoubleShuffle(len(rows), 1234, plan) if double else Order(len(rows), 1234)
-        return list(Batches(rows, order, plan, 0).row_ids(0).ravel().tolist())
+        order: Any = faithful.Sampler(count, 1234, plan) if released else Order(count, 1234)
+        return [Batches(rows, order, plan, 0).row_ids(step).ravel().tolist() for step in range(7)]
 
-    assert step(False, 1) == step(False, 2) and step(True, 1) != step(True, 2)
-    torch_order = torch.utils.data.DistributedSampler(range(len(rows)), num_replicas=2, rank=1, seed=1234)  # type: ignore[arg-type]
-    shuffled = np.random.default_rng(42).permutation(len(rows))
-    assert set(shuffled[list(torch_order)[:4]].tolist()) <= set(step(True, 2))
+    for ranks in (1, 2, 4):
+        ours = [row for step in steps(False, ranks) for row in step]
+        assert sorted(ours[:count]) == list(range(count)) and steps(False, ranks) == steps(False, 1)
+        sampler = torch.utils.data.DistributedSampler(range(count), num_replicas=ranks, rank=0, seed=1234)  # type: ignore[arg-type]
+        assert steps(True, ranks)[0][: each // ranks] == list(sampler)[: each // ranks], "what torch deals rank 0"
+        assert [set(step) for step in steps(True, ranks)[:6]] == [set(step) for step in steps(True, 1)[:6]]
+    theirs = [row for step in steps(True, 4) for row in step]
+    assert len(theirs) == 56 and len(set(theirs)) == 53, "three rows twice in an epoch, so that four ranks divide it"
+    twice = np.random.default_rng(42).permutation(count)[np.array([row for step in steps(True, 1)[:6] for row in step])]
+    assert len(set(twice.tolist())) == 48, "a shuffle of a shuffle is a shuffle, which needs both seeds to be had again"
 
 
 def test_d10_compressed_files_are_found(tmp_path: Path, model: Path, source: Path) -> None:
@@ -164,7 +214,7 @@ def test_the_faithful_recipe_is_told_and_not_refused(tmp_path: Path, model: Path
     defects = ["answer_apart", "pad_labels", "hide_eos"]
     wanted = sft(tmp_path, model, source, UNPACKED, *(f"sft.{name}=true" for name in defects), "sft.profile=faithful")
     found = lint.check(wanted, prepared(wanted))
-    assert {finding.check for finding in found} == {"answer-apart", "padding-learnt", "eos-hidden"}
+    assert {finding.check for finding in found} == {"answer-apart", "prompt-differs", "padding-learnt", "eos-hidden"}
     assert {finding.level for finding in found} == {"warning"}
     released = recipe.load(FAITHFUL).recipe.sft
     assert released is not None and released.profile == "faithful" and all(getattr(released, name) for name in defects)

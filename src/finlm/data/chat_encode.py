@@ -131,13 +131,18 @@ class Encoder:
         counts["split"] += 1
 
     def _apart(self, text: str, spans: chat.Spans) -> tuple[list[int], bytearray]:
-        """The released code's way: </s> after the prompt, and the answer encoded as a text of its own, with <s>."""
+        """The released code's way: prompt and answer each a text of its own behind a <s>, and a </s> after each."""
         if len(spans) != 1:
             raise Refused("several turns, which the released code does not know")
         bos, eos = self.tokenizer.bos, self.tokenizer.eos
         first, last = spans[0]
-        prompt = self.tokenizer.encode(text[:first])[0] + [eos[1]]
-        answer = self.tokenizer.encode((bos[0] if bos else "") + text[first:last].removesuffix(eos[0]) + eos[0])[0]
+        # <s> is set before the ids, not written into the text: what follows is the beginning of a text.
+        prompt, answer = (
+            ([bos[1]] if bos else [])
+            + self.tokenizer.encode(part.removeprefix(bos[0] if bos else "").removesuffix(eos[0]))[0]
+            + [eos[1]]
+            for part in (text[:first], text[first:last])
+        )
         return prompt + answer, bytearray(len(prompt)) + bytearray(b"\1" * len(answer))
 
 

@@ -7,7 +7,7 @@ XuanYuan code: what is left of a row is </s>, and learnt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,16 @@ def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
     return DialogueRows(parts, (pair_rows.single(parts, together), about))
 
 
-def held_out_rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
-    """The packed rows of one source's held-out dialogues; small, so their index is made here. Padding never counts."""
-    index = packing.in_memory(shards, "best_fit", sequence_length)
-    return DialogueRows(shards, index)
+def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
+    """Makes the rows of one source's held-out dialogues, filled as in training; padding never counts.
+
+    They are small: their index is made when they are asked for.
+    """
+
+    def rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
+        return DialogueRows(shards, packing.in_memory(shards, how(recipe), sequence_length))
+
+    return rows
 
 
 def is_dialogues(shards: Shards) -> bool:

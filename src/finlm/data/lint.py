@@ -187,10 +187,10 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
             f"optim.decay_steps is {optim.decay_steps:,}: the learning rate follows a run of that length, not this one",
             "leave optim.decay_steps out",
         )
-    if recipe.sft is not None and recipe.sft.order == "double_shuffle":
+    if recipe.sft is not None and recipe.sft.order == "sampler":
         yield Finding(
-            "order-depends-on-ranks",
-            "error",
-            "sft.order is double_shuffle: rows hang on two seeds, and which rank gets them on the number of GPUs",
-            "set sft.order to stateless",
+            "rows-repeated",
+            "warning",
+            "sft.order is sampler: at the end of an epoch rows are read again until the ranks divide it",
+            "set sft.order to stateless, whose epochs hold every row once at any number of ranks",
         )

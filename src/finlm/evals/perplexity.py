@@ -9,6 +9,8 @@ import torch
 
 from finlm.base import screen
 from finlm.base.errors import UserError
+from finlm.data import dialogue_rows
+from finlm.data.shards import Rows
 from finlm.train import heldout, kernels, trained
 
 
@@ -32,6 +34,7 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
         loaded.recipe.eval.max_tokens_per_source,
         device,
         loaded.recipe.data.document_masks,
+        dialogue_rows.held_out(loaded.recipe) if dialogue_rows.is_dialogues(loaded.shards) else Rows,
     )
 
 

@@ -33,8 +33,8 @@ def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("pad_labels", "hide_eos"):
         if getattr(sft, name) and sft.packing:
             yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
-    if sft.order == "double_shuffle" and recipe.data.mixture:
-        yield "sft.order", "double_shuffle knows no weights; leave data.mixture out"
+    if sft.order == "sampler" and recipe.data.mixture:
+        yield "sft.order", "sampler knows no weights; leave data.mixture out"
 
 
 def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ class Sft(Section):
         "corrected", description="faithful: the label lint reports what the keys below break, but does not refuse it."
     )
     answer_apart: bool = Field(
-        False, description="Prompt and answer tokenised apart: <s> before the answer, </s> before and after it."
+        False, description="Prompt and answer tokenised apart: </s> and <s> before the answer, </s> after it."
     )
     pad_labels: bool = Field(False, description="A row's padding is </s>, and counts in the loss; needs no packing.")
     hide_eos: bool = Field(
@@ -45,8 +45,9 @@ class Sft(Section):
     tokenizer: Literal["auto", "sentencepiece", "tokenizers"] = Field(
         "auto", description="Library that encodes: auto takes tokenizer.json where there is one, else tokenizer.model."
     )
-    order: Literal["stateless", "double_shuffle"] = Field(
-        "stateless", description="double_shuffle: seed 42, then a distributed sampler; depends on the number of ranks."
+    order: Literal["stateless", "sampler"] = Field(
+        "stateless",
+        description="sampler: torch's DistributedSampler; an epoch repeats rows until the ranks divide it.",
     )
 
 

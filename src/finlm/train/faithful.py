@@ -1,6 +1,6 @@
 """Mistakes of the released XuanYuan llm-code that are made while training; those of its data are in data.chat_encode.
 
-Only for recipes that reproduce them (sft.hide_eos, sft.order: double_shuffle).
+Only for recipes that reproduce them (sft.hide_eos, sft.order: sampler).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ def _summed_loss(
     return loss
 
 
-class DoubleShuffle:
-    """The order of the released code: datasets.shuffle(seed=42), then torch's DistributedSampler with the run's seed.
+class Sampler:
+    """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by its seed.
 
-    The rows of a step depend on the number of ranks, which is the mistake: 2 and 4 GPUs train on different batches.
+    As long as a step has the same number of rows over all ranks, it has the same rows at any number of ranks; only an
+    epoch's end differs, which repeats the first rows until the ranks divide it. (The released pretraining shuffles with
+    seed 42 before; two permutations are one, which needs both seeds to be had again.)
     """
 
     def __init__(self, count: int, seed: int, plan: Plan) -> None:
-        self.shuffled = np.random.default_rng(42).permutation(count)
         self.seed, self.plan, self.count = seed, plan, count
-        self.each = -(-count // plan.world_size)  # the sampler repeats its first rows until all ranks have as many
+        self.each = -(-count // plan.world_size)  # rows of a rank in an epoch
         self._epochs: dict[int, Ids] = {}
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
@@ -54,7 +55,7 @@ class DoubleShuffle:
         for number in np.unique(epoch).tolist():
             here = epoch == number
             found[here] = self._epoch(number)[within[here] * self.plan.world_size + rank[here]]
-        return self.shuffled[found].reshape(np.shape(positions))
+        return found.reshape(np.shape(positions))
 
     def _epoch(self, number: int) -> Ids:
         if number not in self._epochs:

@@ -59,14 +59,14 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
             return None
         self.model.eval()
         result = heldout.evaluate(
-            lambda inputs, labels, bounds: self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds),
+            lambda inputs, labels, bounds=None: self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds),
             r.shards,
             r.plan.sequence_length,
             r.plan.rank_micro_batches,
             r.recipe.eval.max_tokens_per_source,
             r.device,
-            document_masks=True,
-            rows_of=dialogue_rows.held_out_rows,
+            document_masks=r.recipe.data.document_masks,
+            rows_of=dialogue_rows.held_out(r.recipe),
         )
         self.model.train()
         return result
@@ -92,8 +92,8 @@ def make(r: Rank) -> DialogueTrainer:
     assert recipe.sft is not None
     rows = dialogue_rows.train_rows(r.shards, recipe)
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
-    if recipe.sft.order == "double_shuffle":
-        order: Any = faithful.DoubleShuffle(len(rows), recipe.train.seed, plan)
+    if recipe.sft.order == "sampler":
+        order: Any = faithful.Sampler(len(rows), recipe.train.seed, plan)
     else:
         seed = recipe.train.seed
         order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
