@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     root = argparse.ArgumentParser(prog="finlm", description="Pretraining recipes for financial language models.")
+    root.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    root.add_argument(
+        "--print-completion", action=_Completion, choices=("bash", "zsh"), help="print the shell's completion script"
+    )
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add = commands.add_parser
 
@@ -181,3 +185,32 @@ def _cluster_options(command: argparse.ArgumentParser) -> None:
     where.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: the recipe's hardware section")
     where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
     command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from finlm.record import manifest
+
+        print(f"{parser.prog} {manifest.version()}")
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    """Writes the script from the options above, so that it never misses one."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, __: Any = None) -> NoReturn:
+        import shtab
+
+        for command in _commands(parser):
+            for action in command._actions:
+                if action.type is Path or action.dest in ("recipe", "hostfile", "runs", "run_dir", "logs"):
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return list(commands.choices.values())

@@ -124,14 +124,17 @@ def plan(options: argparse.Namespace) -> int:
 
 def new(options: argparse.Namespace) -> int:
     """A recipe of one's own."""
+    from finlm import recipe_page
     from finlm.recipe import fork
 
     path = fork.new(options.name, options.parent, options.recipes, options.copy)
     print(path)
+    for written in recipe_page.write(path, options.parent):
+        screen.say(f"also written: {written}")
     screen.say("try next:")
     screen.say(f"  edit {path}")
     screen.say(f"  finlm diff {path}")
-    screen.say(f"  bash scripts/{'pretrain' if path.stem == 'pretrain' else 'sft'}_run.sh {path}")
+    screen.say(f"  {recipe_page.train_command(path)}")
     return 0
 
 

@@ -41,7 +41,7 @@ def _offload(plan: Plan) -> str:
 _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = (
     ("time", lambda plan: plan.days, _duration),
     ("speed", lambda plan: plan.tokens_per_second, _per_second),
-    ("memory of a GPU", lambda plan: plan.gpu_bytes, format_bytes),
+    ("memory of a rank", lambda plan: plan.gpu_bytes, format_bytes),
     ("memory of a host", lambda plan: plan.host_bytes, format_bytes),
     ("tokens", lambda plan: plan.steps * plan.tokens_per_step, format_count),
     ("steps", lambda plan: plan.steps, "{:,}".format),

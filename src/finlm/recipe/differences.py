@@ -9,7 +9,7 @@ from typing import Any
 from finlm.recipe.recipe import Loaded, changes_training
 
 ABSENT = "–"
-_LINEAGE = ("name", "description", "forked_from")
+_LINEAGE = ("name", "description", "forked_from", "expect")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Difference:
 
 
 def between(a: Loaded, b: Loaded) -> list[Difference]:
-    """Every key whose value differs, in the order of the schema; what a recipe is called is left out."""
+    """Every key whose value differs, in the order of the schema; what a recipe is called and promises is left out."""
     left, right = (loaded.recipe.model_dump(mode="json", exclude=set(_LINEAGE)) for loaded in (a, b))
     return [
         Difference(key, first, second, _origin(a, key), _origin(b, key), changes_training([f"{key}="]))

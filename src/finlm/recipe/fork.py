@@ -11,10 +11,11 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe import recipe
+from finlm.recipe import recipe, shipped
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -25,26 +26,35 @@ def new(name: str, parent: Path, recipes: Path = Path("recipes"), copy: bool = F
         raise UserError(
             f"{name!r} is no name of a recipe", fix="small letters, digits, '.', '-' and '_', for example wider-2"
         )
+    given, parent = parent, shipped.find(parent)
     loaded = recipe.load(parent)
     path = recipes / name / parent.name
-    if path.parent.exists():
-        raise UserError(
-            f"{path.parent} exists already",
-            evidence=", ".join(sorted(file.name for file in path.parent.iterdir())) or "empty",
-            fix=f"choose another name, or edit {path}",
-        )
+    if path.exists():
+        raise UserError(f"{path} exists already", fix="edit it, or choose another name")
     text = parent.read_text(encoding="utf-8")
-    lineage = f"{recipe.relative(parent)}@{files.sha256_file(parent)[:12]}"
+    shown = recipe.relative(parent) if given == parent else str(given)  # not where pip put it here
+    lineage = f"{shown}@{files.sha256_file(parent)[:12]}"
+    own = name if path.stem == "pretrain" else f"{name}-{path.stem}"
     inherits = re.search(r"^base:", text, re.MULTILINE) is not None
-    made = _copied(text, name, lineage, parent, path) if copy or inherits else _inheriting(name, lineage, parent, path)
-    recipes.mkdir(parents=True, exist_ok=True)
-    with files.new_directory(path.parent) as directory:
-        files.write_text(directory / path.name, made)
-        if recipe.load(directory / path.name).recipe.model_dump(exclude={"name", "forked_from", "expect"}) != (
-            loaded.recipe.model_dump(exclude={"name", "forked_from", "expect"})
-        ):
+    # What lies outside the working directory may be gone or another version tomorrow.
+    copy = copy or inherits or not parent.resolve().is_relative_to(Path.cwd())
+    made = _copied(text, own, lineage, parent, path) if copy else _inheriting(own, lineage, parent, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    try:
+        files.write_text(draft, made)
+        if _content(recipe.load(draft)) != _content(loaded):
             raise RuntimeError(f"{path} would not be what {parent} is")
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
     return path
+
+
+def _content(loaded: recipe.Loaded) -> dict[str, Any]:
+    return loaded.recipe.model_dump(exclude={"name", "forked_from", "expect"})
 
 
 def parent_of(path: Path) -> Path:
@@ -56,7 +66,7 @@ def parent_of(path: Path) -> Path:
             evidence="no forked_from: in it",
             fix="name the other recipe too: finlm diff OTHER " + str(path),
         )
-    parent = Path(lineage.rpartition("@")[0])
+    parent = shipped.find(Path(lineage.rpartition("@")[0]))
     if not parent.exists():
         raise UserError(f"{parent} is not there any more", evidence=f"forked_from: {lineage} in {path}")
     return parent
@@ -64,6 +74,8 @@ def parent_of(path: Path) -> Path:
 
 def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
     base = Path(os.path.relpath(parent.resolve(), path.parent.resolve())).as_posix()
+    after = path.stem != "pretrain"
+    example = f"model: {{init_from: {path.parent.as_posix()}/pretrain.yaml}}" if after else "optim: {lr: 1.0e-3}"
     lines = [
         f"# Everything that is not said here is {base}'s. What differs was chosen by us.",
         f"base: {base}",
@@ -71,7 +83,7 @@ def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
         f"forked_from: {lineage}",
         "",
         "# Write what differs, for example:",
-        "# optim: {lr: 1.0e-3}",
+        f"# {example}",
         "",
     ]
     return "\n".join(lines)
@@ -79,8 +91,11 @@ def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
 
 def _copied(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
     """The parent's text with another name. Keys of the top level start their line, values that span lines do not."""
-    own = f"name: {name}\nforked_from: {lineage}"
+    own = (
+        f"# Made from {lineage.partition('@')[0]}; what differs was chosen by us.\nname: {name}\nforked_from: {lineage}"
+    )
     text = re.sub(r"^forked_from:.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^expect:.*\n((\s.*)?\n)*", "", text, flags=re.MULTILINE)  # measured on the parent
     text, found = re.subn(r"^name:[^#\n]*?(?=\s*(#.*)?$)", own, text, count=1, flags=re.MULTILINE)
     if not found:
         text = f"{own}\n{text}"

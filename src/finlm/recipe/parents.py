@@ -14,6 +14,7 @@ from typing import Any
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.recipe import shipped
 
 SHAPE = (
     "hidden_size",
@@ -110,7 +111,7 @@ def _shape(recipe: Any) -> dict[str, Any]:
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
     if is_recipe(init_from):
-        if not is_needed and not Path(init_from).exists():
+        if not is_needed and not shipped.find(Path(init_from)).exists():
             return None
         recipe = load(init_from).recipe
         model = recipe.model.model_dump(include={*SHAPE, "init_std"})

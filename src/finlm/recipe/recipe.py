@@ -19,7 +19,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from finlm.base.errors import UserError
-from finlm.recipe import mistakes, parents, rules
+from finlm.recipe import mistakes, parents, rules, shipped
 from finlm.recipe.mistakes import Location
 from finlm.recipe.schema import Recipe
 
@@ -60,7 +60,7 @@ class _Document:
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a recipe. `overrides` are "a.b=value" strings. Raises UserError that lists every mistake."""
-    document = _read_with_base(Path(path))
+    document = _read_with_base(shipped.find(Path(path)))
     for text in overrides:
         _override(document, text)
     problems: list[str] = []

@@ -92,14 +92,14 @@ def changes() -> str:
 
 
 def version() -> str:
-    """finlm's version, from the installed metadata or, in a plain checkout, from pyproject.toml."""
+    """finlm's version: a checkout's pyproject.toml, else what pip installed."""
+    project = PACKAGE.parents[1] / "pyproject.toml"
+    if project.exists():
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
     try:
         return importlib.metadata.version("finlm")
     except importlib.metadata.PackageNotFoundError:
-        project = PACKAGE.parents[1] / "pyproject.toml"
-    if not project.exists():
         return "unknown"
-    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 def copy_code(destination: Path, recipe_files: Iterable[Path] = ()) -> str:
