@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from finlm.base import screen
 from finlm.base.errors import RunFailed
 from finlm.base.rundir import RunDir
 from finlm.ops import launch_stop, launch_watch
@@ -51,6 +52,8 @@ def follow(run: RunDir, plan: Plan, sessions: Sequence[Session], limits: Launch,
             elif over:
                 words = progress.words(now)
                 raise _failed(run, progress, RunFailed("training ended without a word", evidence=words))
+            if said := launch_watch.quiet(sessions, progress, limits, now):
+                screen.say(said)
             stop.look(sessions, progress.stepped, limits.grace_seconds, now)
             view.refresh()
             if now > next_ping:
@@ -77,7 +80,8 @@ def _failed(run: RunDir, progress: Progress, failure: RunFailed) -> RunFailed:
 
 def _seen(event: dict[str, Any], view: live.View, progress: Progress, now: float) -> str:
     """Show one event and tell the watchdog; the status of an end event, else nothing."""
-    progress.at = now
+    if silence := progress.finished(now):
+        screen.say(f"goes on after {silence:.0f} s")
     view.feed(event)
     if event["kind"] == "start" and event["step"]:
         progress.step = event["step"]

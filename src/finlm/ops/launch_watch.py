@@ -29,6 +29,8 @@ SETTLE_SECONDS = 1.5  # what one dead rank does to the others shows by then
 DOUBT_SECONDS = 12.0  # how long a host may be silent in that wait before it is the suspect
 STACK_SECONDS = 3.0
 FULL_BYTES = 1 << 24
+QUIET_SECONDS = 60.0  # nothing finished for so long is said aloud, again after twice the time
+HEARD_SECONDS = 6.0  # agents beat every 2 s
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|NCCL.*(remote process exited|unhandled system error)|"
     r"Read timeout|Timed out waiting|No route to host|Connection timed out|failed to recv|Socket Timeout"
@@ -45,6 +47,16 @@ class Progress:
     at: float | None = None
     stepped: bool = False
     incident: Mapping[str, Any] = field(default_factory=dict)  # the newest one
+    longest: float = 0.0  # seconds between two things finished since the first step
+    told: float = 0.0  # seconds of the present silence that were told
+
+    def finished(self, now: float) -> float:
+        """Something was finished now; the seconds of a silence that was told before, 0 without one."""
+        silence, told = self.since(now), self.told
+        if self.stepped and not told:  # a silence is no measure of what is usual
+            self.longest = max(self.longest, silence)
+        self.at, self.told = now, 0.0
+        return silence if told else 0.0
 
     def since(self, now: float) -> float:
         """Seconds since anything was finished, or since the launch."""
@@ -66,6 +78,18 @@ def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
     """True when nothing was finished for too long."""
     minutes = limits.stall_minutes if progress.stepped else limits.start_minutes
     return progress.since(now) > 60 * minutes
+
+
+def quiet(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
+    """A sentence on a run that does nothing for long, as after a network outage; empty while there is none to say."""
+    silence = progress.since(now)
+    if silence < max(QUIET_SECONDS, 3 * progress.longest, 2 * progress.told):
+        return ""
+    progress.told = silence
+    lost = [f"{s.name} last heard of {now - s.heard:.0f} s ago" for s in sessions if now - s.heard > HEARD_SECONDS]
+    key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
+    hosts = ", ".join(lost) if lost else "every host answers"
+    return f"{progress.words(now)}; {hosts}; ended after {minutes:g} minutes (launch.{key}_minutes)"
 
 
 def _has_failed(session: Session) -> bool:
