@@ -54,6 +54,7 @@ def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: boo
         launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
         gather.checkpoint(run, hosts, plan.steps, accept_new)
         _export(run)
+        _ask(run, wanted)
         prediction.record(run)
         kept = _keeps_promises(run, wanted)
     finally:
@@ -198,6 +199,15 @@ def _export(run: RunDir) -> None:
     run.append_event("sample", step=step, prompt=prompt, text=export.generate(run.export, prompt, SAMPLE_TOKENS))
 
 
+def _ask(run: RunDir, wanted: Recipe) -> None:
+    """Put the recipe's questions to the model, and to the one it started from."""
+    if wanted.eval.suites:
+        from finlm.evals import suite  # loads torch
+
+        start = Path(wanted.model.init_from or "")
+        suite.after_training(run, wanted.eval.suites, start if (start / "config.json").is_file() else None)
+
+
 def _finish(run: RunDir) -> None:
     """What the user wants to know at the end, and what to try next."""
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
@@ -213,6 +223,10 @@ def _finish(run: RunDir) -> None:
         for name, source in last["sources"].items():
             shown = [f"{key} {source[key]:,.4f}" for key in HELD_OUT if key in source]
             screen.say(f"  {name:<24} {'  '.join(shown)}")
+    for row in run.read_events("suite"):
+        low, high = (100 * bound for bound in row["micro_interval"])
+        right = f"{100 * row['micro']:.1f} % right [{low:.1f}, {high:.1f}]"
+        screen.say(f"{row['suite']:<15} {right} of {row['questions']:,}, {row['mode']}: {row['model']}")
     screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
     for row in list(run.read_events("prediction"))[-1:]:
         screen.say(f"plan            {prediction.sentence(row)}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from finlm.base import screen
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
 from finlm.data.synthetic_exam import LETTERS
 from finlm.evals import choice, contaminated, questions, scores
 from finlm.evals.choice import Answer, Mode
@@ -44,6 +45,28 @@ class Options:
 def evaluate(checkpoint: Path, options: Options) -> dict[str, Any]:
     """The result of a suite, also appended to the run's events. Raises UserError."""
     opened = open_model(checkpoint)
+    result = _asked(opened, options)
+    if opened.run is not None:
+        opened.run.append_event("suite", step=opened.step, **result)
+    return result
+
+
+def after_training(run: RunDir, suites: Sequence[Name], start: Path | None) -> None:
+    """Rows of the suites in the run's events: of the model it started from as step 0, then of what came of it.
+
+    Both are asked about the world of the run's recipe. Answers that the start gave before, in its own run, are kept
+    there and not asked again.
+    """
+    for checkpoint in (start, run.path):
+        if checkpoint is None:
+            continue
+        opened = open_model(checkpoint)
+        for name in suites:
+            result = _asked(opened, Options(name, world=run.recipe))
+            run.append_event("suite", step=0 if checkpoint == start else opened.step, **result)
+
+
+def _asked(opened: Opened, options: Options) -> dict[str, Any]:
     suite = questions.read(options.suite, options.data, world(opened, options.world))
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
     shots = (questions.EXAMPLES if mode == "likelihood" else 0) if options.shots is None else options.shots
@@ -56,8 +79,6 @@ def evaluate(checkpoint: Path, options: Options) -> dict[str, Any]:
         right = [answer.letter == question.answer for answer, question in zip(answers, selected, strict=True)]
         found = contaminated.find(selected, options.contamination)
         result["contamination"] = contaminated.summary(found, right, options.contamination)
-    if opened.run is not None:
-        opened.run.append_event("suite", step=opened.step, **result)
     return result
 
 

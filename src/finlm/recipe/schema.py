@@ -159,10 +159,13 @@ class Checkpoint(Section):
 
 
 class Eval(Section):
-    """Held-out perplexity."""
+    """Held-out perplexity, and questions."""
 
     every_steps: Positive | None = Field(None, description="Steps between evaluations; start and end always run.")
     max_tokens_per_source: Count = Field(200_000, description="Held-out tokens a source at most.")
+    suites: Annotated[tuple[Literal["exam", "recall"], ...], Strict(False)] = Field(
+        (), description="Questions about the fictional world asked at the end, of the model it started from as well."
+    )
 
 
 class HardwareHost(Section):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from finlm.recipe.section import Section
+from finlm.recipe.section import Fraction, Section
 
 
 def _steps(value: object) -> object:
@@ -29,6 +29,10 @@ class Expect(Section):
     held_out: dict[str, float] = Field(
         default_factory=dict, description="Held-out loss of the last evaluation by source; `all` is the total."
     )
+    suites: dict[str, Fraction] = Field(
+        default_factory=dict, description="Share of right answers after training, over all questions, by suite."
+    )
+    suite_tolerance: Annotated[float, Field(ge=0)] = Field(0.03, description="Difference allowed in that share.")
     tolerance: Annotated[float, Field(ge=0)] = Field(0.02, description="Difference allowed, in nats.")
     toy: Curve = Field(
         default_factory=dict, description="Training loss of `train --toy` by step, on a CPU, to 0.001 nats."

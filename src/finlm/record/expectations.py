@@ -74,6 +74,10 @@ def _checked(read: History, expect: Expect) -> Iterator[Checked]:
     for name, loss in expect.held_out.items():
         found = last.get("loss") if name == "all" else (last.get("sources") or {}).get(name, {}).get("loss")
         yield _one(f"held-out loss of {name}", loss, found, expect.tolerance)
+    end = (read.end or {}).get("step")
+    for name, share in expect.suites.items():
+        rows = [row for row in read.suites if row["suite"] == name and row["step"] == end]
+        yield _one(f"right answers in {name}", share, rows[-1]["micro"] if rows else None, expect.suite_tolerance)
 
 
 def _one(what: str, expected: float, found: float | None, tolerance: float) -> Checked:
