@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from finlm.base import screen
 from finlm.base.units import format_bytes, format_count, format_duration
 from finlm.plan import advice
@@ -125,4 +127,11 @@ def _value(loaded: Loaded, key: str) -> object:
             part = rest.partition(".")[0]
             value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
         rest = rest[len(part) + 1 :]
-    return value
+    return _written(value)
+
+
+def _written(value: object) -> object:
+    """Without the defaults, as YAML would have it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_defaults=True, mode="json")
+    return [_written(one) for one in value] if isinstance(value, tuple) else value
