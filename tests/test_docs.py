@@ -34,6 +34,16 @@ def commands() -> list[str]:
     return list(found)
 
 
+def shown() -> dict[str, list[str]]:
+    """The lines of output that a page shows right below a command; a line may end in "..."."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for command, output in re.findall(r"```bash\n([^\n]+)\n```\n+```text\n(.*?)```", text, re.DOTALL):
+            found[command] = [" ".join(line.split()) for line in output.splitlines() if line.strip() not in ("", "...")]
+    return found
+
+
 def shell(command: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     """A line of a README, typed at the root of the checkout."""
     return subprocess.run(
@@ -62,6 +72,7 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS])
 def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_path: Path) -> None:
+    expected = shown().get(command, [])
     command = command.replace("runs/RUN", str(run_copies / "RUN")).replace("runs/OTHER", str(run_copies / "OTHER"))
     command = re.sub(r"\b[AB]\.log\b", "tests/ops/logs/nccl_ifname_missing.log", command)
     if command == "bash scripts/test.sh":
@@ -84,8 +95,12 @@ def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_pat
     if NEEDS_DOWNLOAD.search(command) and " plan " not in command and " doctor " not in command:
         assert result.returncode == 2, result.stderr
         assert re.search("does not fit this cluster|data/FinCorpus|models/Llama-2", result.stderr), result.stderr
-    else:  # diagnose says with 1 that it found a cause
-        assert result.returncode in ({0, 1} if " diagnose " in command else {0}), result.stderr[-3000:]
+    else:  # diagnose and doctor say with 1 that they found something
+        codes = {0, 1} if re.search(" (diagnose|doctor) ", command) else {0}
+        assert result.returncode in codes, result.stderr[-3000:]
+    printed = [" ".join(line.split()) for line in (result.stdout + result.stderr).splitlines()]
+    missing = [line for line in expected if not any(one.startswith(line.removesuffix("...")) for one in printed)]
+    assert missing == [], "a page shows other output"
 
 
 @pytest.mark.slow
