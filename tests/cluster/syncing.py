@@ -100,8 +100,9 @@ def on(host: Host, path: str = REPO) -> Path:
     return host.srv / Path(path).relative_to("/srv")
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60, why: Callable[[], str] = str) -> None:
+    """Wait for a condition; after so many seconds AssertionError with `why`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, why() or "waited in vain"
         time.sleep(0.005)

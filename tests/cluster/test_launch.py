@@ -15,7 +15,7 @@ from finlm.ops import launch
 from finlm.plan.plan import Plan
 
 from .netcluster import WORK, Cluster, Host
-from .training import ONE_THREAD, Training, command, the_run, write_hostfile
+from .training import ONE_THREAD, PATIENCE_SECONDS, Training, command, the_run, write_hostfile
 from helpers import ROOT, sets
 
 
@@ -49,7 +49,9 @@ def test_two_hosts_from_the_script_equal_one_host(
     bait = f"'; touch {WORK}/bitten; $(touch {WORK}/bitten) \" "
     access = "hosts={n1: {work_dir: '/srv/job/of n1', user: root, port: 22, env: {BAIT: \"%s\"}}}"
     overrides = [*tiny, ONE_THREAD, access % bait.replace('"', '\\"'), "data.cache_dir=cache"]
-    done = pair[0].run("bash", f"{WORK}/repo/scripts/pretrain_run.sh", *sets(overrides), timeout=180, check=False)
+    done = pair[0].run(
+        "bash", f"{WORK}/repo/scripts/pretrain_run.sh", *sets(overrides), timeout=PATIENCE_SECONDS, check=False
+    )
     print(done.stderr)
     assert done.returncode == 0, done.stderr
     run = RunDir(next((repo / "runs").iterdir()))

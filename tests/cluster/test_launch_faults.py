@@ -40,9 +40,10 @@ def test_a_killed_rank_is_named_with_its_exit_code(hosts: Cluster, line: list[st
     training = Training(hosts, line).reach(25)
     training.kill(hosts[1], "finlm.train ")
     said = training.over().said
-    assert training.process.returncode == 128 + signal.SIGKILL and training.seconds < 60
+    assert training.process.returncode == 128 + signal.SIGKILL
     assert "error: rank 1 on n1 was killed by SIGKILL" in said and "last completed step" in said
-    assert "n1.1.log" in said and "ssh n1 dmesg" in said and "Traceback" not in said.partition("evidence")[0]
+    assert "n1.1.log" in said and "Traceback" not in said.partition("evidence")[0]
+    assert "not for memory: the kernel of n1 counted no oom_kill" in said and "diagnosis of the logs" not in said
     assert [row["what"] for row in the_run(hosts[0]).read_events("incident")] == ["rank 1 on n1 was killed by SIGKILL"]
 
 
@@ -50,7 +51,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_resumes(hosts: Cluster
     training = Training(hosts, line).reach(5)
     training.kill(hosts[1], "launch_agent")
     said = training.over().said
-    assert "resuming" in said and training.process.returncode == 1 and training.seconds < 60
+    assert "resuming" in said and training.process.returncode == 1
     assert "error: finlm's agent on n1 (rank 1)" in said and "n1 itself answers" in said
     starts = [row["step"] for row in the_run(hosts[0]).read_events("start")]
     assert starts[0] == 0 and starts[1] >= 20 and starts[1] % 20 == 0
@@ -60,29 +61,34 @@ def test_no_rank_survives_kill_9_of_the_command(hosts: Cluster, line: list[str])
     training = Training(hosts, line).reach(5)
     training.kill(hosts[0], "-m finlm train")
     training.over()
-    assert training.seconds < 60
 
 
 def test_a_rank_that_goes_nowhere_is_named_with_its_stack(hosts: Cluster, line: list[str]) -> None:
-    training = Training(hosts, [*line, "--set", "launch.stall_minutes=0.1"]).reach(5)
+    training = Training(hosts, [*line, "--set", "launch.stall_minutes=0.2"]).reach(5)
     training.kill(hosts[1], "finlm.train ", signal.SIGUSR2)
     said = training.over().said
-    assert training.process.returncode == 1 and training.seconds < 60
-    assert "error: rank 1 on n1 made no progress for 6 s" in said and "last completed step" in said
+    assert training.process.returncode == 1
+    assert "error: rank 1 on n1 made no progress for 12 s" in said and "last completed step" in said
     assert "sitecustomize.py:2 in <lambda>" in said and "the others wait at pretrain.py" in said
     assert "launch.stall_minutes" in said
 
 
-def test_a_disk_that_fills_up_is_named_and_so_is_a_new_one_without_checkpoints(hosts: Cluster, line: list[str]) -> None:
+def test_a_disk_that_is_full_on_one_host_costs_checkpoints_and_a_new_one_has_none(
+    hosts: Cluster, line: list[str]
+) -> None:
     hosts[1].run("mkdir", "-p", f"{WORK}/runs")
     hosts[1].run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", f"{WORK}/runs")
     other = [*line, "--set", "train.seed=8"]
     training = Training(hosts, other).reach(25)
     hosts[1].run("sh", "-c", f"cat /dev/zero > {WORK}/runs/full 2> /dev/null || true")
-    said = training.over().said
+    incident = training.row("incident")
+    assert incident["what"] == "checkpoint not saved" and incident["detail"].startswith("n1: ")
+    assert "training goes on, the next checkpoint is tried in its turn" in incident["detail"]
+    hosts[1].run("rm", f"{WORK}/runs/full")
+    assert training.row("checkpoint", incident["step"] + 1)["step"] > incident["step"]
+    training.kill(hosts[0], "-m finlm train")
+    training.over()
     hosts[1].run("umount", f"{WORK}/runs")
-    assert training.process.returncode == 1 and training.seconds < 60
-    assert "error: rank 1 on n1 ended with exit code 1" in said and "run directory's disk on n1 is full" in said
     said = Training(hosts, other).over().said
     assert "rank 1 has none of the checkpoints that rank 0 has" in said and "on n1" in said
 
@@ -113,7 +119,7 @@ def test_a_short_outage_passes_and_a_lasting_one_ends_the_run_on_both_sides(host
     hosts.black_hole(hosts[1])
     said = training.over().said
     hosts.black_hole(hosts[1], on=False)
-    assert training.process.returncode == 1 and training.seconds < 60
+    assert training.process.returncode == 1
     assert "error: n1 (rank 1) does not answer any more" in said and "last completed step" in said
     assert "Stopped from outside" not in said  # it was finlm that ended n0's rank
 
@@ -122,5 +128,5 @@ def test_a_host_without_power_is_named(hosts: Cluster, line: list[str]) -> None:
     training = Training(hosts, line).reach(5)
     hosts[1].power_off()
     said = training.over().said
-    assert training.process.returncode == 1 and training.seconds < 60
+    assert training.process.returncode == 1
     assert "error: n1 (rank 1) does not answer any more" in said

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from finlm.base.rundir import RunDir
 
@@ -16,6 +17,7 @@ from .netcluster import WORK, Cluster, Host
 from .syncing import ENV, until
 from helpers import QUICKSTART, sets
 
+PATIENCE_SECONDS = 250  # a guard: a fault ends a run in 3 to 40 s, and the machine may be busy
 ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
 
 
@@ -80,9 +82,20 @@ class Training:
                 return False
             return sum(row["time"] > began for row in the_run(self.cluster[0]).read_events("step")) >= step
 
-        until(there, 90)
+        until(there, PATIENCE_SECONDS)
         self._fault = time.monotonic()
         return self
+
+    def row(self, kind: str, step: int = 0) -> dict[str, Any]:
+        """The first row of a kind, of this step or a later one; waits for it."""
+        found: list[dict[str, Any]] = []
+
+        def there() -> bool:
+            found.extend(row for row in the_run(self.cluster[0]).read_events(kind) if row["step"] >= step)
+            return bool(found)
+
+        until(there, PATIENCE_SECONDS, lambda: f"no {kind} row")
+        return found[0]
 
     def kill(self, host: Host, what: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the host's ranks or agent."""
@@ -91,14 +104,20 @@ class Training:
         for pid in found:
             os.kill(pid, how)
 
+    def left(self) -> dict[str, dict[int, str]]:
+        """Processes of the run, by host."""
+        return {host.name: found for host in self.cluster.hosts if (found := processes(host, "finlm."))}
+
     def over(self) -> Training:
         """Wait for the end of the command, and then of every process of the run on every host."""
         try:
-            self.said, _ = self.process.communicate(timeout=200)
+            self.said, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            for host in self.cluster.hosts:  # the other tests need them
+                for pid in processes(host, "finlm."):
+                    os.kill(pid, signal.SIGKILL)
             raise
         self.seconds = time.monotonic() - self._fault
-        until(lambda: not any(processes(host, "finlm.") for host in self.cluster.hosts), 15)
+        until(lambda: not self.left(), 60, lambda: f"still there: {self.left()}")
         print(f"{self.seconds:.1f} s\n{self.said}")  # the numbers of the logbook's fault table: pytest -rP
         return self

@@ -35,6 +35,7 @@ class RunFailed(UserError):
     """Training ended before its end; exit_code is that of the first rank that failed, 128 + N for signal N.
 
     host: where, if that is known. is_final: the run ended itself, so starting it again leads to the same end.
+    is_certain: the cause was measured; the logs have nothing to add.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class RunFailed(UserError):
         exit_code: int = 1,
         host: str = "",
         is_final: bool = False,
+        is_certain: bool = False,
     ) -> None:
         super().__init__(problem, evidence=evidence, fix=fix)
-        self.exit_code, self.host, self.is_final = exit_code, host, is_final
+        self.exit_code, self.host, self.is_final, self.is_certain = exit_code, host, is_final, is_certain
 
 
 def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:

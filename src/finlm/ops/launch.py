@@ -163,6 +163,8 @@ def _ended(sessions: Sequence[Session]) -> Iterator[None]:
 
 def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
     """The failure with the known cause that the logs show. `former`: lines in the logs before this launch."""
+    if failure.is_certain:
+        return failure
     from finlm.ops import diagnose  # only a failed run needs its signatures
 
     try:

@@ -174,12 +174,18 @@ def _rank_failed(run: RunDir, session: Session, rank: int, code: int, words: str
             host=session.name,
         )
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    fix = f"read {log_of(run, session, rank)}; {_RESUME}"
+    fix, is_certain = f"read {log_of(run, session, rank)}; {_RESUME}", False
     if code == -signal.SIGKILL:
         counted, fix = _who_killed(run, session)
         evidence = f"{counted}\n{evidence}"
+        is_certain = session.oom_kills is not None
     return RunFailed(
-        f"{where} was killed by {name}", evidence=evidence, fix=fix, exit_code=128 - code, host=session.name
+        f"{where} was killed by {name}",
+        evidence=evidence,
+        fix=fix,
+        exit_code=128 - code,
+        host=session.name,
+        is_certain=is_certain,
     )
 
 
