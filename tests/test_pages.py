@@ -82,6 +82,8 @@ def test_files_keys_and_commands_that_a_page_names_exist(page: Path) -> None:
             assert (ROOT / word).exists(), f"{page.name}: `{word}`"
         elif re.fullmatch(r"test_\w+\.py", word):
             assert list((ROOT / "tests").rglob(word)), f"{page.name}: `{word}`"
+        elif word.endswith(FILES):
+            continue
         elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word) and word.partition(".")[0] in sections - {"data"}:
             assert word in known, f"{page.name}: `{word}` is no key of a recipe"
         elif used := re.match(r"finlm ([a-z-]+)(.*)", word):
@@ -99,3 +101,4 @@ def _commands() -> dict[str, str]:
 
 COMMANDS = _commands()
 DOTTED = reference.keys()
+FILES = (".model", ".json", ".jsonl", ".yaml", ".py", ".md", ".html", ".txt", ".sh")
