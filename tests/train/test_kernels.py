@@ -95,16 +95,19 @@ def test_all_layers_share_one_compiled_function(recompute: str, monkeypatch: pyt
 
 def test_the_loss_is_the_same_in_one_slice_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
-    hidden, weight = torch.randn(1, 50, 16), torch.randn(300, 16)
-    labels = torch.randint(0, 290, (1, 50))
+    hidden, weight = torch.randn(2, 25, 16), torch.randn(300, 16)
+    labels = torch.randint(0, 290, (2, 25))
     labels[0, 3] = IGNORED
     found = []
     for slice_bytes in (2**30, 7 * 300 * 4):
         monkeypatch.setitem(loss.LOGITS_SLICE_BYTES, "cpu", slice_bytes)
         one, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        value = loss.linear_cross_entropy(one, head, labels, 290)
+        value, rows = loss.linear_cross_entropy(one, head, labels, 290)
         value.backward()
-        found.append((value, one.grad, head.grad))
+        found.append((value, rows, one.grad, head.grad))
+        assert not rows.requires_grad and rows.sum().item() == pytest.approx(value.item(), rel=1e-6)
+        alone = [loss.linear_cross_entropy(one[[row]], head, labels[[row]], 290)[0] for row in range(2)]
+        torch.testing.assert_close(rows, torch.stack(alone))
     for whole, sliced in zip(*found, strict=True):
         torch.testing.assert_close(whole, sliced, rtol=1e-5, atol=1e-5)
     assert loss.slices(50, 300 * 4, "cpu")[-1] == (49, 50)

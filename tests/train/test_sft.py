@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.data import dialogue_rows, lint
+from finlm.data import dialogue_rows, lint, mixture
 from finlm.data.shards import IGNORED
+from finlm.record import history
+from finlm.record.curves import charts
 from finlm.train import documents, kernels, lora, trained
 
 from dialogues import prepared, run, sample, sft, write
@@ -78,6 +80,9 @@ def test_a_run_learns_evaluates_and_counts_what_is_supervised(whole: RunDir) -> 
     assert [row["step"] for row in steps] == list(range(1, 9)) and losses(whole)[-1] < 0.8 * losses(whole)[0]
     assert [row["step"] for row in evals] == [0, 4, 8] and evals[-1]["loss"] < evals[0]["loss"]
     assert all(0 < row["tokens"] < 1024 for row in steps)
+    for row in steps:
+        (source,) = row["sources"].values()
+        assert source["tokens"] == row["tokens"] and source["loss"] == pytest.approx(row["loss"], rel=1e-5)
     assert [row["step"] for row in whole.read_events("checkpoint")] == [4, 8]
     assert list(whole.read_events("end"))[-1]["status"] == "finished"
 
@@ -141,6 +146,33 @@ def test_merging_adds_the_scaled_product() -> None:
     found = lora.merged(state, wanted)
     assert set(found) == {"model.layers.0.self_attn.q_proj.weight", "lm_head.weight"}
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], weight + 4 * up @ down)
+
+
+def test_dialogues_and_documents_mix_by_weight_and_each_has_its_loss(
+    model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Hybrid tuning; at ZeRO-3, where the head returns two tensors through DeepSpeed's hooks."""
+    news = write(
+        tmp_path / "news.jsonl", [{"text": f"第{n}条：公司发布公告，净利润增长{n}%。" * 8} for n in range(200)]
+    )
+    sources = f"data.sources=[{{path: {source}, name: ask}}, {{path: {news}, name: text}}]"
+    mixed = ("data.mixture={weights: {ask: 1, text: 3}}", "data.held_out_fraction=0.1", "zero.stage=3")
+    wanted = sft(tmp_path, model, source, sources, *mixed, FAST)
+    made = run(tmp_path, wanted)
+    rows = ranks.train(made)
+    shards = prepared(wanted)
+    ranges = dialogue_rows.train_rows(shards, wanted).source_ranges()
+    order = mixture.order(ranges, wanted.data.mixture, 64, 128, wanted.train.seed)
+    read = [[int(row) in part for part in ranges.values()] for row in order[np.arange(64)]]
+    assert np.sum(read, axis=0).tolist() == [16, 48]
+    for row in rows:
+        total = sum(part["loss"] * part["tokens"] for part in row["sources"].values())
+        assert sum(part["tokens"] for part in row["sources"].values()) == row["tokens"]
+        assert total / row["tokens"] == pytest.approx(row["loss"], rel=1e-5)
+    text = [row["sources"]["text"]["loss"] for row in rows]
+    assert text[-1] < text[0] and {"ask", "text"} == set(list(made.read_events("eval"))[-1]["sources"])
+    curves = {chart["title"]: chart["series"] for chart in charts(history.read(made))}
+    assert [series["name"] for series in curves["Training loss by source, smoothed"]] == ["ask", "text"]
 
 
 def test_the_quickstarts_own_dialogues_pass_the_lint(model: Path, tmp_path: Path) -> None:

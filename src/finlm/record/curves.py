@@ -17,6 +17,9 @@ def charts(history: History) -> Iterator[dict[str, Any]]:
     loss = history.points("loss")
     if loss:
         yield {"title": "Training loss", "series": _noisy("loss", loss), "zero": False}
+    if len(history.trained) > 1:
+        series = [_series(name, smooth(points), "other") for name, points in history.trained.items()]
+        yield {"title": "Training loss by source, smoothed", "series": series, "zero": False}
     by_source = history.held_out()
     if by_source:
         series = [_series(name, points, "other") for name, points in by_source.items()]

@@ -34,6 +34,7 @@ class History:
 
     starts: list[Row] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=lambda: {key: [] for key in STEP_KEYS})
+    trained: dict[str, Points] = field(default_factory=dict)  # (step, loss) by source, of stages that record it
     evals: list[Row] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
@@ -115,6 +116,9 @@ def read(run: RunDir) -> History:
             for key, column in columns_of_steps:
                 value = row.get(key)
                 column.append(value if type(value) in _NUMBERS else None)
+            for name, source in (row.get("sources") or {}).items():
+                if is_number(source.get("loss")):
+                    history.trained.setdefault(name, []).append((row["step"], source["loss"]))
         elif kind in by_kind:
             by_kind[kind].append(row)
         if isinstance(now, _NUMBERS):
@@ -158,6 +162,9 @@ def _take_back(history: History, step: float) -> None:
     while done and (done[-1] or 0) > step:
         for column in history.steps.values():
             column.pop()
+    for points in history.trained.values():
+        while points and points[-1][0] > step:
+            points.pop()
 
 
 def fall(start: float | None, end: float | None) -> float | None:

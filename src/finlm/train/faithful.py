@@ -23,10 +23,9 @@ def hide(model: Any, eos_id: int) -> None:
 
 def _summed_loss(
     model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
-) -> torch.Tensor:
+) -> Any:
     hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
-    loss: torch.Tensor = model.lm_head(hidden, labels)
-    return loss
+    return model.lm_head(hidden, labels)
 
 
 class Sampler:

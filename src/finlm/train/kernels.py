@@ -85,12 +85,13 @@ def swap(model: LlamaForCausalLM, plan: Plan) -> None:
             layer.forward = partial(run, layer)
 
 
-def swap_loss(model: LlamaForCausalLM, vocab_size: int) -> None:
+def swap_loss(model: LlamaForCausalLM, vocab_size: int, by_row: bool = False) -> None:
     """Let model(inputs, labels), each int64 [batch, sequence], be the summed next-token loss, an fp32 scalar.
 
-    With a third argument, int32 bounds (documents.bounds), attention and positions end at a document's end.
+    With a third argument, int32 bounds (documents.bounds), attention and positions end at a document's end. by_row: it
+    is (that scalar, the losses of the rows [batch], which have no gradient).
     """
-    model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size)
+    model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row)
     model.forward = partial(_summed_loss, model)
 
 
@@ -100,15 +101,17 @@ def _summed_loss(
     labels: torch.Tensor,
     bounds: torch.Tensor | None = None,
     **_: Any,  # what peft hands on
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     within = documents.arguments(bounds, input_ids.shape, model.config._attn_implementation)
     hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state
-    loss: torch.Tensor = model.lm_head(hidden, labels)  # a call of the module: ZeRO-3 gathers its weight
-    return loss
+    return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
 
 
-def _head_loss(head: torch.nn.Linear, vocab_size: int, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(hidden, head.weight, labels, vocab_size)
+def _head_loss(
+    head: torch.nn.Linear, vocab_size: int, by_row: bool, hidden: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    loss, rows = linear_cross_entropy(hidden, head.weight, labels, vocab_size)
+    return (loss, rows) if by_row else loss
 
 
 def _layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:

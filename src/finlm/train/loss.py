@@ -21,21 +21,23 @@ from finlm.plan.memory import LOGITS_SLICE_BYTES
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(hidden @ weight.T)[label] over the labels that are not IGNORED."""
+    """Sum of -log softmax(hidden @ weight.T)[label] over the labels that are not IGNORED, and each token's part of it.
+
+    Only the sum has a gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int, with_grad: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [tokens, hidden], weight [rows, hidden], labels [tokens]; rows from vocab_size on are padding."""
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if with_grad else None
         weight_grad: torch.Tensor | None = None
         kernel = _compiled() if hidden.is_cuda else softmax_gradient
         for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
             part = hidden[start:stop]
-            nll, gradient = kernel(part @ weight.T, labels[start:stop], vocab_size)
-            loss += nll
+            losses[start:stop], gradient = kernel(part @ weight.T, labels[start:stop], vocab_size)
             if hidden_grad is None:
                 continue
             torch.mm(gradient, weight, out=hidden_grad[start:stop])
@@ -46,12 +48,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             else:
                 weight_grad.addmm_(gradient.T, part)
         ctx.save_for_backward(hidden_grad, weight_grad)
-        return loss
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients formed in forward, times the scalar from above."""
-        (scale,) = upstream
+        scale = upstream[0]
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * scale, None if weight_grad is None else weight_grad * scale, None, None, None
 
@@ -90,7 +93,7 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the negative log-likelihoods in fp32, its gradient with respect to the logits in their dtype).
+    """(negative log-likelihoods in fp32 [tokens], the gradient of their sum with respect to the logits in their dtype).
 
     logits: [tokens, rows]; labels: [tokens]. Columns from vocab_size on count as minus infinity.
     """
@@ -104,7 +107,7 @@ def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int
     gradient = (log_probability.exp() * counted).to(logits.dtype)
     # p - 1 is computed in fp32: in bf16 it would lose the small difference of a confident prediction.
     gradient.scatter_(1, target, (torch.expm1(picked) * counted).to(logits.dtype))
-    return -(picked * counted).sum(), gradient
+    return -(picked * counted)[:, 0], gradient
 
 
 @functools.cache
@@ -122,14 +125,17 @@ def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Summed loss of hidden [batch, sequence, hidden] against labels [batch, sequence], fp32 scalar."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of hidden [batch, sequence, hidden] against labels [batch, sequence]: (sum, each row's without gradient).
+
+    fp32; a scalar and [batch].
+    """
     flat = hidden.flatten(0, -2)
     with_grad = torch.is_grad_enabled()
-    loss: torch.Tensor = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss, losses = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, weight, labels.flatten(), vocab_size, with_grad
     )
-    return loss
+    return loss, losses.view(labels.shape).sum(1)
 
 
 def linear_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from finlm.data import dialogue_rows, mixture
 from finlm.train import faithful, heldout, kernels, lora
 from finlm.train.batches import Batches
+from finlm.train.by_source import BySource
 from finlm.train.model import build, llama_config
 from finlm.train.trainers import Rank, Recorded, Steps, arguments, open_rank
 
@@ -30,9 +31,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
     def __init__(self, r: Rank, batches: Batches, model: torch.nn.Module, **given: Any) -> None:
         self.batches = batches
+        self.by_source = BySource(batches.rows.source_ranges(), r.device)
         super().__init__(model=model, **given)
         # trl has put its own head's loss in place; ours keeps no logits, and runs the compiled layers.
-        kernels.swap_loss(lora.base(self.model), r.plan.vocab_size)
+        kernels.swap_loss(lora.base(self.model), r.plan.vocab_size, by_row=True)
         if r.recipe.sft is not None and r.recipe.sft.hide_eos:
             faithful.hide(lora.base(self.model), r.shards.eos_id)
         self.watch(r)
@@ -44,13 +46,18 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         """The micro-batch's summed loss as its part of the step's mean over all ranks."""
-        scale = inputs.pop("scale")
-        loss: torch.Tensor = model(**inputs) * scale
-        return loss
+        scale, sources = inputs.pop("scale"), inputs.pop("sources")
+        loss, rows = model(**inputs)
+        self.by_source.add(sources, rows, inputs["labels"])
+        return loss * scale  # type: ignore[no-any-return]
 
     def tokens_of_step(self, step: int) -> int:
         """Supervised tokens of a step over all ranks."""
         return self.batches.supervised(step)
+
+    def metrics_of_step(self) -> dict[str, Any]:
+        """The loss of each source."""
+        return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> dict[str, Any] | None:
         """Held-out loss of each source's dialogues."""
@@ -59,7 +66,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
             return None
         self.model.eval()
         result = heldout.evaluate(
-            lambda inputs, labels, bounds=None: self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds),
+            lambda inputs, labels, bounds=None: self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0],
             r.shards,
             r.plan.sequence_length,
             r.plan.rank_micro_batches,
@@ -74,8 +81,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def _read(self, step: int) -> Iterator[dict[str, Any]]:
         # The mean over ranks is DeepSpeed's: times their number, it is a sum.
         scale = self.rank.plan.world_size / self.batches.supervised(step)
-        for inputs, labels, *bounds in self.batches.read(step):
-            yield {"input_ids": inputs, "labels": labels, "bounds": bounds[0] if bounds else None, "scale": scale}
+        own = self.batches.row_ids(step)[:, self.batches.own]
+        for ids, (inputs, labels, *bounds) in zip(own, self.batches.read(step), strict=True):
+            batch = {"input_ids": inputs, "labels": labels, "bounds": bounds[0] if bounds else None}
+            yield batch | {"scale": scale, "sources": self.by_source.numbers(ids)}
 
 
 def main(run_path: Path) -> int:

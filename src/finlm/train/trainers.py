@@ -124,8 +124,8 @@ class Recorded:
         """Tokens that count in the loss of a step (0-based) over all ranks; 0 where that is not known."""
         return 0
 
-    def metrics_of_step(self) -> dict[str, float]:
-        """What else the row of a step says, averaged over ranks by the caller's own means."""
+    def metrics_of_step(self) -> dict[str, Any]:
+        """What else the row of a step says, averaged over ranks by the caller's own means; all ranks call it."""
         return {}
 
     def evaluate_held_out(self) -> dict[str, Any] | None:
