@@ -165,6 +165,14 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _track(options: argparse.Namespace) -> int:
+    from finlm.base.rundir import open_run
+    from finlm.record import tracking
+
+    tracking.track(open_run(options.run_dir), options.to, options.follow)
+    return 0
+
+
 def _compare(options: argparse.Namespace) -> int:
     from finlm.base.rundir import open_run
     from finlm.record import compare
@@ -221,6 +229,7 @@ COMMANDS = {
     "chat": _chat,
     "sample": _sample,
     "report": _report,
+    "track": _track,
     "compare": _compare,
     "reproduce": _reproduce,
     "verify-resume": _verify_resume,

@@ -169,6 +169,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--runs", type=Path, help="keep both runs there; default: a scratch directory that is removed")
     command.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
+    command = add("track", help="send a run's metrics to TensorBoard, W&B or trackio")
+    command.add_argument("run_dir", type=Path, metavar="RUN", help="runs/<run>")
+    command.add_argument(
+        "--to", action="append", required=True, choices=("tensorboard", "wandb", "trackio"), help="repeatable"
+    )
+    command.add_argument("--follow", action="store_true", help="until the run ends")
+
     command = add("report", help="build a run's report.html, or one page of several runs")
     command.add_argument("run_dir", nargs="+", help="runs/<run>")
     command.add_argument("--out", type=Path, help="page of several runs (default: side-by-side.html beside the first)")

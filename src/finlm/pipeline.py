@@ -27,7 +27,7 @@ from finlm.recipe import parents, recipe, shape
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
 from finlm.recipe.schema import Recipe
-from finlm.record import expectations, manifest, prediction, report
+from finlm.record import expectations, manifest, prediction, report, trackers, tracking
 
 SAMPLE_TOKENS = 80
 HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source, as far as its stage has them
@@ -35,6 +35,7 @@ HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source
 
 def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False) -> int:
     """Run a recipe to its report, and before it the recipe it starts from; 0, or 1 when something found an error."""
+    trackers.check(loaded.recipe.record.tracking)
     started = _started(loaded, hosts, runs, accept_new)
     if started is None:
         return 1
@@ -51,10 +52,11 @@ def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: boo
     files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
     try:
         network = doctor_network.host_env(facts)
-        launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
-        gather.checkpoint(run, hosts, plan.steps, accept_new)
-        _export(run)
-        _ask(run, wanted)
+        with tracking.beside(run, wanted.record.tracking):
+            launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
+            gather.checkpoint(run, hosts, plan.steps, accept_new)
+            _export(run)
+            _ask(run, wanted)
         prediction.record(run)
         kept = _keeps_promises(run, wanted)
     finally:

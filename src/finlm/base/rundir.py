@@ -13,6 +13,7 @@ runs/<name>-<time>/
     export/                  Hugging Face format
     diagnosis.json           why it failed, by ops.diagnose; absent while nothing did
     report.html
+    tracking/                event files of TensorBoard, off-line runs of W&B, what trackers printed; absent without any
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class RunDir:
     checkpoints = property(lambda self: self.path / "checkpoints")
     export = property(lambda self: self.path / "export")
     report = property(lambda self: self.path / "report.html")
+    tracking = property(lambda self: self.path / "tracking")
 
     @property
     def shards(self) -> Path:

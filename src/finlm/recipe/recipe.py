@@ -36,6 +36,7 @@ _SAME_LOSS = (
         "zero",
         "checkpoint",
         "incidents",
+        "record",
     ),
     *("data.cache_dir", "data.num_proc", "train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
 )

@@ -15,6 +15,7 @@ from finlm.recipe.schema_expect import Expect
 from finlm.recipe.schema_incidents import Incidents
 from finlm.recipe.schema_post import Chat, Lora, Sft
 from finlm.recipe.schema_preference import Dpo, Grpo, Reward
+from finlm.recipe.schema_record import Record
 from finlm.recipe.schema_self_qa import SelfQA
 from finlm.recipe.section import Auto, Bytes, Count, Fraction, Int, Positive, Section
 
@@ -264,6 +265,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
     incidents: Incidents = Field(default_factory=Incidents, description="Trouble in a step, and what is done about it.")
+    record: Record = Field(default_factory=Record, description="Where metrics go besides the run directory.")
     expect: Expect | None = Field(None, description="Numbers that every run of this recipe is checked against.")
     env: Environment = Field(default_factory=dict, description="Environment of every rank; recorded.")
     hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
