@@ -24,7 +24,7 @@ _ALONE_BYTES = 30_000_000
 
 
 class _Part(NamedTuple):
-    """One file of the embedded corpus."""
+    """A file of the embedded corpus."""
 
     kind: str
     source: str
@@ -32,6 +32,7 @@ class _Part(NamedTuple):
     size_bytes: int
     seed: int
     split: str
+    part: int
 
 
 def inputs(context: Context) -> list[Input]:
@@ -47,8 +48,8 @@ def inputs(context: Context) -> list[Input]:
         prefix = f"{source.name}-" if source.name else ""
         for name in step.manifest["files"]["train"]:
             for split in SYNTHETIC_SPLITS:
-                path = step.path / split / step.manifest["files"][split][name]
-                found.append(Input(sources.safe(f"{prefix}{name}"), (path,), split))
+                paths = tuple(step.path / split / file for file in step.manifest["files"][split][name])
+                found.append(Input(sources.safe(f"{prefix}{name}"), paths, split))
     hashes = context.cache.fingerprints([path for item in sources.checked(found) for path in item.paths])
     return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
 
@@ -61,16 +62,20 @@ def synthetic(context: Context, settings: Synthetic) -> Step:
 
     def make(directory: Path) -> dict[str, Any]:
         sizes = {"train": settings.size, "held_out": settings.held_out_size}
+        generator = importlib.import_module(_GENERATORS[kind])
         tasks = [
-            _Part(kind, source, directory / split, size, settings.seed, split)
+            _Part(kind, source, directory / split, size, settings.seed, split, part)
             for split, size in sizes.items()
-            for source in importlib.import_module(_GENERATORS[kind]).SOURCES
+            for source in generator.SOURCES
+            for part in range(generator.parts_of(source, size))
         ]
         # Starting workers takes as long as one process needs for a small corpus.
-        names = list(map(_write, tasks) if settings.size < _ALONE_BYTES else context.map(_write, tasks))
-        found: dict[str, dict[str, str]] = {split: {} for split in sizes}
+        names = map(_write, tasks) if settings.size < _ALONE_BYTES else context.map(_write, tasks)
+        found: dict[str, dict[str, list[str]]] = {
+            split: {source: [] for source in generator.SOURCES} for split in sizes
+        }
         for task, name in zip(tasks, names, strict=True):
-            found[task.split][task.source] = name
+            found[task.split][task.source].append(name)
         return {"files": found}
 
     code = sorted(Path(__file__).parent.glob("synthetic*.py"))
@@ -88,5 +93,5 @@ def synthetic(context: Context, settings: Synthetic) -> Step:
 def _write(part: _Part) -> str:
     """Generate one file; its name. Runs in a worker."""
     generator = importlib.import_module(_GENERATORS[part.kind])
-    path: Path = generator.write_source(part.source, part.directory, part.size_bytes, part.seed, part.split)
+    path: Path = generator.write_part(part.source, part.directory, part.size_bytes, part.seed, part.split, part.part)
     return path.name

@@ -4,8 +4,8 @@ It lets a recipe run without a download, and learning on it can be measured: tra
 world and no name, and the exam file asks about both. Of the text 33 % are announcements, 48 % news, 16 % articles and
 3 % exam, as in FinCorpus. Companies number 100 * sqrt(megabytes), but at most one for 20 KB and 12,000 in all: 48 at
 1 MB, 400 at 16 MB, 3,160 at 1 GB. The uncompressed bytes are the same on every machine and Python from 3.11 on; the
-compressed ones depend on zlib. One core of a busy cloud machine writes 11 to 16 MB/s; a run takes 135 MB of memory at
-1 GB and 195 MB at 10 GB.
+compressed ones depend on zlib. One core of a busy cloud machine writes 11 to 16 MB/s, and large sources come in parts
+that several cores write; one process takes 135 MB of memory at 1 GB and 195 MB at 10 GB.
 
 It does not imitate the noise of a real crawl, and at many GB its near-duplicates grow with the events per company.
 """
@@ -36,6 +36,7 @@ from finlm.data.synthetic_world import GROUP, MAX_COMPANIES, SPLITS, Dice, World
 SOURCES = ("announcement", "fin_news", "fin_articles", "fin_exam")
 SHARE_PERCENT = {"announcement": 33, "fin_news": 48, "fin_articles": 16, "fin_exam": 3}
 MIN_BYTES = 100_000  # below, the announcements cannot introduce every company the exam asks about
+PART_BYTES = 64_000_000  # of a source's text, six seconds of a core
 _BLOCK_LINES = 2_000  # about 1 MB
 _encode = JSONEncoder(ensure_ascii=False).encode
 
@@ -46,15 +47,25 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
     size_bytes is the UTF-8 text of all four together, met within 2 % from 1 MB on. Each file appears under its name
     only when it is whole. Raises UserError for a size below 100 KB.
     """
-    return {source: write_source(source, directory, size_bytes, seed, split) for source in SOURCES}
-
-
-def write_source(source: str, directory: Path, size_bytes: int, seed: int, split: str) -> Path:
-    """One of the files of `write`; the four can be written at the same time."""
     about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{source}.jsonl.gz"
-    _write_one(path, _lines(source, _rows(source, size_bytes, seed, about)))
+    paths = {source: directory / f"{source}.jsonl.gz" for source in SOURCES}
+    for source, path in paths.items():
+        _write_one(path, _lines(source, _rows(source, size_bytes, seed, about)))
+    return paths
+
+
+def parts_of(source: str, size_bytes: int) -> int:
+    """In how many parts a source can be written at the same time."""
+    return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES))
+
+
+def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
+    """<source>-<part>.jsonl.gz; the parts one after the other are the file of `write`."""
+    about = archive(size_bytes, seed, split)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{source}-{part}.jsonl.gz"
+    _write_one(path, _lines(source, _part(source, size_bytes, seed, about, part)))
     return path
 
 
@@ -83,14 +94,21 @@ def archive(size_bytes: int, seed: int, split: str) -> Archive:
 
 
 def _rows(source: str, size_bytes: int, seed: int, archive: Archive) -> Iterator[Row]:
-    """The source's share of the corpus, to the nearest document."""
-    dice = Dice(archive.world.split, seed, source)
+    """The source's share of the corpus."""
+    for part in range(parts_of(source, size_bytes)):
+        yield from _part(source, size_bytes, seed, archive, part)
+
+
+def _part(source: str, size_bytes: int, seed: int, archive: Archive, part: int) -> Iterator[Row]:
+    """One of the equal parts of a source, to the nearest document."""
+    parts = parts_of(source, size_bytes)
+    dice = Dice(archive.world.split, seed, source, *([part] if part else []))
     if source == "announcement":
         # In the smallest corpora the announcements barely suffice to introduce each company once.
-        rows = filings(archive, dice, stride=2 if size_bytes >= 400_000 else 1)
+        rows = filings(archive, dice, 2 if size_bytes >= 400_000 else 1, part, parts)
     else:
         rows = {"fin_news": news, "fin_articles": articles, "fin_exam": exam}[source](archive, dice)
-    left = size_bytes * SHARE_PERCENT[source] // 100
+    left = size_bytes * SHARE_PERCENT[source] // (100 * parts)
     for row in rows:
         text_bytes = len(row[0].encode())
         if 2 * left < text_bytes:

@@ -1,8 +1,9 @@
 """Dialogues about the synthetic world: what a model pretrained on its corpus is fine-tuned on.
 
-Three kinds, a file each: exam_chat puts the exam's questions as a user would, answers with choice and letter;
-law_chat asks for one law of the world in free text; reading_chat quotes a company's figures and asks for them in two
-turns. The companies are those of the split, so held-out questions share laws with training and no name.
+Four kinds, a file each: exam_chat puts the exam's open-book questions as a user would, answers with choice and letter;
+recall_chat does the same with its closed-book ones; law_chat asks for one law of the world in free text; reading_chat
+quotes a company's figures and asks for them in two turns. The companies are those of the split, so held-out questions
+share laws with training and no name; held-out recall_chat cannot be known.
 
 The user's turn of exam_chat is the exam's own text without its last line, and the answer ends with `答案：` and the
 letter: the form in which the exam of other companies is put to the model afterwards.
@@ -16,13 +17,14 @@ from pathlib import Path
 
 from finlm.data import synthetic
 from finlm.data.synthetic_archive import Archive, Stage
-from finlm.data.synthetic_exam import exam
+from finlm.data.synthetic_exam import CLOSED_BOOK, exam
 from finlm.data.synthetic_grammar import bank, fill
 from finlm.data.synthetic_laws import BOARDS, CITIES, INDUSTRIES
 from finlm.data.synthetic_world import Dice
 
-SOURCES = ("exam_chat", "law_chat", "reading_chat")
-SHARE_PERCENT = {"exam_chat": 85, "law_chat": 5, "reading_chat": 10}
+SOURCES = ("exam_chat", "recall_chat", "law_chat", "reading_chat")
+SHARE_PERCENT = {"exam_chat": 80, "recall_chat": 10, "law_chat": 5, "reading_chat": 5}
+PART_BYTES = 16_000_000  # of a source's text, six seconds of a core
 Turns = list[tuple[str, str]]
 
 _LAWS = {
@@ -37,12 +39,17 @@ _READING = bank("{short}（{code}）{y}年营业收入{rev_w}万元，净利润{
 _SECOND = bank("(那|)净利润(呢|是多少)？")
 
 
-def write_source(source: str, directory: Path, size_bytes: int, seed: int, split: str) -> Path:
-    """Write <source>.jsonl into directory. size_bytes: the text of all three sources."""
+def parts_of(source: str, size_bytes: int) -> int:
+    """In how many parts a source can be written at the same time."""
+    return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES))
+
+
+def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
+    """Write <source>-<part>.jsonl into directory. size_bytes: the text of all parts of all sources."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{source}.jsonl"
+    path = directory / f"{source}-{part}.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        for turns in dialogues(source, size_bytes, seed, split):
+        for turns in dialogues(source, size_bytes, seed, split, part):
             roles = [
                 {"role": role, "content": text}
                 for pair in turns
@@ -52,12 +59,13 @@ def write_source(source: str, directory: Path, size_bytes: int, seed: int, split
     return path
 
 
-def dialogues(source: str, size_bytes: int, seed: int, split: str) -> Iterator[Turns]:
-    """(question, answer) pairs of one source, up to its share of size_bytes."""
+def dialogues(source: str, size_bytes: int, seed: int, split: str, part: int) -> Iterator[Turns]:
+    """(question, answer) pairs of one part of a source, up to its share of size_bytes."""
     archive = synthetic.archive(size_bytes, seed, split)
-    dice = Dice(split, seed, source)
-    left = size_bytes * SHARE_PERCENT[source] // 100
-    for turns in {"exam_chat": _exam, "law_chat": _laws, "reading_chat": _reading}[source](archive, dice):
+    dice = Dice(split, seed, source, *([part] if part else []))
+    left = size_bytes * SHARE_PERCENT[source] // (100 * parts_of(source, size_bytes))
+    kinds = {"exam_chat": _exam, "recall_chat": _recall, "law_chat": _laws, "reading_chat": _reading}
+    for turns in kinds[source](archive, dice):
         left -= sum(len(text.encode()) for pair in turns for text in pair)
         if left < 0:
             return
@@ -65,9 +73,17 @@ def dialogues(source: str, size_bytes: int, seed: int, split: str) -> Iterator[T
 
 
 def _exam(archive: Archive, dice: Dice) -> Iterator[Turns]:
+    return (turns for subject, turns in _questions(archive, dice) if subject != CLOSED_BOOK)
+
+
+def _recall(archive: Archive, dice: Dice) -> Iterator[Turns]:
+    return (turns for subject, turns in _questions(archive, dice) if subject == CLOSED_BOOK)
+
+
+def _questions(archive: Archive, dice: Dice) -> Iterator[tuple[str, Turns]]:
     for text, meta in exam(archive, dice):
         question, _, _ = text.rpartition("\n")
-        yield [(question, answer_with(question, str(meta["answer"])))]
+        yield str(meta["subject"]), [(question, answer_with(question, str(meta["answer"])))]
 
 
 def answer_with(question: str, letter: str) -> str:

@@ -258,9 +258,12 @@ _BY_NAME = {press.name: press for press in _PRESSES}
 _DRAW = by_weight(_PRESSES, _BODIES)
 
 
-def filings(archive: Archive, dice: Dice, stride: int) -> Iterator[Row]:
-    """Announcements without end; every stride-th is the annual summary of the next company that has had none."""
-    companies = archive.world.companies
+def filings(archive: Archive, dice: Dice, stride: int, part: int = 0, parts: int = 1) -> Iterator[Row]:
+    """Announcements without end; every stride-th is the annual summary of the next company that has had none.
+
+    Of several parts each introduces its own share of the companies.
+    """
+    companies = archive.world.companies[part::parts]
     stage = Stage(archive)
     number = 0
     while True:
