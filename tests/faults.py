@@ -127,11 +127,19 @@ def stopped(step: int) -> None:
 
 
 def disk_is_full(path: str, first: int, last: int) -> None:
-    """From one checkpoint to another (their steps) another program fills the disk at path, at times only meanwhile."""
-    plain, room = checkpoint.Checkpoints.save, checkpoint.Checkpoints._room
-    ballast = Path(path) / "ballast"
+    """From one checkpoint to another (their steps) another program fills the disk at path, at times only meanwhile.
+
+    The first save of the run is so slow that the second has to wait for it.
+    """
+    plain, room, write = checkpoint.Checkpoints.save, checkpoint.Checkpoints._room, checkpoint.Checkpoints._write
+    ballast, saves, waited_for = Path(path) / "ballast", 0, threading.Event()
+    checkpoint.WAIT_SECONDS = 0.2
 
     def saved(self: checkpoint.Checkpoints, step: int) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == 2:
+            threading.Timer(0.5, waited_for.set).start()
         if int(os.environ["RANK"]) == 0:
             if step == last + 3:
                 ballast.unlink()
@@ -143,4 +151,9 @@ def disk_is_full(path: str, first: int, last: int) -> None:
         plain(self, step)
         checkpoint.Checkpoints._room = room  # type: ignore[method-assign]
 
+    def written(self: checkpoint.Checkpoints, *arguments: Any) -> Any:
+        waited_for.wait()
+        return write(self, *arguments)
+
     checkpoint.Checkpoints.save = saved  # type: ignore[method-assign]
+    checkpoint.Checkpoints._write = written  # type: ignore[method-assign]

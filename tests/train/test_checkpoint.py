@@ -200,11 +200,12 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(
     run = planned(tiny, tmp_path / "runs", "checkpoint.keep_last=1")
     run.checkpoints.symlink_to(small_disk)
     assert ranks.codes(run, "disk_is_full", str(small_disk), 9, 15) == [0, 0]
-    said = incidents(run)
-    print("\n".join(said))
-    assert [row["step"] for row in run.read_events("incident")] == [9, 12, 15]
+    slow, *said = incidents(run)
+    print("\n".join((slow, *said)))
+    assert "training waited for the disk: " in slow and "until the checkpoint of step 3 was written" in slow
+    assert [row["step"] for row in run.read_events("incident")] == [6, 9, 12, 15]
     assert all(text.startswith("checkpoint not saved: localhost: ") for text in said)
-    assert "needed at" in said[0] and "training goes on" in said[0]
+    assert "needed at" in said[0] and "training goes on" in said[0] and "No space left on device" in said[1]
     assert [row["step"] for row in run.read_events("checkpoint")] == [3, 6, 18, 21, 24]
     assert curve(run) == curve(whole(1))
     assert [path.name for path in small_disk.iterdir()] == ["step-24"]

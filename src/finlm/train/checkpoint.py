@@ -38,7 +38,9 @@ from finlm.train.checkpoint_store import Buffers, State, Store, sizes_of, write
 from finlm.train.events import Events
 
 MARGIN_BYTES = 1 << 28  # of disk and memory that stay free
+FULL_BYTES = 1 << 20  # free on a disk that is full
 RAM_SHARE = 0.9  # of the host memory that is available may become buffers
+WAIT_SECONDS = 30.0  # for the checkpoint before; longer is an incident
 THREADS = 16
 
 
@@ -85,10 +87,14 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Start a checkpoint of the state after `step` steps; returns when the state is copied."""
+        called, former = time.monotonic(), self.saving
         self.finish()
+        began = time.monotonic()
+        if former is not None and began - called > WAIT_SECONDS:
+            detail = f"{began - called:.0f} s until the checkpoint of step {former.step} was written"
+            self.tell(step, "training waited for the disk", f"{detail}: raise checkpoint.every_steps, or a faster disk")
         if self.bytes_here is None:
             self._measure()
-        began = time.monotonic()
         if problems := self.told(self._room(step)):
             self._not_saved(step, problems)
             return
@@ -98,7 +104,7 @@ class Checkpoints:
         if self.asynchronous and self.plan.device == "cuda":
             torch.cuda.synchronize()
         parts = self.pool.submit(self._write, disk.aside(self.run.checkpoint(step)), states)
-        self.saving = Saving(step, began, time.monotonic() - began, parts)
+        self.saving = Saving(step, began, time.monotonic() - called, parts)
         if not self.asynchronous:
             self.finish()
 
@@ -200,7 +206,8 @@ class Checkpoints:
             free = shutil.disk_usage(self.run.checkpoints).free
             for path in paths:
                 path.unlink(missing_ok=True)
-            why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+            hidden = os.strerror(errno.ENOSPC) if free < FULL_BYTES else str(error).partition("\n")[0]
+            why = error.strerror if isinstance(error, OSError) else hidden
             raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
 
     def _conclude(self) -> None:
