@@ -126,11 +126,6 @@ def test_a_plan_that_contradicts_its_hardware_is_refused_with_every_reason() -> 
     assert set(dict(config.problems(wanted, offloaded))) == {"zero.offload_optimizer"}
 
 
-def test_several_hosts_keep_their_own_checkpoints() -> None:
-    assert settings(RECORD)["checkpoint"] == {"use_node_local_storage": True}
-    assert "checkpoint" not in settings(QUICKSTART)
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ds").glob("*.json")), ids=lambda path: path.stem)
 def test_deepspeed_reads_every_committed_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime import config as theirs

@@ -61,9 +61,6 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
             "single_submit": False,
             "overlap_events": True,
         }
-    if len(plan.hosts) > 1:
-        # No shared disk is assumed: every host keeps what its own ranks need to resume.
-        settings["checkpoint"] = {"use_node_local_storage": True}
     settings |= {"steps_per_print": NEVER, "wall_clock_breakdown": False}
     return settings
 

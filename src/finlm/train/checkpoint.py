@@ -68,8 +68,9 @@ class Checkpoints:
         self.store.mmap = plan.device == "cuda" and plan.offload_optimizer == "none"
         engine.checkpoint_engine = self.store
         engine._copy_recovery_script = lambda *_: None  # it unpickles without weights_only; `finlm export` does its job
-        # DeepSpeed's use_node_local_storage lets a rank of every host write the model states, into one file when hosts
-        # share a disk. And it looks for model states by pattern and reads them twice: under this name it is given them.
+        # One rank a directory writes the model states: DeepSpeed's use_node_local_storage would have one of every host do
+        # so, into one file when hosts share a disk. And it looks for model states by pattern and reads them twice: under
+        # this name it is given them.
         engine.save_non_zero_checkpoint = self.leads or plan.zero_stage == 3
         engine._get_all_ckpt_names = lambda folder, tag: [str(Path(folder) / tag / disk.MANIFEST)]
         self.buffers = Buffers(torch.device(plan.device))
