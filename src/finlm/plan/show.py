@@ -123,6 +123,9 @@ def _value(loaded: Loaded, key: str) -> object:
             names = {str(name): name for name in value}
             part = max((name for name in names if f"{rest}.".startswith(f"{name}.")), key=len)
             value = value[names[part]]
+        elif isinstance(value, tuple) and not rest[0].isdigit():  # one written for a list of one (data.mixture)
+            (value,) = value
+            continue
         else:
             part = rest.partition(".")[0]
             value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
