@@ -68,8 +68,8 @@ class Checkpoints:
         self.store.mmap = plan.device == "cuda" and plan.offload_optimizer == "none"
         engine.checkpoint_engine = self.store
         engine._copy_recovery_script = lambda *_: None  # it unpickles without weights_only; `finlm export` does its job
-        # One rank a directory writes the model states: DeepSpeed's use_node_local_storage would have one of every host do
-        # so, into one file when hosts share a disk. And it looks for model states by pattern and reads them twice: under
+        # One rank a directory writes the model states: with DeepSpeed's use_node_local_storage one of every host would,
+        # into one file when hosts share a disk. And it looks for model states by pattern and reads them twice: under
         # this name it is given them.
         engine.save_non_zero_checkpoint = self.leads or plan.zero_stage == 3
         engine._get_all_ckpt_names = lambda folder, tag: [str(Path(folder) / tag / disk.MANIFEST)]
