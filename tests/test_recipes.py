@@ -68,8 +68,11 @@ def test_its_page_repeats_the_plans_numbers_and_commands(path: Path) -> None:
 
 
 @every_recipe
-def test_plan_shows_every_value_with_its_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = recipe.load(path)
+@pytest.mark.parametrize("overrides", [(), ("train.seed=99",)], ids=["as written", "changed"])
+def test_plan_shows_every_value_with_its_line(
+    path: Path, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = recipe.load(path, overrides)
     show.origins(loaded)
     shown = capsys.readouterr().err
     assert all(f"  {key} = " in shown and f"({where})" in shown for key, where in loaded.origins.items())

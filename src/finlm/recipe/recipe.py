@@ -86,6 +86,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     } | inherited
     if changes_training(overrides):
         recipe = recipe.model_copy(update={"expect": None})
+        leaves = {key: where for key, where in leaves.items() if not key.startswith("expect.")}
     return Loaded(recipe, leaves, str(path))
 
 
