@@ -41,6 +41,7 @@ ALLOWED = {
     "export": {"train", "plan", "recipe", "base", "export_card"},
     "export_card": {"train", "base"},
     "chat": {"train", "base"},
+    "local_model": {"train", "data", "base"},
     "import_gguf": {"base"},
 }
 

@@ -59,13 +59,16 @@ def lint(options: argparse.Namespace) -> int:
 
 def self_qa(options: argparse.Namespace) -> int:
     """Questions and answers about the documents."""
-    from finlm.base.errors import UserError
     from finlm.data import self_qa
 
     recipe = load(options).recipe
-    if recipe.self_qa is not None and recipe.self_qa.endpoint is None:
-        raise UserError("self_qa needs an endpoint", fix="set self_qa.endpoint to an OpenAI-compatible address")
-    print(self_qa.run(recipe))
+    if recipe.self_qa is None or recipe.self_qa.endpoint is not None:
+        print(self_qa.run(recipe))
+        return 0
+    from finlm.local_model import Local  # loads torch
+
+    model = Local(Path(recipe.self_qa.model), recipe.self_qa.seed)
+    print(self_qa.run(recipe, model, model.fingerprint))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,12 @@ from typing import Any
 
 import pytest
 
+from finlm import cli
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
 from finlm.data import chat_api, self_qa, self_qa_draw, self_qa_text
+from finlm.local_model import Local
 from finlm.recipe import recipe
 
 from helpers import QUICKSTART, ROOT, sets
@@ -209,6 +213,29 @@ def test_what_cannot_work_stops_at_once_and_says_why(
     server.faults = []
     few = run(overrides, "self_qa.max_cost=0.012", "self_qa.concurrency=1")
     assert 0 < len(few) < 10, "a budget ends the asking, not the run"
+
+
+def test_a_model_on_this_machine_is_asked_in_the_place_of_an_endpoint(
+    finished: tuple[RunDir, str], overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assistant = tmp_path / "assistant"
+    shutil.copytree(finished[0].export, assistant)
+    (assistant / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    files.write_json(
+        assistant / "config.json", files.read_json(assistant / "config.json") | {"max_position_embeddings": 512}
+    )
+    local = [text for text in overrides if "self_qa." not in text]
+    asks = {"documents": 2, "questions": 1, "passage_characters": 100, "max_answer_tokens": 8}
+    settings = {"model": str(assistant), "output": str(tmp_path / "qa.jsonl"), **asks}
+    command = ["self-qa", str(QUICKSTART), *sets((*local, f"self_qa={json.dumps(settings)}"))]
+    assert cli.main(command) == 2
+    assert "no question and answer is left" in capsys.readouterr().err, "a model of twenty steps asks nothing"
+    rows = list(files.read_json_lines(tmp_path / "qa.jsonl.ledger"))
+    assert len(rows) == 2 and all(row["prompt_tokens"] > 100 and row["completion_tokens"] > 0 for row in rows)
+    for model, said in ((finished[0].export, "has no chat template"), (tmp_path / "none", "self_qa.endpoint")):
+        with pytest.raises(UserError) as error:
+            Local(Path(model), 0)
+        assert said in str(error.value)
 
 
 def test_a_long_document_gives_a_part_that_ends_with_its_sentences() -> None:

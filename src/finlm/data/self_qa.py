@@ -39,16 +39,17 @@ class Model(Protocol):
         """The reply to messages."""
 
 
-def run(recipe: Recipe, model: Model | None = None) -> Path:
+def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = None) -> Path:
     """Ask about every drawn document that the ledger does not have, and publish; the output's path.
 
-    model: asked instead of the endpoint. Raises UserError, with everything that was answered kept.
+    model: asked instead of the endpoint; fingerprint: of its weights, as its name says little. Raises UserError, with
+    everything that was answered kept.
     """
     settings = _settings(recipe)
     asked: Model = Endpoint(settings) if model is None else model
     output = Path(settings.output).expanduser()
     ledger = output.with_name(output.name + ".ledger")
-    key = _key(settings)
+    key = _key(settings, fingerprint)
     with _held(ledger):
         drawn = passages(recipe, settings)
         done = {row["document"]: row for row in files.read_json_lines(ledger) if row["key"] == key}
@@ -72,10 +73,12 @@ def _settings(recipe: Recipe) -> SelfQA:
     return recipe.self_qa
 
 
-def _key(settings: SelfQA) -> str:
+def _key(settings: SelfQA, fingerprint: str | None) -> str:
     """What the replies depend on. Where the model is, how fast it is asked and what is kept are not part of it."""
     names = ("model", "passage_characters", "questions", "language", "temperature", "max_answer_tokens", "seed")
     values = {name: getattr(settings, name) for name in names}
+    if fingerprint is not None:
+        values["model"] = fingerprint
     return files.sha256_json({"prompts": self_qa_text.VERSION, **values})[:16]
 
 
