@@ -8,7 +8,7 @@ string, duplicate keys an error (PyYAML differs on all three).
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ class _Document:
     lines: dict[Location, str] = field(default_factory=dict)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe. `overrides` are "a.b=value" strings. Raises UserError that lists every mistake."""
+def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str], Loaded] | None = None) -> Loaded:
+    """Read a recipe. `overrides` are "a.b=value" strings; `parent` reads the recipe it starts from, as this does.
+
+    Raises UserError that lists every mistake.
+    """
     document = _read_with_base(shipped.find(Path(path)))
     for text in overrides:
         _override(document, text)
     problems: list[str] = []
-    mistaken, inherited = parents.inherit(document.values, load)
+    mistaken, inherited = parents.inherit(document.values, parent or load)
     problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
     try:
         recipe = Recipe.model_validate(document.values)
