@@ -92,6 +92,12 @@ def test_files_keys_and_commands_that_a_page_names_exist(page: Path) -> None:
             assert not [option for option in options if option not in COMMANDS[used[1]]], f"{page.name}: `{word}`"
 
 
+@pytest.mark.parametrize("name", ["post-training.md", "post-training.zh-CN.md"])
+def test_every_finding_of_the_label_lint_is_explained(name: str) -> None:
+    found = set(re.findall(r'Finding\(\s*"([a-z-]+)"', text_of(ROOT / "src/finlm/data/lint.py")))
+    assert found == set(re.findall(r"^\| ([a-z]+(?:-[a-z]+)+) \|", text_of(ROOT / "docs" / name), re.MULTILINE))
+
+
 def _commands() -> dict[str, str]:
     """The help of every command."""
     (chosen,) = (action for action in cli_options.parser()._actions if isinstance(action.choices, dict))
