@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,11 @@ import pytest
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.ops import launch
-from finlm.plan.plan import Plan
 
 from .netcluster import WORK, Cluster, Host
 from .training import ONE_THREAD, PATIENCE_SECONDS, Training, command, the_run, write_hostfile
 from helpers import ROOT, sets
+from ranks import Ranks
 
 
 def losses(run: RunDir) -> list[float]:
@@ -69,18 +69,35 @@ def test_two_hosts_from_the_script_equal_one_host(
     assert own < set(files.read_json(step / "manifest.json")["files"])  # gathered for the export
 
 
-def test_three_hosts_with_zero_3_and_unequal_rows_equal_one_and_the_first_may_be_another_machine(
-    trio: Cluster, make_run: Callable[..., RunDir], tiny: tuple[str, ...]
+def test_three_hosts_with_zero_3_continue_two_with_zero_1_and_all_steps_equal_one_host(
+    trio: Cluster, make_run: Callable[..., RunDir], tiny: tuple[str, ...], ranks: Ranks
 ) -> None:
-    short = ("batch.tokens_per_step=960", "train.steps=8")  # 15 rows: equal for one rank and for three
+    checkout(trio[0])
+    script = ["bash", f"{WORK}/repo/scripts/pretrain_run.sh", "--runs", f"{WORK}/runs"]
+    # 15 rows a step: equal for one rank, for two with 1 + 2 rows at once and for three with 1 + 2 + 2.
+    short = ("batch.tokens_per_step=960", "train.steps=24", "checkpoint.every_steps=4", "eval.every_steps=null")
     alone = make_run(*short, ONE_THREAD, ranks=1)
-    launch.run_ranks(alone, Plan.read(alone.plan))
-    write_hostfile(trio[0], "n1 slots=1", "n2 slots=1", "n0 slots=1")
-    unequal = "batch.micro_batch={n0: 1, n1: 2, n2: 2}"
-    training = Training(trio, command([*tiny, *short, unequal, "zero.stage=3"])).over()
+    ranks.train(alone)
+    for host in trio.hosts[1:]:
+        (host.work / "repo").mkdir()
+        (host.work / "repo" / ".venv").symlink_to(ROOT / ".venv")
+    (trio[0].work / "repo" / "hostfile.txt").write_text("n0 slots=1\nn1 slots=1\n")
+    two = (*tiny, *short, ONE_THREAD, "batch.micro_batch={n0: 1, n1: 2}")
+    training = Training(trio, [*script, *sets(two)])
+    training.row("checkpoint")
+    training.kill(trio[0], "-m finlm train", signal.SIGTERM)
+    assert training.over().process.returncode == 128 + signal.SIGTERM, training.said
+    assert "with a checkpoint; the same command resumes from it" in training.said
+    first = the_run(trio[0])
+    (trio[0].work / "repo" / "hostfile.txt").write_text("n1 slots=1\nn2 slots=1\nn0 slots=1\n")
+    three = (*tiny, *short, ONE_THREAD, "batch.micro_batch={n0: 1, n1: 2, n2: 2}", "zero.stage=3")
+    training = Training(trio, [*script, *sets(three)]).over()
     assert training.process.returncode == 0, training.said
     run = the_run(trio[0])
-    assert losses(run) == pytest.approx(losses(alone), abs=1e-3)
+    assert f"continuing {first.path.name}" in training.said.replace(f"{WORK}/runs/", "")
+    assert "of checkpoint gathered from n1" in training.said
+    assert "world_size 2 -> 3; zero_stage 1 -> 3" in training.said
+    assert run.path != first.path and losses(run) == pytest.approx(losses(alone), abs=1e-3)
     assert {path.name for path in run.logs.glob("*.[0-9].log")} == {"n1.0.log", "n2.1.log", "n0.2.log"}
     assert list(run.read_events("end"))[-1]["status"] == "finished"
 

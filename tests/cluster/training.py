@@ -56,9 +56,13 @@ def processes(host: Host, word: str = "finlm") -> dict[int, str]:
 
 
 def pids(host: Host, what: str) -> list[int]:
-    """PIDs of the host's ranks ("finlm.train ") or agent ("launch_agent")."""
+    """PIDs of the host's command ("-m finlm train"), ranks ("finlm.train ") or agent ("launch_agent")."""
     found = processes(host, what)
-    return [pid for pid, line in found.items() if line.startswith(sys.executable) and "deepspeed.launcher" not in line]
+    return [pid for pid, line in found.items() if _is_python(line) and "deepspeed.launcher" not in line]
+
+
+def _is_python(line: str) -> bool:
+    return Path(line.split()[0]).name.startswith("python")
 
 
 class Training:
@@ -69,33 +73,28 @@ class Training:
         self.process = cluster[0].popen(*line, env=ENV)
         self.said = ""
         self.seconds = 0.0
-        self._fault = 0.0
+        self._fault = time.monotonic()
 
     def reach(self, step: int) -> Training:
         """Wait until so many steps are recorded since the start of this command."""
         began = time.time()
 
-        def there() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(self.process.stdout.read() if self.process.stdout else "")
-            if not list(self.cluster[0].work.glob("runs/quickstart-*/events.jsonl")):
-                return False
-            return sum(row["time"] > began for row in the_run(self.cluster[0]).read_events("step")) >= step
-
-        until(there, PATIENCE_SECONDS)
+        until(lambda: sum(row["time"] > began for row in self._rows("step")) >= step, PATIENCE_SECONDS)
         self._fault = time.monotonic()
         return self
 
     def row(self, kind: str, step: int = 0) -> dict[str, Any]:
         """The first row of a kind, of this step or a later one; waits for it."""
-        found: list[dict[str, Any]] = []
+        until(lambda: any(row["step"] >= step for row in self._rows(kind)), PATIENCE_SECONDS, lambda: f"no {kind} row")
+        return next(row for row in self._rows(kind) if row["step"] >= step)
 
-        def there() -> bool:
-            found.extend(row for row in the_run(self.cluster[0]).read_events(kind) if row["step"] >= step)
-            return bool(found)
-
-        until(there, PATIENCE_SECONDS, lambda: f"no {kind} row")
-        return found[0]
+    def _rows(self, kind: str) -> list[dict[str, Any]]:
+        """The run's rows of a kind; AssertionError with what the command said when it has ended."""
+        if self.process.poll() is not None:
+            raise AssertionError(self.process.stdout.read() if self.process.stdout else "")
+        if not list(self.cluster[0].work.glob("runs/quickstart-*/events.jsonl")):
+            return []
+        return list(the_run(self.cluster[0]).read_events(kind))
 
     def kill(self, host: Host, what: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the host's ranks or agent."""
