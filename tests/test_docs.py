@@ -17,7 +17,7 @@ from helpers import QUICKSTART, ROOT, TINY, finlm
 FOLDERS = ("README*.md", "CONTRIBUTING.md", "recipes/*/README.md", "docs/*.md")
 PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # These recipes need GPUs, corpora and base models that tests do not have: the commands must say what is missing.
-NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2)")
+NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2|mistral)")
 # The same run, at full size, once: test_the_quickstart_learns.
 QUICKSTART_COMMANDS = ("bash scripts/pretrain_run.sh", "bash scripts/pretrain_run.sh recipes/quickstart/pretrain.yaml")
 

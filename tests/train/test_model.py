@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from finlm import config
 from finlm.base.errors import UserError
@@ -60,6 +60,37 @@ def test_a_start_from_weights_takes_exactly_those(tmp_path: Path) -> None:
     started = built(f"model.init_from={tmp_path}")
     for name, parameter in source.named_parameters():
         assert torch.equal(started.get_parameter(name), parameter)
+
+
+def mistral(directory: Path, window: int) -> MistralForCausalLM:
+    """A Mistral of the tiny recipe's shape, with fewer key heads than heads."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, rms_norm_eps=1e-5, tie_word_embeddings=False))
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def test_a_mistral_is_a_llama_as_long_as_rows_are_shorter_than_its_window(tmp_path: Path) -> None:
+    theirs = mistral(tmp_path, window=64)
+    loaded, plan = planned("model.kv_heads=1", f"model.init_from={tmp_path}", "batch.sequence_length=64")
+    ours = built("model.kv_heads=1", f"model.init_from={tmp_path}", "batch.sequence_length=64").eval()
+    assert type(ours) is LlamaForCausalLM and ours.config.model_type == "llama"
+    ids = torch.arange(64)[None] * 7 % 4096
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(ids).last_hidden_state, theirs.model(ids).last_hidden_state)
+    assert torch.equal(ours.lm_head.weight[:4096], theirs.lm_head.weight)
+    assert models.context(loaded.model_copy(update={"stage": "sft"}), plan) == 64, "not the 131,072 of its config"
+
+
+def test_rows_beyond_a_mistrals_window_are_refused_at_their_line(tmp_path: Path) -> None:
+    mistral(tmp_path, window=32)
+    sets = ("stage=sft", f"model={{init_from: {tmp_path}}}", "batch.sequence_length=64", "train.steps=1")
+    with pytest.raises(UserError) as error:
+        recipe.load(QUICKSTART, sets)
+    assert "batch.sequence_length: 64, but" in error.value.evidence
+    assert "attends to the last 32 tokens only" in error.value.evidence
 
 
 def test_padding_rows_are_zero_and_change_no_other_weight(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ TEMPLATES = {
         "{% else %}Assistant: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
     ),
+    # HuggingFaceH4's zephyr models and alignment-handbook's recipes.
+    "zephyr": (
+        "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ '\n' }}"
+        "{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ message.content }}{{ eos_token }}{{ '\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ '\n' }}{% endif %}"
+    ),
     "chatml": (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n"
         "{% if message.role == 'assistant' %}"

@@ -37,10 +37,12 @@ _NAMES = {  # of config.json
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+# Mistral's layers are Llama's, but for attention to the last sliding_window tokens only: the same for shorter rows.
+LLAMA_SHAPED = ("llama", "mistral")
 PREFERENCE = ("dpo", "reward", "grpo")  # stages with a section of their own name
 _NEEDED = ("hidden_size", "layers", "heads", "ffn_size")
 
-Parent = dict[str, dict[str, Any]]  # sections of a recipe: model, tokenizer
+Parent = dict[str, dict[str, Any]]  # sections of a recipe, model and tokenizer; limits: what recipes have no key for
 Load = Callable[[str], Any]  # recipe.recipe.load, which calls this module
 
 
@@ -77,12 +79,24 @@ def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], 
         if model.get(key, "auto") not in ("auto", None) and key in parent["model"]
         if parent["model"][key] not in ("auto", None, model[key])
     ]
+    mistakes += _too_long(values, init_from, parent.get("limits", {}).get("sliding_window"))
     filled = {f"model.{key}": init_from for key in parent["model"] if key not in model}
     values["model"] = parent["model"] | model
     if "tokenizer" not in values:
         values["tokenizer"] = parent["tokenizer"]
         filled |= {f"tokenizer.{key}": init_from for key in parent["tokenizer"]}
     return mistakes, filled
+
+
+def _too_long(values: dict[str, Any], init_from: str, window: int | None) -> list[tuple[str, str]]:
+    """The mistake of rows in which a Mistral would not attend to every token before."""
+    rows = values["batch"].get("sequence_length") if isinstance(values.get("batch"), dict) else None
+    if window is None or not isinstance(rows, int):
+        return []
+    longest = rows // 2 if values["stage"] in ("dpo", "reward") else rows  # a pair shares a row
+    if longest <= window:
+        return []
+    return [("batch.sequence_length", f"{rows}, but {init_from} attends to the last {window} tokens only")]
 
 
 def find(recipe: Any, runs: Path) -> Path | None:
@@ -153,12 +167,16 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
     model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
     rope = config.get("rope_parameters") or config
     model["rope_theta"] = float(rope.get("rope_theta") or 10000.0)
-    return {"model": model, "tokenizer": {"path": tokenizer}}
+    return {
+        "model": model,
+        "tokenizer": {"path": tokenizer},
+        "limits": {"sliding_window": config.get("sliding_window")},
+    }
 
 
 def _unsupported(config: dict[str, Any]) -> Iterator[str]:
-    if config.get("model_type") != "llama":
-        yield f"model_type {config.get('model_type')!r}, not 'llama'"
+    if config.get("model_type") not in LLAMA_SHAPED:
+        yield f"model_type {config.get('model_type')!r}, not {' or '.join(map(repr, LLAMA_SHAPED))}"
         return
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":

@@ -14,7 +14,7 @@ class Chat(Section):
 
     template: str = Field(
         "xuanyuan",
-        description="xuanyuan, llm-code, chatml, llama2, llama3, model (the tokenizer's own), or a Jinja file.",
+        description="xuanyuan, llm-code, zephyr, chatml, llama2, llama3, model (the tokenizer's own), or a Jinja file.",
     )
     system: str | None = Field(None, description="System prompt of the dialogues that bring none.")
     overlong: Literal["split", "drop", "truncate"] = Field(

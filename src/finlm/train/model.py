@@ -13,13 +13,14 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
+from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.train import documents, embeddings, kernels
 
@@ -59,7 +60,9 @@ def context(recipe: Recipe, plan: Plan) -> int:
     config = Path(recipe.model.init_from or "") / "config.json"
     if recipe.stage == "pretrain" or not config.is_file():
         return rows
-    return max(rows, int(files.read_json(config)["max_position_embeddings"]))
+    found = files.read_json(config)
+    longest = int(found["max_position_embeddings"])  # beyond a Mistral's window it would no longer be the same model
+    return max(rows, min(longest, int(found.get("sliding_window") or longest)))
 
 
 def padding_id(shards: Shards) -> int:
@@ -123,6 +126,14 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
                 parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
 
 
+def _as_llama(found: PretrainedConfig) -> LlamaConfig:
+    """The configuration of weights that are Llama's under another name: Mistral's."""
+    if isinstance(found, LlamaConfig):
+        return found
+    values = {key: value for key, value in found.to_dict().items() if key not in ("model_type", "sliding_window")}
+    return LlamaConfig(**values | {"architectures": ["LlamaForCausalLM"]})
+
+
 def _from_pretrained(
     recipe: Recipe, plan: Plan, ds_config: dict[str, Any], config: LlamaConfig, tokenizer: Path
 ) -> LlamaForCausalLM:
@@ -131,7 +142,7 @@ def _from_pretrained(
     extends = recipe.stage == "pretrain" and recipe.tokenizer.extend_to is not None
     compared = [name for name in SHAPE if not (extends and name == "vocab_size")]
     differing = [name for name in compared if getattr(found, name, None) != getattr(config, name)]
-    if found.model_type != "llama" or differing:
+    if found.model_type not in parents.LLAMA_SHAPED or differing:
         lines = [
             f"{name}: {getattr(found, name, None)} there, {getattr(config, name)} in the recipe" for name in differing
         ]
@@ -144,6 +155,7 @@ def _from_pretrained(
     keep_alive = HfDeepSpeedConfig(ds_config) if plan.zero_stage == 3 else None
     model = LlamaForCausalLM.from_pretrained(
         source,
+        config=_as_llama(found),
         revision=revision,
         dtype=DTYPES[plan.precision],
         attn_implementation=_attention(recipe, plan),
