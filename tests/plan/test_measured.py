@@ -24,9 +24,11 @@ def rows() -> list[tuple[dict[str, Any], ModelShape, Layout]]:
 
 
 def errors(what: str) -> dict[str, float]:
-    """Predicted / measured - 1 by case."""
+    """Predicted / measured - 1 by case; runs beside others on the same machine have no time."""
     found = {}
     for row, shape, layout in rows():
+        if row[what] is None:
+            continue
         items = memory.gpu_items(shape, layout)
         ranks = [speed.Rank(gpus.find(row["gpu"]), layout.world_size, layout.micro_batch)]
         predicted = {
@@ -77,5 +79,7 @@ def test_host_memory_of_offload() -> None:
     offloaded = [one for one in rows() if one[2].offload_optimizer == "cpu"]
     assert offloaded
     for row, shape, layout in offloaded:
-        predicted = sum(host_memory.host_items(shape, layout, layout.world_size).values())
+        # The later runs ended with a checkpoint, written from a copy in the host's memory.
+        items = host_memory.host_items(shape, layout, layout.world_size, has_snapshot=row.get("saves", False))
+        predicted = sum(items.values())
         assert -0.10 <= predicted / row["resident_bytes"] - 1 <= 0.10, row["case"]

@@ -285,15 +285,15 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
     parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
     """
-    e, size = layout.element_bytes, trained(shape, layout)
-    own = share(size, layout, 1)
+    e, own = layout.element_bytes, share(trained(shape, layout), layout, 1)
     to_fp32 = 4 if e == 2 else 0
     if layout.offload_optimizer != "none":
         return 0
     if layout.zero_stage == 0:
         return (e + to_fp32) * own
     if layout.zero_stage == 3:
-        return e * own + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
+        checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
+        return e * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = max(OPTIMIZER_GROUP, largest) // layout.world_size
