@@ -1,5 +1,7 @@
 """Create .venv and install requirements.txt into it; a stamp written last makes the next call take milliseconds.
 
+A profile (requirements-v100.txt) names another build of torch; it stays chosen until another one is named.
+
 Standard library only: it runs before anything is installed. Checks first what would fail late: disk space, and the
 compiler with which DeepSpeed builds its CPU optimizer at first use.
 """
@@ -17,12 +19,18 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "finlm-setup.txt"
 NEEDED_BYTES = 3 * 10**9  # measured: 1.6 GB installed with the CPU build of torch, and pip's unpacking beside it
 INPUTS = ("requirements.txt", "pyproject.toml")
+DEFAULT = "requirements.txt"
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Install unless the stamp says that exactly this was installed."""
-    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in INPUTS)).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == f"{sys.version_info[:2]} {wanted}":
+    stamp = STAMP.read_text() if STAMP.exists() else ""
+    profile = chosen(arguments, stamp)
+    if not is_profile(profile):
+        known = sorted(path.name for path in ROOT.glob("requirements*.txt") if is_profile(path.name))
+        return fail(f"{profile} is no profile of the hardware", f"there are {', '.join(known)}", "name one of them")
+    wanted = f"{sys.version_info[:2]} {profile} {fingerprint(profile)}"
+    if stamp == wanted:
         return 0
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED_BYTES:
@@ -38,28 +46,57 @@ def main() -> int:
             "Debian/Ubuntu: apt-get install g++; RHEL: yum install gcc-c++; conda: conda install gxx_linux-64",
         )
     print(f"setting up {VENV.name} with Python {sys.version.split()[0]} (one to three minutes)", flush=True)
-    STAMP.unlink(missing_ok=True)
+    if stamp:
+        STAMP.write_text(chosen([], stamp))  # not complete, whatever happens now
     python = VENV / "bin" / "python"
-    if not is_usable(python):
+    if not is_usable(python) or profile != chosen([], stamp):  # pip takes one build of a version for another
         venv.create(VENV, with_pip=True, clear=True)
-    env = os.environ | {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # torch first: DeepSpeed's build script looks for it, and its pin keeps pip from fetching another build.
-    steps = (
-        ("torch", ["torch==" + pin("torch")]),
-        ("packages", ["-r", "requirements.txt"]),
-        ("finlm", ["--no-deps", "-e", "."]),
-    )
+    STAMP.write_text(profile)
+    env = os.environ | {"DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    steps = installs(profile)
     for number, (name, arguments) in enumerate(steps, 1):
         print(f"[{number}/{len(steps)}] installing {name}", flush=True)
-        result = subprocess.run([python, "-m", "pip", "install", *arguments], cwd=ROOT, env=env, text=True, check=False)
+        result = subprocess.run(
+            [python, "-m", "pip", "install", "-q", *arguments], cwd=ROOT, env=env, text=True, check=False
+        )
         if result.returncode != 0:
             return fail(
                 f"pip could not install {name}",
                 f"pip install {' '.join(arguments)} exited with {result.returncode}; its message is above",
                 "check the network and the package index (pip config list), then run the same command again",
             )
-    STAMP.write_text(f"{sys.version_info[:2]} {wanted}")
+    STAMP.write_text(wanted)
     return 0
+
+
+def chosen(arguments: list[str], stamp: str) -> str:
+    """The profile that is named now, or was named before, or the default."""
+    before = [word for word in stamp.split() if word.endswith(".txt")]
+    return [DEFAULT, *before, *arguments][-1]
+
+
+def is_profile(name: str) -> bool:
+    """Whether a file of the checkout says which torch to install."""
+    path = ROOT / name
+    return path.parent == ROOT and path.is_file() and any(line.startswith("torch==") for line in lines_of(path))
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file."""
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def fingerprint(profile: str) -> str:
+    """Changes with everything that decides what is installed."""
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in sorted({*INPUTS, profile}))).hexdigest()
+
+
+def installs(profile: str) -> list[tuple[str, list[str]]]:
+    """(name, pip's arguments) of each step. torch first: DeepSpeed's build script looks for it, and its pin keeps pip
+    from fetching another build.
+    """
+    torch = ["torch==" + pin("torch")] if profile == DEFAULT else ["-r", profile]
+    return [("torch", torch), ("packages", ["-r", DEFAULT]), ("finlm", ["--no-deps", "-e", "."])]
 
 
 def is_usable(python: Path) -> bool:
@@ -70,8 +107,7 @@ def is_usable(python: Path) -> bool:
 
 def pin(package: str) -> str:
     """The version requirements.txt pins."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    return next(line.split("==")[1].split()[0] for line in lines if line.startswith(f"{package}=="))
+    return next(line.split("==")[1].split()[0] for line in lines_of(ROOT / DEFAULT) if line.startswith(f"{package}=="))
 
 
 def fail(problem: str, evidence: str, fix: str) -> int:
@@ -81,4 +117,4 @@ def fail(problem: str, evidence: str, fix: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

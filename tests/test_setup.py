@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -22,9 +23,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The set-up in this environment."""
-    command = [shutil.which("bash") or "bash", "scripts/setup.sh"]
+    command = [shutil.which("bash") or "bash", "scripts/setup.sh", *arguments]
     return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -60,3 +61,25 @@ def test_a_full_disk_is_said_before_anything_is_installed(checkout: Path) -> Non
     assert result.returncode == 2, result.stderr
     assert "not enough disk space" in result.stderr and "GB free" in result.stderr
     assert not (checkout / ".venv").exists()
+
+
+def test_a_profile_that_is_none_is_refused_with_those_there_are(checkout: Path) -> None:
+    shutil.copy(ROOT / "requirements-v100.txt", checkout)
+    result = run(checkout, "requirements-v200.txt", PATH=os.environ["PATH"], PYTHON=os.path.realpath(sys.executable))
+    assert result.returncode == 2
+    assert "requirements-v100.txt, requirements.txt" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_profile_stays_chosen_and_names_the_same_torch() -> None:
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "scripts/setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    assert setup.chosen([], "") == setup.chosen([], "(3, 11) abc") == "requirements.txt"
+    assert setup.chosen(["requirements-v100.txt"], "(3, 11) requirements.txt abc") == "requirements-v100.txt"
+    assert setup.chosen([], "(3, 11) requirements-v100.txt abc") == "requirements-v100.txt"
+    assert setup.installs("requirements-v100.txt")[0] == ("torch", ["-r", "requirements-v100.txt"])
+    assert setup.fingerprint("requirements-v100.txt") != setup.fingerprint("requirements.txt")
+    assert f"torch=={setup.pin('torch')}+cu126" in (ROOT / "requirements-v100.txt").read_text(encoding="utf-8")
+    assert not setup.is_profile("requirements-gguf.txt")
