@@ -70,13 +70,22 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS])
+@pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS], ids=str)
 def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_path: Path) -> None:
     expected = shown().get(command, [])
     command = command.replace("runs/RUN", str(run_copies / "RUN")).replace("runs/OTHER", str(run_copies / "OTHER"))
     command = re.sub(r"\b[AB]\.log\b", "tests/ops/logs/nccl_ifname_missing.log", command)
     if command == "bash scripts/test.sh":
         command += " --collect-only -q tests/recipe"  # the tests are running already
+    elif command == "bash scripts/sft_run.sh":  # from the tiny model, a few steps
+        dialogues = "data.sources=[{synthetic: {size: 300KB, held_out_size: 60KB, seed: 3, dialogues: true}}]"
+        values = [
+            f"model.init_from={run_copies / 'RUN' / 'export'}",
+            "train.steps=4",
+            "eval={max_tokens_per_source: 2000}",
+        ]
+        values += [dialogues, f"data.cache_dir={tmp_path / 'cache'}", "optim.warmup_steps=1", "expect=null"]
+        command += f" --runs {tmp_path / 'runs'} " + " ".join(f"--set '{value}'" for value in values)
     elif "hf download" in command:  # the tests have no network: the tool must know the options
         options = re.findall(r"--[a-z-]+", command)
         command = ".venv/bin/hf download --help"

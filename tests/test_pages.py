@@ -73,6 +73,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @every_page
+def test_no_page_has_words_that_are_taken_for_html(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`|\\<", "", prose(page))
+    assert re.findall(r"<(?!a id=|/a>|https?:)[A-Za-z/][^\n]{,40}", text) == []
+
+
+@every_page
 def test_files_keys_and_commands_that_a_page_names_exist(page: Path) -> None:
     words = re.findall(r"`([^`\n]+)`", prose(page))
     sections = {key.partition(".")[0] for key in DOTTED if "." in key}

@@ -126,7 +126,8 @@ def page(lang: str) -> str:
             inner = next(iter(_sections(field.annotation)), None)
             meaning = field.description or (_one_line(inner[0].__doc__ or "") if inner else "")
             link = f"[`{name}`](#{_anchor(Part(full + inner[1], inner[0]))})" if inner else f"`{name}`"
-            cells = (link, _value(field, lang), _default(field, words["required"]), chinese.get(full, meaning))
+            said = re.sub(r"</?s>", r"`\g<0>`", chinese.get(full, meaning))  # GitHub takes it for HTML
+            cells = (link, _value(field, lang), _default(field, words["required"]), said)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -175,13 +176,17 @@ def _shape(annotation: Any, names: dict[str, str]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """The limits of a number: " > 0", " 0 to 1"."""
+    """The limits of a number: " > 0", " 0–1"."""
     found = {}
     for item in (inner for outer in metadata for inner in getattr(outer, "metadata", [outer])):
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
             if getattr(item, name, None) is not None:
                 found[sign] = getattr(item, name)
-    return "".join(f" {sign} {limit}" for sign, limit in found.items())
+    if ">" in found:
+        found.pop("≥", None)
+    if "≥" in found and "≤" in found:
+        return f" {found['≥']:g}–{found['≤']:g}"
+    return "".join(f" {sign} {found[sign]:g}" for sign in (">", "≥", "<", "≤") if sign in found)
 
 
 def _default(field: FieldInfo, required: str) -> str:
@@ -194,7 +199,18 @@ def _default(field: FieldInfo, required: str) -> str:
         return f"`[{', '.join(map(str, value))}]`"
     if isinstance(value, str):
         return f"`{value}`" if value else "–"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"`{_number(field, value)}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _number(field: FieldInfo, value: float) -> str:
+    """As an author would write it: 64MB and 200k where the key takes units."""
+    shape = _value(field, "en").partition(",")[0]
+    for size, unit in ((10**6, "M"), (10**3, "k")):
+        if shape in ("bytes", "count") and value >= size and value % size == 0:
+            return f"{int(value) // size}{unit if shape == 'count' else {'M': 'MB', 'k': 'KB'}[unit]}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _one_line(text: str) -> str:
