@@ -93,7 +93,7 @@ def test_the_other_numbers_of_the_llama2_page_come_from_the_planner() -> None:
     plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
     assert plan.days is not None
     assert f"{plan.tokens_per_second:,.0f} tokens/s, {format_duration(plan.days * 86400)}" in page
-    assert any("33.3 GiB of 32.0 GiB" in reason for reason in plan.reasons)
+    assert any("38.0 GiB of 32.0 GiB" in reason for reason in plan.reasons)
     theirs = planned(path)[1]
     assert theirs.tokens_per_second is not None
     night = 700 * theirs.tokens_per_step / theirs.tokens_per_second / 3600
