@@ -79,6 +79,7 @@ def _train(options: argparse.Namespace) -> int:
     from finlm import pipeline
     from finlm.ops import doctor_kinds
     from finlm.recipe import cluster, toy
+    from finlm.recipe.recipe import load
 
     loaded = toy.load(options.recipe, options.set) if options.toy else cli_recipes.load(options)
     recipe, hostfile = loaded.recipe, options.hostfile or cluster.default_hostfile()
@@ -94,7 +95,8 @@ def _train(options: argparse.Namespace) -> int:
         for command in pipeline.adapt(loaded, hosts, runs, options.new, options.adapter):
             print(command)
         return 0
-    return pipeline.train(loaded, hosts, runs, options.new, options.accept_new)
+    read = toy.load if options.toy else load
+    return pipeline.train(loaded, hosts, runs, options.new, options.accept_new, read)
 
 
 def _sync(options: argparse.Namespace) -> int:

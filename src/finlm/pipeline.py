@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,20 @@ from finlm.recipe.recipe import Loaded
 from finlm.recipe.schema import Recipe
 from finlm.record import expectations, manifest, prediction, report, trackers, tracking
 
+Read = Callable[[str], Loaded]
 SAMPLE_TOKENS = 80
 HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source, as far as its stage has them
 
 
-def train(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False) -> int:
-    """Run a recipe to its report, and before it the recipe it starts from; 0, or 1 when something found an error."""
+def train(
+    loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False, read: Read = recipe.load
+) -> int:
+    """Run a recipe to its report, and before it the recipe it starts from; 0, or 1 when something found an error.
+
+    read: how the recipe it starts from is read, recipe.load or toy.load.
+    """
     trackers.check(loaded.recipe.record.tracking)
-    started = _started(loaded, hosts, runs, accept_new)
+    started = _started(loaded, hosts, runs, accept_new, read)
     if started is None:
         return 1
     loaded, wanted = started, started.recipe
@@ -83,17 +89,20 @@ def _linted(wanted: Recipe, shards: Path) -> list[lint.Finding]:
     return found
 
 
-def _started(loaded: Loaded, hosts: Cluster, runs: Path, accept_new: bool) -> Loaded | None:
+def _started(loaded: Loaded, hosts: Cluster, runs: Path, accept_new: bool, read: Read) -> Loaded | None:
     """The recipe with a directory in model.init_from; a recipe there without a finished run is run. None = failed."""
     init_from = loaded.recipe.model.init_from
     if not parents.is_recipe(init_from):
         return loaded
-    parent = recipe.load(str(init_from))
-    if parents.find(parent.recipe, runs) is None:
+    parent = read(str(init_from))
+    found = parents.find(parent.recipe, runs)
+    if found is None:
         screen.say(f"{loaded.path} starts from {init_from}, which has no finished run in {runs}: that is trained first")
-        if train(parent, hosts, runs, False, accept_new) != 0:
+        if train(parent, hosts, runs, False, accept_new, read) != 0:
             return None
-    return _with_parent(loaded, start.directory(loaded.recipe, runs))
+        found = parents.find(parent.recipe, runs)
+        assert found is not None  # that run has just finished
+    return _with_parent(loaded, found)
 
 
 def _with_parent(loaded: Loaded, directory: Path) -> Loaded:
