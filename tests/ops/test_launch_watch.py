@@ -25,8 +25,8 @@ def test_a_silence_is_told_after_a_minute_and_again_after_twice_the_time() -> No
         return launch_watch.quiet(sessions(now, 1.0, now - 100), progress, Launch(), now)
 
     assert said(159.0) == ""
-    expected = "last completed step 12, 61 s ago; n1 last heard of 61 s ago; ended after 30 minutes"
-    assert said(161.0) == f"{expected} (launch.stall_minutes)"
+    expected = "last completed step 12, 61 s ago; n1 last heard of 61 s ago: given up after 150 s"
+    assert said(161.0) == f"{expected} (launch.outage_seconds)"
     assert said(200.0) == said(221.0) == ""
     assert "122 s ago" in said(222.0)
     assert round(progress.finished(232.0)) == 132 and progress.longest == 0.3
@@ -36,6 +36,8 @@ def test_a_silence_is_told_after_a_minute_and_again_after_twice_the_time() -> No
 def test_long_steps_and_a_long_start_are_measured_by_their_own_limits() -> None:
     steps = Progress(0.0, step=3, at=0.0, stepped=True, longest=50.0)
     assert not launch_watch.quiet(sessions(149.0, 1.0), steps, Launch(), 149.0)
-    assert "; every host answers; " in launch_watch.quiet(sessions(151.0, 1.0), steps, Launch(), 151.0)
+    assert "; every host answers; ended after 30 minutes (launch.stall_minutes)" in launch_watch.quiet(
+        sessions(151.0, 1.0), steps, Launch(), 151.0
+    )
     start = Progress(0.0)
     assert "no step was completed in 60 s" in launch_watch.quiet(sessions(60.0, 1.0), start, Launch(), 60.0)

@@ -86,10 +86,12 @@ def quiet(sessions: Sequence[Session], progress: Progress, limits: Launch, now: 
     if silence < max(QUIET_SECONDS, 3 * progress.longest, 2 * progress.told):
         return ""
     progress.told = silence
-    lost = [f"{s.name} last heard of {now - s.heard:.0f} s ago" for s in sessions if now - s.heard > HEARD_SECONDS]
+    lost = [s for s in sessions if now - s.heard > HEARD_SECONDS]
+    if lost:
+        hosts = ", ".join(f"{s.name} last heard of {now - s.heard:.0f} s ago" for s in lost)
+        return f"{progress.words(now)}; {hosts}: given up after {lost[0].patience:.0f} s (launch.outage_seconds)"
     key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
-    hosts = ", ".join(lost) if lost else "every host answers"
-    return f"{progress.words(now)}; {hosts}; ended after {minutes:g} minutes (launch.{key}_minutes)"
+    return f"{progress.words(now)}; every host answers; ended after {minutes:g} minutes (launch.{key}_minutes)"
 
 
 def _has_failed(session: Session) -> bool:
