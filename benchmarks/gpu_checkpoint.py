@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm import config, pipeline
-from finlm.base import memory
+from finlm.base import memory, processes
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
 from finlm.data import prepare
@@ -64,7 +64,8 @@ def make(where: Path, gpu: str, layers: int) -> RunDir:
 def start(run: RunDir) -> subprocess.Popen[bytes]:
     """The one rank of the run."""
     env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen([sys.executable, "-m", "finlm.train", str(run.path)], env=env | {"MASTER_PORT": "29555"})
+    command = [sys.executable, "-m", "finlm.train", str(run.path)]
+    return subprocess.Popen(command, env=env | {"MASTER_PORT": "29555"}, preexec_fn=processes.die_with_parent)
 
 
 def wait_for(run: RunDir, rank: subprocess.Popen[bytes], kind: str, since: float, seconds: float) -> dict[str, Any]:

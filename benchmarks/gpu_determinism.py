@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from finlm import config, pipeline
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.data import prepare
 from finlm.ops.launch_env import host_env
@@ -75,7 +75,12 @@ def start(run: RunDir, devices: list[int]) -> list[subprocess.Popen[bytes]]:
     env |= {"MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in devices)}
     command = [sys.executable, "-m", "finlm.train", str(run.path)]
     ranks = range(len(devices))
-    return [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks]
+    return [
+        subprocess.Popen(
+            command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=processes.die_with_parent
+        )
+        for rank in ranks
+    ]
 
 
 def ended(run: RunDir, ranks: list[subprocess.Popen[bytes]]) -> dict[str, Any]:

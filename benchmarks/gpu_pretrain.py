@@ -13,6 +13,7 @@ FLOPs a token against the GPU's dense bf16 peak, for float8 as well. --json FILE
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -157,7 +158,10 @@ def launched(arguments: list[str], directory: Path) -> subprocess.Popen[bytes]:
         launcher.append("--module")
     with (directory / "launcher.log").open("wb") as log:
         command = [sys.executable, *launcher, *[part for part in arguments if part != "-m"]]
-        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    atexit.register(kill, process)  # stopped by `timeout`, a benchmark must not leave its ranks on the GPUs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return process
 
 
 def free_port() -> int:
@@ -169,10 +173,15 @@ def free_port() -> int:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill whatever is left of a contender and give the driver time to free its memory."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill(process)
     process.wait()
     time.sleep(5)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """The launcher and its ranks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def last_lines(directory: Path, count: int = 15) -> str:
