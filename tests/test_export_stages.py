@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from safetensors import safe_open
@@ -72,7 +73,10 @@ def check(out: Path, start: Path) -> None:
         ends = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
         assert ends == tokenizer.eos_token_id, "an answer ends with </s>"
     text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
-    assert text == f"<s>Human: {TALK[0]['content']} Assistant:"
+    template = (out / "chat_template.jinja").read_text(encoding="utf-8")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = jinja2.Template(template).render(messages=TALK, add_generation_prompt=True, **tokens)
+    assert text == plain == f"<s>Human: {TALK[0]['content']} Assistant:"
     assert "with finlm: 3 steps" in (out / "README.md").read_text(encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ rope_theta both where transformers 5 writes it and where readers of the older fo
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from finlm.train.trained import Trained, load
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
 SHARD_SIZE = "5GB"
+_MARKS = re.compile(r"{% (end)?generation %}(?!\n)")
 PROBES = (
     "2023年营业收入同比增长12.5%，净利润为3.6亿元。",
     "Revenue rose 5 % to $1.2bn.\n\n第二段：㎡ ①  空格",
@@ -77,6 +79,9 @@ def _complete(directory: Path, trained: Trained) -> None:
     config = files.read_json(directory / "config.json")
     config["rope_theta"] = trained.recipe.model.rope_theta
     files.write_json(directory / "config.json", config)
+    template = directory / "chat_template.jinja"
+    if template.is_file():  # the marks around what the assistant says are for training; plain Jinja refuses them
+        files.write_text(template, _MARKS.sub("", template.read_text(encoding="utf-8")))
     model_file = _sentencepiece(trained)
     if model_file is not None:
         shutil.copyfile(model_file, directory / "tokenizer.model")
@@ -125,6 +130,7 @@ def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> s
     tokenizer = AutoTokenizer.from_pretrained(directory)
     torch.manual_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
+    tokens = max(1, min(tokens, model.config.max_position_embeddings - ids.shape[1]))
     with torch.no_grad():
         out = model.generate(
             ids,
