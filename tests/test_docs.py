@@ -71,20 +71,19 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS], ids=str)
-def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_path: Path) -> None:
+def test_the_command_works(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     expected = shown().get(command, [])
-    command = command.replace("runs/RUN", str(run_copies / "RUN")).replace("runs/OTHER", str(run_copies / "OTHER"))
+    if "runs/" in command:
+        copies = request.getfixturevalue("run_copies")
+        command = command.replace("runs/RUN", str(copies / "RUN")).replace("runs/OTHER", str(copies / "OTHER"))
     command = re.sub(r"\b[AB]\.log\b", "tests/ops/logs/nccl_ifname_missing.log", command)
     if command == "bash scripts/test.sh":
         command += " --collect-only -q tests/recipe"  # the tests are running already
     elif command == "bash scripts/sft_run.sh":  # from the tiny model, a few steps
         dialogues = "data.sources=[{synthetic: {size: 300KB, held_out_size: 60KB, seed: 3, dialogues: true}}]"
-        values = [
-            f"model.init_from={run_copies / 'RUN' / 'export'}",
-            "train.steps=4",
-            "eval={max_tokens_per_source: 2000}",
-        ]
-        values += [dialogues, f"data.cache_dir={tmp_path / 'cache'}", "optim.warmup_steps=1", "expect=null"]
+        base = request.getfixturevalue("run_copies") / "RUN" / "export"
+        values = [dialogues, f"model.init_from={base}", f"data.cache_dir={tmp_path / 'cache'}", "train.steps=4"]
+        values += ["optim.warmup_steps=1", "eval={max_tokens_per_source: 2000}", "expect=null"]
         command += f" --runs {tmp_path / 'runs'} " + " ".join(f"--set '{value}'" for value in values)
     elif "hf download" in command:  # the tests have no network: the tool must know the options
         options = re.findall(r"--[a-z-]+", command)
@@ -99,7 +98,7 @@ def test_the_command_works(command: str, corpus: Path, run_copies: Path, tmp_pat
         options = " ".join(f"--set '{value}'" for value in small)
         if "pretrain_run" in command:
             options += f" --runs {tmp_path / 'runs'} --set tokenizer.vocab_size=4096"
-        command = command.replace("=corpus/", f"={corpus}/") + " " + options
+        command = command.replace("=corpus/", f"={request.getfixturevalue('corpus')}/") + " " + options
     result = shell(command)
     if NEEDS_DOWNLOAD.search(command) and " plan " not in command and " doctor " not in command:
         assert result.returncode == 2, result.stderr
