@@ -14,21 +14,27 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finlm import cli
+from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.plan import planner
+from finlm.recipe import cluster, recipe, shape
 from finlm.record import trackers, tracking
 
-from helpers import QUICKSTART, ROOT
+from helpers import QUICKSTART, ROOT, TINY
 
 Curve = list[tuple[int, float]]
 
 
 @pytest.fixture
-def run(finished: tuple[RunDir, str], tmp_path: Path) -> RunDir:
-    """A run directory with a finished run's recipe and plan; its events are to be written."""
+def run(tmp_path: Path) -> RunDir:
+    """A run directory of the tiny recipe; its events are to be written."""
     run = RunDir(tmp_path / "runs" / "tiny-1")
     run.path.mkdir(parents=True)
-    for file in (finished[0].recipe, finished[0].plan, finished[0].ds_config):
-        shutil.copy(file, run.path)
+    loaded = recipe.load(QUICKSTART, TINY).recipe
+    plan = planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded))
+    run.recipe.write_text(recipe.dump(loaded), encoding="utf-8")
+    files.write_json(run.plan, plan.to_json())
+    files.write_json(run.ds_config, {})
     return run
 
 
@@ -111,6 +117,19 @@ def test_tracking_beside_a_run_sees_its_last_row(run: RunDir, capsys: pytest.Cap
         steps(run, 1, 30, loss=5.0)
     assert f"tensorboard --logdir {run.path.parent}" in capsys.readouterr().err
     assert len(shown(run)["train/loss"]) == 30
+
+
+def test_two_processes_never_fill_the_same_tracker(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+
+    def meanwhile() -> bool:
+        said.append(cli.main(["track", str(run.path), "--to", "tensorboard"]))
+        return True
+
+    steps(run, 1, 3, loss=5.0)
+    assert tracking.follow(run, "tensorboard", meanwhile) == 3
+    assert said == [2] and "another process sends tiny-1 to tensorboard" in capsys.readouterr().err
+    assert len(shown(run)["train/loss"]) == 3
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything(

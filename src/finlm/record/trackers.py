@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -109,9 +110,9 @@ class Trackio:
             for former in list(trackio.Api().runs(project)):
                 if former.name == name:
                     former.delete()
-        self._run: Any = trackio.init(
-            project, name=name, config=_config(run, wanted), embed=False, auto_log_gpu=False, auto_log_cpu=False
-        )
+        settings: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        with contextlib.redirect_stdout(io.StringIO()):  # where results go
+            self._run: Any = trackio.init(project, name=name, config=_config(run, wanted), **settings)
         self._finish = trackio.finish
 
     def log(self, step: int, when: float, metrics: Mapping[str, float]) -> None:
@@ -120,7 +121,8 @@ class Trackio:
 
     def close(self) -> None:
         """Write what is queued."""
-        self._finish()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._finish()
 
 
 TRACKERS: dict[str, type[TensorBoard] | type[Wandb] | type[Trackio]] = {
@@ -136,9 +138,9 @@ def check(names: Sequence[str]) -> None:
     if missing:
         fixes = [f".venv/bin/pip install {PINS[name]}" if name in PINS else "bash scripts/setup.sh" for name in missing]
         raise UserError(
-            f"record.tracking: {' and '.join(missing)} cannot be imported",
-            evidence=f"no package {', '.join(missing)} in this environment",
-            fix="; ".join([*dict.fromkeys(fixes), "or leave it out: the run's events.jsonl can be sent later"]),
+            f"{' and '.join(missing)} cannot be imported",
+            evidence="named in record.tracking or after --to, and not installed in this environment",
+            fix="; ".join([*dict.fromkeys(fixes), "or leave it out, and send the run later"]),
         )
 
 

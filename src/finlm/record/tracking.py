@@ -8,6 +8,7 @@ resume or a rollback repeats appear once, as they went on: the tracker is then f
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import screen
+from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, open_run
 from finlm.record import live, trackers
 
@@ -39,24 +41,39 @@ def current(rows: Iterator[Row]) -> list[Row]:
 
 
 def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
-    """Send a run's metrics to a tracker until is_over; the steps it has then."""
-    is_last = False
-    while True:
-        events = live.follow(run, 0)
-        rows = next(events)
-        tracker = trackers.opened(run, name)
+    """Send a run's metrics to a tracker until is_over; the steps it has then. UserError when another process does."""
+    with _alone(run, name):
+        is_last = False
+        while True:
+            events = live.follow(run, 0)
+            rows = next(events)
+            tracker = trackers.opened(run, name)
+            try:
+                sent = _send(tracker, current(iter(rows)), {})
+                while not is_last:
+                    is_last = is_over()  # asked before the last look, which then sees everything
+                    rows = next(events)
+                    if _takes_back(rows, sent):
+                        break
+                    sent = _send(tracker, [row for row in rows if row["kind"] in KINDS], sent)
+                else:
+                    return max(0, *sent.values()) if sent else 0
+            finally:
+                tracker.close()
+
+
+@contextlib.contextmanager
+def _alone(run: RunDir, name: str) -> Iterator[None]:
+    """Two would remove each other's files."""
+    run.tracking.mkdir(exist_ok=True)
+    with (run.tracking / f".{name}.lock").open("w") as file:
         try:
-            sent = _send(tracker, current(iter(rows)), {})
-            while not is_last:
-                is_last = is_over()  # asked before the last look, which then sees everything
-                rows = next(events)
-                if _takes_back(rows, sent):
-                    break
-                sent = _send(tracker, [row for row in rows if row["kind"] in KINDS], sent)
-            else:
-                return max(0, *sent.values()) if sent else 0
-        finally:
-            tracker.close()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process sends {run.path.name} to {name}", fix="wait until it has, or until the run ends"
+            ) from None
+        yield
 
 
 def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
@@ -99,7 +116,8 @@ def seen(run: RunDir, name: str) -> str:
     if name == "tensorboard":
         return f"tensorboard --logdir {run.path.parent}"
     if name == "wandb":
-        return f"wandb sync {run.tracking / 'wandb'}/offline-run-* (unless record.online)"
+        offline = list((run.tracking / "wandb").glob("offline-run-*"))
+        return f"wandb sync {offline[0]}" if offline else "sent"
     return "trackio show"
 
 
@@ -109,7 +127,7 @@ def beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
     started: dict[str, subprocess.Popen[bytes]] = {}
     for name in names:
         run.tracking.mkdir(exist_ok=True)
-        with log(run, name).open("wb") as output:
+        with log(run, name).open("ab") as output:
             command = [sys.executable, "-m", "finlm.record.tracking", str(run.path), name]
             started[name] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
@@ -155,7 +173,11 @@ def main(arguments: Sequence[str]) -> int:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
         return bool(readable)
 
-    follow(run, name, parent_ended)
+    try:
+        follow(run, name, parent_ended)
+    except UserError as error:
+        screen.fail(error)
+        return error.exit_code
     return 0
 
 

@@ -1,0 +1,105 @@
+"""The live view says what the rows say, starts over where they do, and leaves the run alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm import cli
+from finlm.base.rundir import RunDir
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, recipe, shape
+from finlm.record import live
+
+from helpers import QUICKSTART
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """200 steps on two hosts that hold 12 and 4 rows."""
+    hosts = tuple(cluster.Host(name, 2, None, 8 * 2**30) for name in ("left", "right"))
+    loaded = recipe.load(QUICKSTART, ("train.steps=200",)).recipe
+    return planner.make(loaded, cluster.Cluster(hosts), shape.of(loaded))
+
+
+def step(number: int, **more: Any) -> live.Row:
+    row = {"kind": "step", "time": 1000.0 + number, "step": number, "loss": 8.0 - number / 100, "lr": 1e-3}
+    return row | {"tokens_per_second": 4000.0, "mfu": None, "memory_bytes": 2**30} | more
+
+
+def test_the_line_has_everything_that_is_known_and_nothing_else(plan: Plan) -> None:
+    state = live.State(plan)
+    for number in range(1, 101):
+        state.feed(step(number))
+    line = state.line(now=1100.0)
+    assert line.startswith("step 100/200  loss 7.0000  lr 1.00e-03  tokens/s 4,000  memory 1.0 GiB  ends ")
+    assert line.endswith("(in 100 seconds)") and "MFU" not in line
+    state.feed(step(101, mfu=0.5, loss=None))
+    assert "MFU 50.0 %" in state.line(1101.0) and "loss –" in state.line(1101.0)
+
+
+def test_the_board_names_hosts_checkpoint_incidents_and_silence(plan: Plan) -> None:
+    state = live.State(plan)
+    for number in range(1, 5):
+        state.feed(step(number))
+    assert state.feed({"kind": "eval", "time": 1004.0, "step": 4, "loss": 7.5}) == "step 4: held-out loss 7.5000"
+    state.feed({"kind": "checkpoint", "time": 1004.0, "step": 4, "bytes": 1, "seconds": 1.0})
+    said = state.feed({"kind": "incident", "time": 1004.0, "step": 4, "what": "loss spike", "detail": "9.0"})
+    assert said == "step 4: loss spike: 9.0"
+    board = dict(state.board(now=1064.0))
+    assert board["hosts"] == "left 2,000, right 2,000"
+    assert board["held-out"] == "7.5000 at step 4"
+    assert board["saved"] == "step 4, 60 seconds ago"
+    assert board["incident"] == "step 4: loss spike"
+    assert board["quiet"] == "no word for 60 seconds"
+
+
+def test_a_resume_takes_back_the_steps_after_it(plan: Plan) -> None:
+    state = live.State(plan)
+    for number in range(1, 21):
+        state.feed(step(number))
+    state.feed({"kind": "end", "time": 1020.0, "step": 20, "status": "interrupted"})
+    state.feed({"kind": "start", "time": 1030.0, "step": 10})
+    assert state.end is None and state.step == 10 and state.left is None
+    assert [number for number, _ in state.losses] == list(range(1, 11))
+    said = state.feed({"kind": "rollback", "time": 1031.0, "step": 5, "origin": 10})
+    assert said == "step 10: back to step 5, without the data since"
+
+
+def test_a_curve_of_blocks_goes_down_with_the_loss() -> None:
+    assert live.spark([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 8) == "█▇▆▅▄▃▂▁"
+    assert live.spark([1.0, 1.0], 8) == "▁▁"
+    assert len(live.spark([float(value) for value in range(1000)], 40)) == 40
+
+
+def test_watch_of_a_finished_run_says_how_it_ended(
+    finished: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["watch", str(finished[0].path)]) == 0
+    err = capsys.readouterr().err
+    assert "step 20/20  loss" in err and f"finished at step 20; {finished[0].report}" in err
+
+
+def test_watch_of_a_run_that_nobody_runs_ends_and_says_so(
+    finished: tuple[RunDir, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "left-behind")
+    run.path.mkdir()
+    for file in (finished[0].recipe, finished[0].plan, finished[0].ds_config):
+        shutil.copy(file, run.path)
+    (run.path / ".lock").touch()
+    rows = finished[0].events.read_text(encoding="utf-8").splitlines(keepends=True)
+    run.events.write_text("".join(row for row in rows if '"step":' in row and '"kind":"end"' not in row)[:-40])
+    long_ago = [line.replace('"time":17', '"time":16') for line in run.events.read_text().splitlines(keepends=True)]
+    run.events.write_text("".join(long_ago))
+    assert cli.main(["watch", str(run.path)]) == 1
+    assert "nothing runs it any more; the last word was at step" in capsys.readouterr().err
+
+
+def test_watch_of_something_else_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
