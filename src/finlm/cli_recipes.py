@@ -136,7 +136,7 @@ def new(options: argparse.Namespace) -> int:
         screen.say(f"also written: {written}")
     screen.say("try next:")
     screen.say(f"  edit {path}")
-    screen.say(f"  finlm diff {path}")
+    screen.say(f"  {recipe_page.program()} diff {path}")
     screen.say(f"  {recipe_page.train_command(path)}")
     return 0
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,13 @@ def write(path: Path, parent: Path) -> list[Path]:
         files.write_text(settings, json.dumps(config.deepspeed(wanted, plan), ensure_ascii=False, indent=2) + "\n")
         written.append(settings)
     return written
+
+
+def program() -> str:
+    """What starts finlm when it is typed here: `finlm` where it is on the path."""
+    interpreter = Path(sys.executable)
+    shown = interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter
+    return "finlm" if shutil.which("finlm") else f"{shown} -m finlm"
 
 
 def train_command(path: Path) -> str:
