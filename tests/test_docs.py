@@ -80,10 +80,10 @@ def test_the_command_works(command: str, request: pytest.FixtureRequest, tmp_pat
     if command == "bash scripts/test.sh":
         command += " --collect-only -q tests/recipe"  # the tests are running already
     elif command == "bash scripts/sft_run.sh":  # from the tiny model, a few steps
-        dialogues = "data.sources=[{synthetic: {size: 300KB, held_out_size: 60KB, seed: 3, dialogues: true}}]"
+        dialogues = "data.sources=[{synthetic: {size: 300KB, held_out_size: 100KB, seed: 3, dialogues: true}}]"
         base = request.getfixturevalue("run_copies") / "RUN" / "export"
         values = [dialogues, f"model.init_from={base}", f"data.cache_dir={tmp_path / 'cache'}", "train.steps=4"]
-        values += ["optim.warmup_steps=1", "eval={max_tokens_per_source: 2000}", "expect=null"]
+        values += ["optim.warmup_steps=2", "eval={max_tokens_per_source: 2000}", "expect=null"]
         command += f" --runs {tmp_path / 'runs'} " + " ".join(f"--set '{value}'" for value in values)
     elif "hf download" in command:  # the tests have no network: the tool must know the options
         options = re.findall(r"--[a-z-]+", command)
