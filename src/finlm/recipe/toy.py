@@ -57,6 +57,11 @@ _AFTER = {  # rows hold a question of the exam, or two
         ),
     ),
 }
+_TEXT = "{name: text, synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}"
+_MIXED = (  # hybrid tuning stays one, whatever its weights
+    _AFTER["sft"][0].replace("]", f", {_TEXT}]"),
+    "data.mixture=[{weights: {'*_chat': 3, 'text-*': 1}}]",
+)
 _PARENT = "recipes/quickstart/pretrain.yaml"
 _TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, which the toy's tokenizer has
 
@@ -67,7 +72,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
     if written.stage != "pretrain":
         init_from = written.model.init_from
-        shrunk += (f"model={{init_from: {init_from if parents.is_recipe(init_from) else _PARENT}}}", "data.mixture=[]")
+        shrunk += (f"model={{init_from: {init_from if parents.is_recipe(init_from) else _PARENT}}}",)
+        shrunk += _MIXED if written.data.mixture else ()
         if written.chat is not None and written.chat.template not in _TEMPLATES:
             shrunk += ("chat.template=xuanyuan",)
     toy = recipes.load(path, (*shrunk, *overrides), parent=load)
