@@ -64,8 +64,8 @@ def sigterm(rank: int, step: int) -> None:
 
 
 def fp16_overflow(name: str, from_step: int) -> None:
-    """fp16 on a CPU, where torch computes it though DeepSpeed refuses it; a gradient is infinite from a step on."""
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    """fp16, and a gradient is infinite from a step on."""
+    fp16()
     plain = guard.Guard.data_step
 
     def at(self: guard.Guard, step: int) -> int:
@@ -124,6 +124,11 @@ def stopped(step: int) -> None:
         return plain(self, at, *arguments)
 
     guard.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def fp16() -> None:
+    """fp16 on a CPU, where torch computes it though DeepSpeed refuses it."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
 def disk_is_full(path: str, first: int, last: int) -> None:

@@ -7,7 +7,9 @@ before anything is loaded. A damaged one is set aside and named, and the one bef
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from finlm.base import checkpoints as disk
 from finlm.base.checkpoints import Manifest
@@ -99,5 +101,22 @@ def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
     c.store.given = {}
     if loaded is None:
         raise RuntimeError(f"DeepSpeed did not load {directory}")
+    if c.plan.offload_optimizer == "cpu":
+        replay_powers(c.engine.basic_optimizer)
     if (file := directory / f"loop_rank_{c.rank}.pt").exists() and manifest.world_size == c.world_size:
         generators.restore(c.store.load(str(file))["generators"])
+
+
+def replay_powers(optimizer: Any) -> None:
+    """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the checkpoint was written.
+
+    It keeps them in C++ as products of one factor a step and, after a load, computes the next ones by pow(): other last
+    bits in every weight (cpu_adam.h, IncrementStep). Steps of a single element go through the same products: 1 us each.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    group = optimizer.param_groups[0]
+    settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    scratch = [torch.zeros(1) for _ in range(4)]  # weight, gradient, moments
+    for step in range(1, max((int(state["step"]) for state in optimizer.state.values() if state), default=0) + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, *scratch)
