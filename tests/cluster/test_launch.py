@@ -75,7 +75,7 @@ def test_three_hosts_with_zero_3_continue_two_with_zero_1_and_all_steps_equal_on
     checkout(trio[0])
     script = ["bash", f"{WORK}/repo/scripts/pretrain_run.sh", "--runs", f"{WORK}/runs"]
     # 15 rows a step: equal for one rank, for two with 1 + 2 rows at once and for three with 1 + 2 + 2.
-    short = ("batch.tokens_per_step=960", "train.steps=24", "checkpoint.every_steps=4", "eval.every_steps=null")
+    short = ("batch.tokens_per_step=960", "train.steps=40", "checkpoint.every_steps=4", "eval.every_steps=null")
     alone = make_run(*short, ONE_THREAD, ranks=1)
     ranks.train(alone)
     for host in trio.hosts[1:]:
