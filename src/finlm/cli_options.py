@@ -104,8 +104,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--data", type=Path, metavar="DIR", help="the folder of FinanceIQ or C-Eval")
     command.add_argument(
         "--mode",
-        choices=("likelihood", "chat"),
-        help="the likeliest letter, or the letter in a written answer; default: chat for models with a chat template",
+        choices=("likelihood", "chat", "cloze"),
+        help="the likeliest letter, the letter in a written answer, or the likeliest option in full; "
+        "default: chat for models with a chat template, else likelihood",
     )
     command.add_argument("--shots", type=int, metavar="N", help="solved examples before a question (5; chat: 0)")
     command.add_argument("--limit", type=int, metavar="N", help="ask a random N questions, the same every time")

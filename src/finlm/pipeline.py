@@ -216,7 +216,8 @@ def _ask(run: RunDir, wanted: Recipe) -> None:
         from finlm.evals import suite  # loads torch
 
         start = Path(wanted.model.init_from or "")
-        suite.after_training(run, wanted.eval.suites, start if (start / "config.json").is_file() else None)
+        mode = None if wanted.eval.mode == "auto" else wanted.eval.mode
+        suite.after_training(run, wanted.eval.suites, mode, start if (start / "config.json").is_file() else None)
 
 
 def _finish(run: RunDir) -> None:

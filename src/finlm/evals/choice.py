@@ -25,7 +25,7 @@ from finlm.evals.questions import Question, Suite
 from finlm.evals.styles import STYLES, Style
 from finlm.train.opened import Opened
 
-Mode = Literal["likelihood", "chat"]
+Mode = Literal["likelihood", "chat", "cloze"]
 VERSION = 1  # of what decides an answer here
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
@@ -49,7 +49,7 @@ def answers(
             f"{opened.name} has no chat template: it continues text",
             fix="use --mode likelihood, or evaluate the model after SFT",
         )
-    make = prompts.continuations if mode == "likelihood" else prompts.conversations
+    make = {"likelihood": prompts.continuations, "chat": prompts.conversations, "cloze": prompts.cloze}[mode]
     asked = make(opened, suite, questions, shots)
     settings = [VERSION, mode, opened.fingerprint, repr(STYLES[suite.name]) if mode == "chat" else ""]
     keys = {id(prompt): files.sha256_json([*settings, prompt.text]) for prompt in asked}
@@ -58,13 +58,13 @@ def answers(
     ledger.parent.mkdir(parents=True, exist_ok=True)
     if len(left) < len(asked):
         screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
-    batches = _likeliest(opened, left) if mode == "likelihood" else _written(opened, left, STYLES[suite.name])
+    batches = _written(opened, left, STYLES[suite.name]) if mode == "chat" else _likeliest(opened, left)
     with screen.progress(f"{suite.name}, {mode}", len(left), "answered") as advance:
         for batch in batches:
             rows = []
             for prompt, answer in batch:
                 row: dict[str, Any] = {"key": keys[id(prompt)], "answer": answer.letter, "shots": answer.shots}
-                row |= {"scores": answer.scores} if mode == "likelihood" else {"text": answer.text}
+                row |= {"text": answer.text} if mode == "chat" else {"scores": answer.scores}
                 rows.append(row | {"question": prompt.question.sha256, "subject": prompt.question.subject})
             for row in rows:
                 files.append_json_line(ledger, row)

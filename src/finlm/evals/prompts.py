@@ -20,7 +20,7 @@ class Prompt:
     """A question ready to be asked."""
 
     question: Question
-    text: str  # base models: all up to the letter; chats: the rendered conversation, for the ledger's key
+    text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
     shots: int
     ids: tuple[tuple[int, ...], ...]  # tokens: with each of the four letters behind, or those of the conversation
 
@@ -53,6 +53,34 @@ def _continuation(style: Style, suite: Suite, question: Question, shots: int) ->
     for example in suite.examples.get(question.subject, ())[:shots]:
         parts.append(style.ask(example.text, example.options) + style.cue + example.answer + "\n\n")
     return "".join(parts) + style.ask(question.text, question.options) + style.cue
+
+
+def cloze(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Texts that end with each of the four options in full instead of with its letter; no examples.
+
+    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). An
+    assistant sees the options in the user's turn and opens its own with one of them; a base model sees no option.
+    """
+    style, prompts = STYLES[suite.name], list[Prompt]()
+    is_chat = bool(opened.tokenizer.chat_template)
+    for question in questions:
+        answers = [f"{option}。" for option in question.options]
+        if is_chat:
+            texts = [_answered(opened, _turn(style, question), answer) for answer in answers]
+        else:
+            stem = style.begin(question.subject) + style.lead + question.text + style.cue
+            texts = [stem + answer for answer in answers]
+        ids = opened.tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        cut = max(0, max(map(len, ids)) - opened.context)
+        prompts.append(Prompt(question, "\n".join(texts), 0, tuple(tuple(own[cut:]) for own in ids)))
+    return prompts
+
+
+def _answered(opened: Opened, asked: str, answer: str) -> str:
+    """The conversation up to the end of the answer, with whatever the template puts before it."""
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
+    return text[: text.rindex(answer) + len(answer)]
 
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:

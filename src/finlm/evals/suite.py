@@ -1,7 +1,8 @@
 """`finlm eval CHECKPOINT --suite exam|recall|financeiq|ceval`: questions, answers, scores, and a row in the run.
 
 Base models continue text with a letter after five examples (--mode likelihood), assistants write an answer without any
-(--mode chat). What stands in events.jsonl, on screen and under --json is the same result.
+(--mode chat); --mode cloze weighs the options in full, for models too small for letters. What stands in events.jsonl,
+on screen and under --json is the same result.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def evaluate(checkpoint: Path, options: Options) -> dict[str, Any]:
     return result
 
 
-def after_training(run: RunDir, suites: Sequence[Name], start: Path | None) -> None:
+def after_training(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
     """Rows of the suites in the run's events: of the model it started from as step 0, then of what came of it.
 
     Both are asked about the world of the run's recipe. Answers that the start gave before, in its own run, are kept
@@ -62,7 +63,7 @@ def after_training(run: RunDir, suites: Sequence[Name], start: Path | None) -> N
             continue
         opened = open_model(checkpoint)
         for name in suites:
-            result = _asked(opened, Options(name, world=run.recipe))
+            result = _asked(opened, Options(name, mode, world=run.recipe))
             run.append_event("suite", step=0 if checkpoint == start else opened.step, **result)
 
 

@@ -167,6 +167,11 @@ class Eval(Section):
     suites: Annotated[tuple[Literal["exam", "recall"], ...], Strict(False)] = Field(
         (), description="Questions about the fictional world asked at the end, of the model it started from as well."
     )
+    mode: Literal["auto", "likelihood", "chat", "cloze"] = Field(
+        "auto",
+        description="How they are asked: the likeliest letter, a written answer, or the likeliest option in full; "
+        "auto: written by models with a chat template, else the likeliest letter.",
+    )
 
 
 class HardwareHost(Section):
