@@ -46,14 +46,17 @@ def evaluate(
     for name, parts in sorted(by_source.items()):
         rows = rows_of(parts, sequence_length)
         count = min(len(rows), max(1, max_tokens // sequence_length))
+        # Documents of a stream lie in no order; where rows are filled by best fit the longest come first.
+        chosen = np.arange(count) if rows_of is Rows else np.linspace(0, len(rows) - 1, count).round().astype(np.int64)
         nll, tokens = torch.zeros(2, dtype=torch.float64, device=device)
         for start in range(first, count + first, sum(micro_batches)):
             wanted = np.arange(start, start + micro_batches[rank])
-            inputs, labels = rows.read(np.minimum(wanted, count - 1))
+            read = chosen[np.minimum(wanted, count - 1)]
+            inputs, labels = rows.read(read)
             labels[wanted >= count] = IGNORED  # a rank past the end computes along without counting
             batch = [torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)]
             if document_masks:
-                within = documents.bounds(rows.documents(np.minimum(wanted, count - 1)))
+                within = documents.bounds(rows.documents(read))
                 batch.append(torch.from_numpy(within).to(device))
             with torch.no_grad():
                 nll += loss_sum(*batch).double()

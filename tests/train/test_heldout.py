@@ -1,0 +1,37 @@
+"""Which held-out rows are read when a source has more than eval.max_tokens_per_source."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from finlm.train import heldout
+
+
+class Numbered:
+    """Ten rows of four tokens; every token of a row is its number."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def read(self, rows: Any) -> tuple[Any, Any]:
+        tokens = np.repeat(np.asarray(rows)[:, None], 4, axis=1)
+        return tokens, tokens.copy()
+
+
+def test_rows_of_dialogues_are_taken_from_everywhere_as_best_fit_puts_the_longest_first() -> None:
+    seen: list[int] = []
+
+    def loss_sum(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        counted = (labels != heldout.IGNORED).any(1)
+        seen.extend(inputs[counted, 0].tolist())
+        return torch.tensor(1.0)
+
+    part: Any = SimpleNamespace(source="chat", text_bytes=40, tokens=10)
+    shards: Any = SimpleNamespace(split=lambda name: [part])
+    found = heldout.evaluate(loss_sum, shards, 4, [2], 12, torch.device("cpu"), rows_of=lambda *_: Numbered())
+    assert seen == [0, 4, 9]
+    assert found["sources"]["chat"]["tokens"] == 12
