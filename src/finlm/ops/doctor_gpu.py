@@ -162,7 +162,7 @@ def _torch(torch: Mapping[str, Any], devices: Sequence[Device]) -> Iterator[Faul
         evidence = f"torch {torch['version']} (CUDA {torch['cuda']}) has kernels for {' '.join(torch['arch'])}, "
         evidence += f"{' and '.join(names)} needs {own}: `no kernel image is available for execution on the device`"
         if float(capability) < 7.5:  # https://github.com/pytorch/pytorch/issues/172352
-            fix = "`bash scripts/setup.sh requirements-v100.txt` on every host: torch's last build with Pascal and Volta, cu126"
+            fix = "`bash scripts/setup.sh requirements-v100.txt` on every host: torch's last build with Volta, cu126"
         else:
             fix = "install a torch built for a newer CUDA (Blackwell, sm_100 and sm_120: cu128 or later) on every host"
         yield "torch", "error", evidence, fix
