@@ -111,6 +111,36 @@ def test_an_evaluation_that_was_killed_asks_only_what_is_left(opened: Opened, ex
     assert len(list(files.read_json_lines(ledger))) == 40
 
 
+def test_cloze_weighs_the_options_in_full_and_shows_them_to_an_assistant_only(
+    opened: Opened, exam: Suite, run: RunDir
+) -> None:
+    question = exam.questions[0]
+    asked = prompts.cloze(opened, exam, exam.questions[:6], 0)
+    for option, ids in zip(question.options, asked[0].ids, strict=True):
+        assert opened.tokenizer.decode(ids).endswith(f"{option}。")
+    assert "A. " not in asked[0].text  # no letters: that is the point
+    for batch in likelihood.scores(opened, asked):
+        for place, own in batch.items():
+            assert own == pytest.approx(reference(opened, asked[place]), abs=1e-4)
+    assistant = open_model(run.path)
+    assistant.tokenizer.chat_template = TEMPLATE
+    (prompt,) = prompts.cloze(assistant, exam, exam.questions[:1], 0)
+    first, *_ = prompt.text.split("\n<s>")
+    assert first.startswith(f"<s>Human: {question.text}") and f"A. {question.options[0]}" in first
+    assert first.endswith(f"Assistant: {question.options[0]}。")
+
+
+def test_suites_at_the_end_of_a_run_ask_the_model_it_started_from_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "chosen", lambda asked, limit: asked[:20])
+    before = len(list(run.read_events("suite")))
+    suite.after_training(run, ["exam"], "cloze", run.export)
+    start, end = list(run.read_events("suite"))[before:]
+    assert (start["step"], end["step"]) == (0, run.complete_checkpoints()[-1][0])
+    assert start["mode"] == end["mode"] == "cloze" and start["micro"] == end["micro"]  # here they are the same weights
+
+
 def test_a_chat_answers_in_batches_as_it_does_alone(run: RunDir, exam: Suite, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no chat template"):
         choice.answers(open_model(run.path), exam, exam.questions[:1], "chat", 0, tmp_path / "a.jsonl")
@@ -137,7 +167,7 @@ def test_the_command_reports_on_screen_as_json_and_in_the_run(
     assert result["questions"] == 30 == sum(row["total"] for row in result["subjects"].values())
     assert result["set"]["questions"] == questions.EXAM_QUESTIONS
     assert "micro (all questions)" in printed.err and "stand in the training data" in printed.err
-    (row,) = run.read_events("suite")
+    *_, row = run.read_events("suite")
     assert row["micro"] == result["micro"] and row["step"] == run.complete_checkpoints()[-1][0]
     assert "Multiple choice" in report.build(run).read_text(encoding="utf-8")
     assert cli.main(["eval", str(tmp_path), "--suite", "exam"]) == 2
