@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 [[ "${1:-}" == "--help" ]] && { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 0; }
 bash scripts/system_packages.sh
 bash scripts/setup.sh
-PATH="$PWD/.venv/bin:$PATH" exec .venv/bin/python -m pytest -m "not gpu" -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+PATH="$PWD/.venv/bin:$PATH" exec .venv/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder "$@"
