@@ -60,7 +60,8 @@ def test_killed_at_ten_random_moments_it_still_gives_the_same_bytes(tmp_path: Pa
     command = [sys.executable, "-m", "finlm", "prepare", str(QUICKSTART), *sets(settings(tmp_path, "cache"))]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     killed = 0
-    for _ in range(10):
+    while killed < 10:
+        begun = time.monotonic()
         process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -75,7 +76,7 @@ def test_killed_at_ten_random_moments_it_still_gives_the_same_bytes(tmp_path: Pa
         if shards.exists():  # a run came to its end: the next begins from nothing
             assert contents(shards) == contents(wanted)
             shutil.rmtree(tmp_path / "cache")
-    assert killed >= 3
+            whole = min(whole, time.monotonic() - begun)  # the first one may have had a busier machine
     last = finlm("prepare", QUICKSTART, *sets(settings(tmp_path, "cache")))
     assert last.returncode == 0, last.stderr
     assert contents(tmp_path / "cache" / wanted.name) == contents(wanted)
