@@ -49,7 +49,7 @@ def preferred(path: Path, start: Path, ranks: Ranks, stage: str) -> Path:
     overrides = (
         *(f"model.init_from={start}", f"data.sources={source}", f"data.cache_dir={path / 'cache'}"),
         *("batch={sequence_length: 64, tokens_per_step: 512}", "train.steps=3", "optim={lr: 1.0e-3, warmup_steps: 2}"),
-        *("checkpoint.every_steps=null", "eval.every_steps=null", "data.held_out_fraction=0.1"),
+        *("checkpoint.every_steps=null", "eval={every_steps: null}", "data.held_out_fraction=0.1"),
     )
     wanted = recipe.load(ROOT / f"recipes/quickstart/{stage}.yaml", overrides).recipe
     made = dialogues.run(path, wanted, ranks=1)
