@@ -16,9 +16,9 @@ from trl import DPOConfig, DPOTrainer
 from trl.models import prepare_deepspeed
 
 from finlm.data import pair_rows
-from finlm.train import kernels, lora, preferences
+from finlm.train import lora, preferences
 from finlm.train.preferences import PairTrainer
-from finlm.train.trainers import Rank, arguments, open_rank
+from finlm.train.trainers import Rank, arguments, train
 
 
 class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
@@ -32,12 +32,6 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         "logp_chosen": "logps/chosen",
         "logp_rejected": "logps/rejected",
     }
-
-    def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
-        self.rank = r
-        self.pairs = list(pair_rows.pairs(r.shards.split("train")))
-        super().__init__(model=model, **given)
-        self.watch(r)
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The implicit rewards: beta times by how much more likely an answer is than it was to the reference."""
@@ -77,10 +71,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
 
 def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
-    r = open_rank(run_path)
-    trainer = make(r)
-    with kernels.attention(r.plan):
-        return trainer.run()
+    return train(run_path, make)
 
 
 def make(r: Rank) -> PreferenceTrainer:

@@ -23,8 +23,8 @@ from trl import GRPOConfig, GRPOTrainer
 from finlm.base.errors import UserError
 from finlm.data import pair_rows, pairs
 from finlm.data.shards import Order, Shard
-from finlm.train import kernels, lora, preferences
-from finlm.train.trainers import Rank, Recorded, Steps, arguments, open_rank
+from finlm.train import lora, preferences
+from finlm.train.trainers import Rank, Recorded, Steps, arguments, train
 
 Rewards = Callable[..., list[float]]
 Prompt = dict[str, Any]
@@ -181,10 +181,7 @@ def judged_by(path: str, r: Rank) -> Rewards:
 
 def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
-    r = open_rank(run_path)
-    trainer = make(r)
-    with kernels.attention(r.plan):
-        return trainer.run()
+    return train(run_path, make)
 
 
 def make(r: Rank) -> GroupTrainer:

@@ -33,6 +33,12 @@ class PairTrainer(Recorded):
     pairs: Sequence[Pair]
     names: dict[str, str]  # of trl's metrics, by their name in the row of a step
 
+    def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
+        self.rank = r
+        self.pairs = list(pair_rows.pairs(r.shards.split("train")))
+        super().__init__(model=model, **given)  # type: ignore[call-arg]  # trl's, which is next in line
+        self.watch(r)
+
     @cached_property
     def order(self) -> Order:
         """Which pair a position of the run reads."""

@@ -8,16 +8,13 @@ accumulation and world size change memory and speed but not the gradient.
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-import transformers
 from torch import distributed
 
 from finlm.base import files
@@ -27,10 +24,11 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import determinism, heldout, interrupt, kernels
+from finlm.train import heldout, interrupt, kernels
 from finlm.train.batches import Batches
 from finlm.train.checkpoint import Checkpoints
 from finlm.train.engine import initialize
+from finlm.train.entry import is_due, join, versions
 from finlm.train.events import Events
 from finlm.train.guard import Guard, Seen
 from finlm.train.model import build, llama_config
@@ -66,7 +64,7 @@ def loop(s: Setup) -> int:
     """Every optimizer step from the newest checkpoint to the last; the process's exit code."""
     step = s.checkpoints.resume()
     s.guard.resume(step)
-    record(s, "start", step=step, **versions(s))
+    record(s, "start", step=step, **versions(s.plan))
     if step == 0:
         evaluate(s, step)
     gc.collect()
@@ -114,11 +112,6 @@ def end(s: Setup, step: int, status: str, exit_code: int) -> int:
     return exit_code
 
 
-def is_due(step: int, every: int | None) -> bool:
-    """True at multiples of every; never when it is None."""
-    return every is not None and step % every == 0
-
-
 def prepare(run_path: Path) -> Setup:
     """Process group, model, engine and data of this rank."""
     started = time.monotonic()
@@ -126,19 +119,7 @@ def prepare(run_path: Path) -> Setup:
     plan = Plan.read(run.plan)
     recipe = recipes.load(run.recipe).recipe
     ds_config = files.read_json(run.ds_config)
-    if plan.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        # DeepSpeed compiles a shared-memory collective for CPU ranks at every first start (25-48 s, needs g++ and
-        # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo", verbose=False)
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if world_size != plan.world_size:
-        raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
-    determinism.seed_all(recipe.train.seed)
-    if recipe.train.deterministic:
-        determinism.switch_on()
+    rank = join(recipe, plan)
     shards = Shards(run.shards)
     config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
     model = build(recipe, plan, ds_config, config, shards.tokenizer)
@@ -156,18 +137,6 @@ def prepare(run_path: Path) -> Setup:
 def record(s: Setup, kind: str, **fields: Any) -> None:
     """One row in events.jsonl, from rank 0."""
     s.events.record(kind, **fields)
-
-
-def versions(s: Setup) -> dict[str, Any]:
-    """Software and size facts of the start row."""
-    return {
-        "world_size": s.plan.world_size,
-        "device": torch.cuda.get_device_name() if s.plan.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "transformers": transformers.__version__,
-        "parameters": s.plan.parameters,
-    }
 
 
 def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, begun: float) -> tuple[Seen, int]:

@@ -15,10 +15,10 @@ from transformers import LlamaForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
 from finlm.data import pair_rows
-from finlm.train import kernels, preferences
+from finlm.train import preferences
 from finlm.train.model import padding_id
 from finlm.train.preferences import PairTrainer
-from finlm.train.trainers import Rank, arguments, open_rank
+from finlm.train.trainers import Rank, arguments, train
 
 
 class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
@@ -31,12 +31,6 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
         "reward_mean": "mean_reward",
         "reward_max": "max_reward",
     }
-
-    def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
-        self.rank = r
-        self.pairs = list(pair_rows.pairs(r.shards.split("train")))
-        super().__init__(model=model, **given)
-        self.watch(r)
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The model's rewards."""
@@ -69,10 +63,7 @@ def judge(model: Any, pad_id: int) -> LlamaForSequenceClassification:
 
 def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
-    r = open_rank(run_path)
-    trainer = make(r)
-    with kernels.attention(r.plan):
-        return trainer.run()
+    return train(run_path, make)
 
 
 def make(r: Rank) -> JudgeTrainer:

@@ -21,7 +21,7 @@ from finlm.train import faithful, heldout, kernels, lora
 from finlm.train.batches import Batches
 from finlm.train.by_source import BySource
 from finlm.train.model import build, llama_config
-from finlm.train.trainers import Rank, Recorded, Steps, arguments, open_rank
+from finlm.train.trainers import Rank, Recorded, Steps, arguments, train
 
 
 class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
@@ -89,10 +89,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
 def main(run_path: Path) -> int:
     """Train the run to its last step; the process's exit code."""
-    r = open_rank(run_path)
-    trainer = make(r)
-    with kernels.attention(r.plan):
-        return trainer.run()
+    return train(run_path, make)
 
 
 def make(r: Rank) -> DialogueTrainer:

@@ -9,17 +9,14 @@ record (events.jsonl, the loss averaged over all ranks), and the end after a sig
 from __future__ import annotations
 
 import math
-import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-import transformers
 from accelerate.utils import DummyOptim
 from torch import distributed
 from transformers import TrainerCallback
@@ -30,8 +27,9 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import determinism, engine, interrupt
+from finlm.train import engine, interrupt, kernels
 from finlm.train.checkpoint import Checkpoints
+from finlm.train.entry import is_due, join, versions
 from finlm.train.events import Events
 
 
@@ -57,20 +55,18 @@ def open_rank(run_path: Path) -> Rank:
     run = open_run(run_path)
     plan = Plan.read(run.plan)
     recipe = recipes.load(run.recipe).recipe
-    if plan.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in train.pretrain
-    deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo", verbose=False)
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if world_size != plan.world_size:
-        raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
-    determinism.seed_all(recipe.train.seed)
-    if recipe.train.deterministic:
-        determinism.switch_on()
+    rank = join(recipe, plan)
     device = torch.device(plan.device)
     settings = files.read_json(run.ds_config)
     return Rank(run, recipe, plan, settings, Shards(run.shards), device, rank, Events(run, rank), started)
+
+
+def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
+    """Train the run to its last step with the trainer that make gives a rank; the process's exit code."""
+    r = open_rank(run_path)
+    trainer = make(r)
+    with kernels.attention(r.plan):
+        return int(trainer.run())
 
 
 def arguments(kind: Any, r: Rank, **more: Any) -> Any:
@@ -178,7 +174,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The start row, and what the model scores before the first step."""
-        self.r.events.record("start", step=state.global_step, **versions(self.r))
+        self.r.events.record("start", step=state.global_step, **versions(self.r.plan))
         if state.global_step == 0:
             self._evaluate(0)
         self.begun = time.monotonic()
@@ -198,9 +194,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
             self.trainer.exit_code = 1
             control.should_training_stop = True
             return
-        if last or _is_due(step, r.recipe.eval.every_steps):
+        if last or is_due(step, r.recipe.eval.every_steps):
             self._evaluate(step)
-        if last or interrupted or _is_due(step, r.recipe.checkpoint.every_steps):
+        if last or interrupted or is_due(step, r.recipe.checkpoint.every_steps):
             self.trainer.checkpoints.save(step)
         self.trainer.checkpoints.poll()
         if interrupted and not last:
@@ -265,19 +261,3 @@ class Steps:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for step in range(self.state().global_step, self.last):
             yield from self.read(step)
-
-
-def versions(r: Rank) -> dict[str, Any]:
-    """Software and size facts of the start row."""
-    return {
-        "world_size": r.plan.world_size,
-        "device": torch.cuda.get_device_name() if r.plan.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "transformers": transformers.__version__,
-        "parameters": r.plan.parameters,
-    }
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
