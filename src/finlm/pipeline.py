@@ -7,6 +7,7 @@ command resumes an unfinished run and does not repeat a finished one's preparati
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -63,6 +64,7 @@ def train(
             gather.checkpoint(run, hosts, plan.steps, accept_new)
             _export(run)
             _ask(run, wanted)
+            _give_back()
         prediction.record(run)
         kept = _keeps_promises(run, wanted)
     finally:
@@ -218,6 +220,14 @@ def _ask(run: RunDir, wanted: Recipe) -> None:
         start = Path(wanted.model.init_from or "")
         mode = None if wanted.eval.mode == "auto" else wanted.eval.mode
         suite.after_training(run, wanted.eval.suites, mode, start if (start / "config.json").is_file() else None)
+
+
+def _give_back() -> None:
+    """The GPU memory that exporting and asking took: ranks of the recipe that starts from this run may need it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where there is no GPU
 
 
 def _finish(run: RunDir) -> None:

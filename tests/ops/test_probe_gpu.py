@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finlm.ops import probe_gpu
+import pytest
+
+from finlm.ops import doctor_gather, probe_gpu
+from finlm.recipe import cluster
+from finlm.recipe import recipe as recipes
 
 # Recorded from an H200, driver 580.159.04; the second device as a MIG parent or an old card answers.
 SMI = """#!/bin/sh
@@ -82,3 +86,14 @@ def test_torch_tells_its_version_and_why_it_cannot_be_imported(tmp_path: Path) -
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     document = json.loads(done.stdout)
     assert document["torch"] is None and "libcudart.so.13" in document["errors"]["torch"]
+
+
+def test_the_process_that_asks_is_no_stranger_on_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f'*) echo "GPU-c3f8, 470, 4706, /opt/x/python3"; echo "GPU-c3f8, {os.getpid()}, 500, python3" ;;'
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI.replace('*) echo "GPU-c3f8, 470, 4706, /opt/x/python3" ;;', own))
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    recipe = recipes.load("recipes/quickstart/pretrain.yaml").recipe
+    (facts,) = doctor_gather.hardware(recipe, cluster.local(2)).values()
+    assert [one["pid"] for one in facts["gpu"]["devices"][0]["processes"]] == [470]

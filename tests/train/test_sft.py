@@ -47,11 +47,18 @@ def losses(made: RunDir) -> list[float]:
     return [row["loss"] for row in made.read_events("step")]
 
 
+def test_bounds_come_in_few_sizes_since_a_size_is_compiled_for() -> None:
+    sizes = {len(documents.bounds(np.arange(n, dtype=np.int32)[None])) for n in range(1, 1024)}
+    assert sizes == {64, 128, 256, 512, 1024}
+    assert documents.bounds(np.array([[0, 0, 1], [0, 0, 0]], dtype=np.int32))[:4].tolist() == [0, 2, 3, 6]
+
+
 def test_a_packed_row_gives_every_dialogue_the_loss_it_has_alone(model: Path, source: Path, tmp_path: Path) -> None:
     wanted = sft(tmp_path, model, source)
     rows = dialogue_rows.train_rows(prepared(wanted), wanted)
     ids = np.arange(4)
     inputs, labels, numbers = *rows.read(ids), rows.documents(ids)
+    assert rows.supervised(ids) == np.count_nonzero(labels != IGNORED)
     ours = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     kernels.swap_loss(ours, plain.config.vocab_size)

@@ -31,31 +31,27 @@ class DialogueRows(PackedRows):
         self.padding = padding
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """How many labels of these rows count."""
-        return int((self.read(rows)[1] != IGNORED).sum())
+        """How many labels of these rows count; reads their masks, and with padding their tokens."""
+        if self.padding is not None:
+            return int((self.read(rows)[1] != IGNORED).sum())
+        return int(self._learnt(self._batch(rows)).sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
         """Inputs and next-token labels, each int64 [len(rows), T]; -100 where nothing is learnt."""
-        filler = 0 if self.padding is None else self.padding
-        inputs = np.full((len(rows), self.sequence_length), filler, dtype=np.int64)
-        labels = np.full((len(rows), self.sequence_length), IGNORED if self.padding is None else filler, dtype=np.int64)
-        for place, pieces in enumerate(map(self._row, self._checked(rows).tolist())):
-            at = 0
-            for start, length in pieces:
-                tokens, mask = self._tokens(start, length), self._masks(start, length)
-                kept = tokens[: self.sequence_length - at]
-                inputs[place, at : at + len(kept)] = kept
-                labels[place, at : at + length - 1] = np.where(mask[1:] == 1, tokens[1:].astype(np.int64), IGNORED)
-                if self.padding is None and at + length - 1 < self.sequence_length:
-                    labels[place, at + length - 1] = IGNORED  # the next dialogue's first token is no label
-                at += length
+        batch = self._batch(rows)
+        tokens, learnt = self._tokens(batch), self._learnt(batch)
+        labels = np.where(learnt, tokens[:, 1:], IGNORED)
+        inputs = tokens[:, :-1].copy()
+        if self.padding is not None:
+            inputs[~batch.filled[:, :-1]] = self.padding
+            labels[~packed.followed(batch)] = self.padding
         return inputs, labels
 
-    def _masks(self, start: int, length: int) -> npt.NDArray[np.uint8]:
-        """What is learnt of a stretch, which lies within one shard."""
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
-        inner = start - int(self._starts[number])
-        return _mask(self.shards[number].path.with_suffix(".mask"))[inner : inner + length]
+    def _learnt(self, batch: packed.Batch) -> npt.NDArray[np.bool_]:
+        """[rows, T]: where the next token is of the same dialogue and marked."""
+        marked = np.zeros(batch.filled.shape, dtype=bool)
+        marked[batch.filled] = self._copied(batch, lambda shard: _mask(shard.path.with_suffix(".mask"))) == 1
+        return marked[:, 1:] & packed.followed(batch)
 
 
 def how(recipe: Recipe) -> packing.Packing:
@@ -118,4 +114,4 @@ def splits(shards: Shards, name: Split) -> dict[str, list[Shard]]:
 
 @lru_cache(maxsize=256)
 def _mask(path: Path) -> npt.NDArray[np.uint8]:
-    return np.memmap(path, dtype=np.uint8, mode="r")
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slicing a memmap object takes microseconds more

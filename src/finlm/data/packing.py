@@ -46,7 +46,8 @@ class Pieces:
     @classmethod
     def read(cls, directory: Path) -> Pieces:
         """A finished index, memory-mapped."""
-        return cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("start", "length", "first")))
+        names = ("start", "length", "first")
+        return cls(*(np.asarray(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in names))
 
     def write(self, directory: Path) -> None:
         """Write the three arrays."""

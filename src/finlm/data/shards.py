@@ -48,7 +48,7 @@ class Shard:
     def offsets(self) -> npt.NDArray[np.uint64]:
         """Where each document starts, and the end: uint64 [documents + 1]."""
         index = self.path.with_suffix(".idx")
-        return np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,))
+        return np.asarray(np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,)))
 
 
 class Shards:
@@ -133,16 +133,16 @@ class Rows:
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         """Which document of its row an input belongs to: int32 [len(rows), T], 0, 1, ..., and -1 past the last."""
         length = self.sequence_length
-        found = np.full((len(rows), length), -1, dtype=np.int32)
+        begins = np.zeros((len(rows), length), dtype=np.int32)
+        filled = np.zeros(len(rows), dtype=np.int64)
         for place, (shard, row) in enumerate(zip(*self._locate(rows), strict=True)):
             start = int(row) * length
             stop = min(start + length, int(self._labels[shard]))
             offsets = self.shards[shard].offsets
             first, last = np.searchsorted(offsets, [start + 1, stop])
-            found[place, : stop - start] = 0
-            for offset in offsets[first:last].tolist():
-                found[place, offset - start : stop - start] += 1
-        return found
+            begins[place, (offsets[first:last] - np.uint64(start)).astype(np.int64)] = 1
+            filled[place] = stop - start
+        return np.where(np.arange(length) < filled[:, None], np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
         """(shard, first token, tokens) of what fills a row."""

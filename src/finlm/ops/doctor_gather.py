@@ -10,6 +10,7 @@ Judges nothing and writes nothing.
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
 import socket
@@ -146,7 +147,16 @@ def _ask(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new
     carried = json.loads(line)
     # The host began after it was asked and ended before it was heard: its clock's error lies between these two.
     offset = [carried["ended"] - received, carried["began"] - sent]
-    return _merged(carried["answers"], wanted) | {"clock": offset}
+    facts = _merged(carried["answers"], wanted) | {"clock": offset}
+    if local:
+        _leave_out(os.getpid(), facts)
+    return facts
+
+
+def _leave_out(pid: int, facts: Facts) -> None:
+    """Not a stranger on the GPU: this process, which asked a model there the questions of the recipe before."""
+    for device in (facts.get("gpu") or {}).get("devices", ()):
+        device["processes"] = [one for one in device["processes"] if one["pid"] != pid]
 
 
 def _run_here(python: str, script: bytes) -> str:

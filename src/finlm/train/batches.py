@@ -3,13 +3,14 @@
 Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
 then ranks, whose micro-batches may differ: how a step is cut never changes its rows. Reading is a memory-map slice
 (hundreds of Mtoken/s), so nothing is read ahead; the copy to a GPU is from pinned memory, and the host does not wait
-for it.
+for it. What several ask of the same step is worked out once: an order of many sources takes milliseconds.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from finlm.data.mixture import Sequencing
 from finlm.data.packed import PackedRows
-from finlm.data.shards import Rows
+from finlm.data.shards import Ids, Rows
 from finlm.plan.plan import Plan
 from finlm.train import documents
 
@@ -38,16 +39,16 @@ class Batches:
         self.own = slice(first, first + plan.rank_micro_batches[rank])
         self.device = torch.device(plan.device)
         self._crc = 0
+        self._row_ids = lru_cache(maxsize=2)(self._ordered)
+        self._supervised = lru_cache(maxsize=2)(lambda step: self.rows.supervised(self.row_ids(step).ravel()))
 
-    def row_ids(self, step: int) -> np.ndarray:
-        """Row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]."""
-        count = self.micro_steps * self.rows_per_micro_step
-        positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
-        return self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
+    def row_ids(self, step: int) -> Ids:
+        """Row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]; read-only."""
+        return self._row_ids(step)
 
     def supervised(self, step: int) -> int:
         """Labels that count in a step over all ranks and micro-steps: the loss's denominator, without a message."""
-        return self.rows.supervised(self.row_ids(step).ravel())
+        return self._supervised(step)
 
     def read(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """The model's arguments of this rank for each micro-step, on the device.
@@ -67,6 +68,13 @@ class Batches:
         """
         crc, self._crc = self._crc, 0
         return crc
+
+    def _ordered(self, step: int) -> Ids:
+        count = self.micro_steps * self.rows_per_micro_step
+        positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
+        found = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
+        found.flags.writeable = False
+        return found
 
     def _moved(self, ids: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(ids)

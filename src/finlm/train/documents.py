@@ -17,18 +17,18 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import repeat_kv
 
 NAME = "finlm_documents"
-STEP = 64  # bounds are filled up to a multiple, so that compiled layers see few different sizes
+FEWEST = 64  # bounds are filled up to this many, or twice, four times ... as many: a size is compiled for
 
 
 def bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Where documents begin in the rows laid end to end, then the end, repeated: int32 [k * STEP].
+    """Where documents begin in the rows laid end to end, then the end, repeated: int32 [FEWEST * 2^k].
 
     documents: [batch, sequence], the number of its row's document for every token (shards.Rows.documents).
     """
     begins = np.ones(documents.shape, dtype=bool)  # a row never goes on in the next one
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = np.flatnonzero(begins.ravel())
-    filled = np.full(-(-(len(found) + 1) // STEP) * STEP, documents.size, dtype=np.int32)
+    filled = np.full(max(FEWEST, 1 << len(found).bit_length()), documents.size, dtype=np.int32)
     filled[: len(found)] = found
     return filled
 

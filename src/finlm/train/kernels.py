@@ -74,6 +74,9 @@ def swap(model: LlamaForCausalLM, plan: Plan) -> None:
         elif plan.recompute == "none" and plan.compiled:
             layer.mlp.__class__ = LeanMlp
     if plan.compiled:
+        # Training, evaluation and each size of the documents' bounds are compiled for; past torch's limit of 8 a layer
+        # would run uncompiled without a word.
+        torch._dynamo.config.recompile_limit = 64
         # One function for all layers, the layer an argument: compiled once, not once a layer.
         run = torch.compile(run, dynamic=False)
         model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
