@@ -142,7 +142,7 @@ def _by_source(ranges: Mapping[str, range], weights: Mapping[str, float]) -> npt
             raise UserError(
                 f"data.mixture: {pattern} {'has no row of training text' if members else 'is no source'}",
                 evidence=f"the sources are {', '.join(names)}",
-                fix="name a source or a glob of sources, or take it out",
+                fix="name a source or a glob of sources, or read all by size: --set data.mixture=[]",
             )
         found[members] += weight * sizes / sizes.sum()
     found /= found.sum()
