@@ -10,7 +10,7 @@ from finlm.recipe.schema import Recipe
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(dotted key, sentence) of every inconsistency."""
     if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
-        yield "eval.suites", "asks about the embedded corpus, which is no source here; leave it out (--set eval.suites=[])"
+        yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
     if recipe.eval.suites and recipe.stage == "reward":
         yield "eval.suites", "a reward model answers no questions; leave it out"
     if recipe.stage == "pretrain":
