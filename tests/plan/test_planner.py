@@ -103,6 +103,12 @@ def test_fp16_with_a_high_learning_rate_is_warned_about() -> None:
     assert not any("loss scale" in reason for reason in calm.reasons)
 
 
+def test_a_speed_beyond_what_was_measured_is_warned_about() -> None:
+    world = RECIPES / "synthetic-world-100m/pretrain.yaml"
+    assert any("fitted to hidden sizes from 1,024 on" in reason for reason in make(world).reasons)
+    assert not any("fitted to" in reason for reason in make(MIXED).reasons)
+
+
 @pytest.mark.parametrize(
     ("gpu", "slots"), [("H200", 1), ("H200", 4), ("A800-80G", 8), ("A100-40G", 8), ("RTX-4090", 8)]
 )

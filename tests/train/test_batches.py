@@ -64,6 +64,23 @@ def test_ranks_read_disjoint_rows_that_together_are_the_step(
     assert sorted(map(tuple, inputs.tolist())) == sorted(map(tuple, wanted.tolist()))
 
 
+def test_a_step_read_ahead_is_the_step_and_another_is_not_taken_for_it(shards: Shards, plan: Plan) -> None:
+    rows, plan = Rows(shards.split("train"), plan.sequence_length), factored(plan, 3, 1)
+    plainly, ahead = (Batches(rows, Order(len(rows), 7), plan, 1, document_masks=True) for _ in range(2))
+    for announced, read in ((None, 0), (1, 1), (2, 7), (8, 8)):  # 7: after a roll back
+        if announced is not None:
+            ahead.read_ahead(announced)
+        wanted, found = list(plainly.read(read)), list(ahead.read(read))
+        assert all(
+            torch.equal(a, b) for one, other in zip(wanted, found, strict=True) for a, b in zip(one, other, strict=True)
+        )
+        assert plainly.take_crc() == ahead.take_crc() != 0
+    ahead.rows = rows.__class__([], plan.sequence_length)  # what fails in the thread is raised where it is read
+    ahead.read_ahead(9)
+    with pytest.raises(IndexError):
+        list(ahead.read(9))
+
+
 def test_the_denominator_is_the_number_of_labels_that_count(shards: Shards, plan: Plan) -> None:
     rows = Rows(shards.split("train"), plan.sequence_length)
     for step in range(len(rows) // 16):

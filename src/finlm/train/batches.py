@@ -2,14 +2,16 @@
 
 Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
 then ranks, whose micro-batches may differ: how a step is cut never changes its rows. Reading is a memory-map slice
-(hundreds of Mtoken/s), so nothing is read ahead; the copy to a GPU is from pinned memory, and the host does not wait
-for it. What several ask of the same step is worked out once: an order of many sources takes milliseconds.
+(hundreds of Mtoken/s from the page cache, a disk's seek a row without it), so a thread reads the next step while the
+device works on this one. The copy to a GPU is from pinned memory, and the host does not wait for it. What several ask
+of the same step is worked out once: an order of many sources takes milliseconds.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +24,8 @@ from finlm.data.packed import PackedRows
 from finlm.data.shards import Ids, Rows
 from finlm.plan.plan import Plan
 from finlm.train import documents
+
+Arrays = tuple[npt.NDArray[Any], ...]
 
 
 class Batches:
@@ -39,6 +43,8 @@ class Batches:
         self.own = slice(first, first + plan.rank_micro_batches[rank])
         self.device = torch.device(plan.device)
         self._crc = 0
+        self._reader = ThreadPoolExecutor(1, "rows")
+        self._coming: tuple[int, Future[list[Arrays]]] | None = None
         self._row_ids = lru_cache(maxsize=2)(self._ordered)
         self._supervised = lru_cache(maxsize=2)(lambda step: self.rows.supervised(self.row_ids(step).ravel()))
 
@@ -55,11 +61,14 @@ class Batches:
 
         Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of documents.bounds.
         """
-        for row_ids in self.row_ids(step)[:, self.own]:
-            inputs, labels = self.rows.read(row_ids)
-            self._crc += sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs))
-            bounds = (documents.bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
-            yield tuple(map(self._moved, (inputs, labels, *bounds)))
+        coming, self._coming = self._coming, None
+        for arrays in coming[1].result() if coming and coming[0] == step else self._arrays(step):
+            self._crc += sum(zlib.crc32(row.data) for row in np.ascontiguousarray(arrays[0]))
+            yield tuple(map(self._moved, arrays))
+
+    def read_ahead(self, step: int) -> None:
+        """Begin to read what read(step) gives."""
+        self._coming = step, self._reader.submit(self._arrays, step)
 
     def take_crc(self) -> int:
         """Sum of the CRC-32 of the token ids of every row read since the last call.
@@ -68,6 +77,13 @@ class Batches:
         """
         crc, self._crc = self._crc, 0
         return crc
+
+    def _arrays(self, step: int) -> list[Arrays]:
+        found: list[Arrays] = []
+        for row_ids in self.row_ids(step)[:, self.own]:
+            bounds = (documents.bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
+            found.append((*self.rows.read(row_ids), *bounds))
+        return found
 
     def _ordered(self, step: int) -> Ids:
         count = self.micro_steps * self.rows_per_micro_step

@@ -84,6 +84,7 @@ def loop(s: Setup) -> int:
             s.engine.backward(summed * weight)  # DeepSpeed divides by micro-steps and averages over ranks
             s.engine.step()
         step += 1
+        s.batches.read_ahead(s.guard.data_step(step))
         seen, interrupted = log_step(s, step, loss, supervised, lr, begun)
         then = s.guard.judge(step, data_step, seen)
         if then == "stop":

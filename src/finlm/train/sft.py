@@ -55,6 +55,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         """Supervised tokens of a step over all ranks."""
         return self.batches.supervised(step)
 
+    def read_ahead(self, step: int) -> None:
+        """Rows, in a thread."""
+        self.batches.read_ahead(step)
+
     def metrics_of_step(self) -> dict[str, Any]:
         """The loss of each source."""
         return {"sources": self.by_source.take()}

@@ -124,6 +124,9 @@ class Recorded:
         """What else the row of a step says, averaged over ranks by the caller's own means; all ranks call it."""
         return {}
 
+    def read_ahead(self, step: int) -> None:
+        """Begin to read the rows of a step (0-based), since the device is still working on the one before."""
+
     def evaluate_held_out(self) -> dict[str, Any] | None:
         """The eval row without its step; None when nothing is held out. Called by all ranks together."""
         return None
@@ -187,6 +190,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the step, then evaluate, save or stop where that is due."""
         r, step = self.r, state.global_step
+        self.trainer.read_ahead(step)
         loss, interrupted = self._log(step)
         last = step == r.plan.steps
         if not math.isfinite(loss):
