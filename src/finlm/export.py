@@ -146,4 +146,5 @@ def generate(directory: Path, prompt: str, tokens: int = 64, seed: int = 0) -> s
             top_p=0.9,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    text = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return text.rstrip("\ufffd")  # the last character's bytes may be cut off
