@@ -55,3 +55,9 @@ def test_too_many_runs_and_the_same_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot show 7 runs"):
         side_by_side.build([RunDir(tmp_path / str(number)) for number in range(7)], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
+
+
+def test_runs_are_called_by_what_tells_them_apart() -> None:
+    assert side_by_side._names(["a-1121-08", "a-1121-12"]) == ["08", "12"]
+    assert side_by_side._names(["a-1121-08", "b-1121-12"]) == ["a", "b"]
+    assert side_by_side._names(["a-1121-08", "a-1121-12", "b-1122-01"]) == ["a-1121-08", "a-1121-12", "b-1122-01"]

@@ -69,10 +69,12 @@ def build(runs: Sequence[RunDir], out: Path) -> Path:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """What tells the names apart: quickstart-20261121-0858, quickstart-20261121-1212 -> 0858, 1212."""
+    """What tells the names apart: quickstart-1121-0858, quickstart-1121-1212 -> 0858, 1212; with wider-...: both names."""
     parts = [name.split("-") for name in names]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
+    while all(len(part) > 1 for part in parts) and len({tuple(part[:-1]) for part in parts}) == len(parts):
+        parts = [part[:-1] for part in parts]
     return ["-".join(part) for part in parts]
 
 
