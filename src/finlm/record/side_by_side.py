@@ -69,7 +69,7 @@ def build(runs: Sequence[RunDir], out: Path) -> Path:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """What tells the names apart: quickstart-1121-0858, quickstart-1121-1212 -> 0858, 1212; with wider-...: both names."""
+    """What tells the names apart: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121-0858, b-1121-1212 -> a, b."""
     parts = [name.split("-") for name in names]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
