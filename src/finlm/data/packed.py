@@ -1,8 +1,8 @@
 """Rows of pieces of documents, as packing.py chose them: the counterpart of shards.Rows for `blocks` and `best_fit`.
 
 The index is memory-mapped and a row is a few slices of the shards, so opening is instant and memory does not grow with
-the corpus. What is counted and numbered goes by arrays over all pieces of a batch; only copying goes piece by piece (a
-microsecond each): rows are read while the GPU waits, and a batch of dialogues has hundreds of pieces.
+the corpus. A step of dialogues has hundreds of pieces, and small models would wait for them: they are counted and
+numbered by arrays over all of them, and only copied one by one, a microsecond each (benchmarks/data_rows.py).
 """
 
 from __future__ import annotations
