@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import finlm
 from finlm.base.units import format_bytes
+from finlm.plan.advice import checkpoint_bytes
 from finlm.plan.plan import Plan
+from finlm.recipe import shape
 from finlm.recipe.cluster import Host
 from finlm.recipe.schema import Recipe
 
@@ -119,7 +121,9 @@ def _memory(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
 def _disks(recipe: Recipe, plan: Plan, host: Host, disks: Mapping[str, Any], alone: bool) -> Iterator[Fault]:
     share = host.slots / plan.world_size
     if "run" in disks:
-        one = checkpoint_bytes(plan) * (1.0 if alone else share)  # each host writes its own shards
+        one = checkpoint_bytes(recipe, shape.of(recipe, plan.vocab_size), plan)[0] * (
+            1.0 if alone else share
+        )  # each host writes its own shards
         copies = recipe.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
         need = one * copies - disks["run"]["checkpoint_bytes"]
         what = f"{copies} checkpoints of {format_bytes(one)}"
@@ -131,13 +135,6 @@ def _disks(recipe: Recipe, plan: Plan, host: Host, disks: Mapping[str, Any], alo
         weights = element * plan.parameters if plan.offload_param == "nvme" else 0
         fix = "give zero.nvme_path on a larger disk or offload to cpu"
         yield from _space("nvme", disks["nvme"], (optimizer + weights) * share, "offloaded states", fix)
-
-
-def checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of one DeepSpeed checkpoint: weights, fp32 master (none for fp32 at stage 0) and two Adam moments."""
-    weights = 4 if plan.precision == "fp32" else 2  # bytes; fp8 keeps bf16 weights
-    master = 0 if plan.precision == "fp32" and plan.zero_stage == 0 else 4
-    return (weights + master + 8) * plan.parameters
 
 
 def _space(name: str, disk: Mapping[str, Any], need: float, what: str, fix: str) -> Iterator[Fault]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finlm.base.units import format_bytes, format_count, format_duration
-from finlm.plan import memory
+from finlm.plan import memory, stages
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
@@ -63,7 +63,7 @@ def of(
     hours = None if plan.days is None or plan.device == "cpu" else plan.days * 24 * plan.world_size
     days = None if plan.days is None else datetime.timedelta(days=min(plan.days, 200_000))
     begin = now or datetime.datetime.now()
-    whole, share = checkpoint_bytes(shape, plan)
+    whole, share = checkpoint_bytes(recipe, shape, plan)
     waits = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     write = share * max(host.slots for host in plan.hosts) / DISK_BYTES_PER_SECOND
     stall = share / COPY_BYTES_PER_SECOND if waits else write
@@ -87,17 +87,22 @@ def of(
     )
 
 
-def checkpoint_bytes(shape: ModelShape, plan: Plan) -> tuple[int, int]:
+def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int, int]:
     """(all files of a checkpoint, the largest rank's): 16-bit weights, fp32 master and Adam's two moments.
 
-    Stage 3 keeps no separate weights, stage 0 in fp32 no separate master.
+    Stage 3 keeps no separate weights, stage 0 in fp32 no separate master. Beside adapters frozen weights are kept too.
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
-    states = (8 + 4 * has_master) * shape.parameters
-    weights = 0 if plan.zero_stage == 3 else e * shape.parameters
+    trained, frozen = plan.parameters, 0
+    if recipe.lora is not None:
+        trained = stages.adapter_parameters(recipe, shape)
+        frozen = e * (plan.parameters - stages.is_quantized(recipe) * shape.matrix_parameters)
+    states = (8 + 4 * has_master) * trained
+    weights = 0 if plan.zero_stage == 3 else e * trained
     ranks = plan.world_size if plan.zero_stage > 0 else 1
-    return weights + states, weights + states // ranks
+    own = frozen // (ranks if plan.zero_stage == 3 else 1)
+    return frozen + weights + states, own + weights + states // ranks
 
 
 def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:

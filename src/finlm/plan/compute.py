@@ -13,7 +13,7 @@ import functools
 from typing import Literal
 
 from finlm.plan.gpus import Gpu, kinds
-from finlm.plan.memory import Layout
+from finlm.plan.memory import UNPACKED, Layout
 from finlm.recipe.shape import ModelShape
 
 REFERENCE = "H200"
@@ -68,12 +68,14 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
     width = hidden // shape.heads * shape.kv_heads
     peak = gpu.fp32_flops if layout.precision == "fp32" else gpu.peak_flops
     rate = PRODUCTS * peak * hidden / (hidden + HALF_SPEED_WIDTH) * tokens / (tokens + HALF_SPEED_TOKENS)
-    # Forward counts 1, backward 2, recomputation what it repeats: nobody needs the block's output again.
+    # Forward counts 1, backward 2 (under adapters 1: no weight's gradient), recomputation what it repeats: nobody needs
+    # the block's output again.
+    passes = 3 if layout.trainable is None else 2
     layer = 3 * ffn + 2 * hidden + 2 * width
     again = {"none": 0.0, "selective": 2 * ffn / layer, "full": 1 - ffn / layer}[layout.recompute]
-    products = 2 * (shape.layer_parameters - 2 * hidden) * tokens * (3 + again)
+    products = 2 * (shape.layer_parameters - 2 * hidden) * tokens * (passes + again)
     float8 = FLOAT8 if layout.precision == "fp8" else 1.0
-    head = 6 * shape.vocab * hidden * tokens
+    head = 2 * passes * shape.vocab * hidden * tokens
     # 2 h S / 2 each for scores and values forward, two and a half times that backward.
     attended = 2 * layout.sequence_length * hidden * tokens * (3.5 + (layout.recompute == "full"))
     seconds = (shape.layers * products / float8 + head) / rate + shape.layers * attended / (ATTENTION * peak)
@@ -89,6 +91,8 @@ def _moved_bytes(shape: ModelShape, layout: Layout) -> float:
     again = {"none": 0.0, "selective": 3 * shape.ffn / forward, "full": 1.0}[layout.recompute]
     factor = COMPILED_BYTES if layout.compiled else EAGER_BYTES
     moved = shape.layers * tokens * e * forward * (3 + again) * factor
+    if layout.weight_bytes is not None:  # forward, backward, recomputation: 4 bits to a matrix; read, not measured
+        moved += shape.layers * 2 * UNPACKED * shape.layer_parameters * (2 + (layout.recompute != "none"))
     if layout.precision == "fp8":
         # Amax and cast of inputs, weights and gradients: read twice, written once in one byte.
         per_token = 3 * (5 * shape.hidden + 2 * width + 3 * shape.ffn)

@@ -22,6 +22,7 @@ CPU_FRAGMENTATION = 0.8  # of what comes and goes: glibc keeps freed blocks, eag
 CACHE = {False: 0.03, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
 FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
 WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
+UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
 NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 LOGITS_SLICE_BYTES = {"cuda": 2**30, "cpu": 2**24}  # train/loss.py: logits that exist at once; on CPU they fit a cache
@@ -190,18 +191,17 @@ def trained(shape: ModelShape, layout: Layout) -> int:
 
 def share(parameters: int, layout: Layout, from_stage: int) -> int:
     """Parameters a rank holds of something that is partitioned from a stage on."""
-    ranks = layout.world_size if layout.zero_stage >= from_stage else 1
-    return -(-parameters // ranks)
+    return -(-parameters // (layout.world_size if layout.zero_stage >= from_stage else 1))
 
 
 def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    e, own = layout.element_bytes, share(trained(shape, layout), layout, 1)
-    on_device = layout.offload_param == "none"
+    e, own, on_device = layout.element_bytes, share(trained(shape, layout), layout, 1), layout.offload_param == "none"
     of_weight = e if layout.weight_bytes is None else layout.weight_bytes
     weights = int(of_weight * share(shape.parameters, layout, 3))
     if layout.trainable is not None:
         weights += e * share(layout.trainable, layout, 3)
     items = {"weights": weights if on_device else 0}
+    items |= {"matrix made whole": UNPACKED * shape.hidden * shape.ffn} if layout.weight_bytes is not None else {}
     if layout.has_reference:
         items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
     if layout.zero_stage == 3:

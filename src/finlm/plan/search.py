@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from finlm.plan import gpus, host_memory, memory, speed, split, stages
 from finlm.plan.memory import Layout
+from finlm.plan.stages import is_quantized
 from finlm.recipe import rules
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
@@ -107,31 +108,30 @@ class Choices:
 def allowed(recipe: Recipe) -> Choices:
     """What the recipe leaves open; an explicit value is the only choice."""
     zero = recipe.zero
-    stages: tuple[int, ...] = (1, 2, 3)
+    quantized = is_quantized(recipe)
+    stages: tuple[int, ...] = (1, 2) if quantized else (1, 2, 3)
+    params = ("none",) if quantized else ("none", "cpu")
     if zero.hpz_partition_size > 1 or zero.quantized_weights or zero.quantized_gradients:
         stages = (3,)
     return Choices(
         stages=stages if zero.stage == "auto" else (zero.stage,),
         offload_optimizer=("none", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
-        offload_param=("none", "cpu") if zero.offload_param == "auto" else (zero.offload_param,),
+        offload_param=params if zero.offload_param == "auto" else (zero.offload_param,),
         recompute=RECOMPUTE if recipe.train.recompute == "auto" else (recipe.train.recompute,),
     )
 
 
 def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
     """torch.compile pays on GPUs; on CPU its compiler takes longer than small models train."""
-    return not cluster.is_cpu if recipe.train.compile == "auto" else recipe.train.compile
+    is_worth = not cluster.is_cpu and not is_quantized(recipe)
+    return is_worth if recipe.train.compile == "auto" else recipe.train.compile
 
 
 def relaxed(recipe: Recipe) -> Recipe:
     """The recipe as if it said auto everywhere."""
-    return recipe.model_copy(
-        update={
-            "zero": recipe.zero.model_copy(update=AUTO),
-            "train": recipe.train.model_copy(update={"recompute": "auto"}),
-            "batch": recipe.batch.model_copy(update={"micro_batch": "auto"}),
-        }
-    )
+    zero, train = recipe.zero.model_copy(update=AUTO), recipe.train.model_copy(update={"recompute": "auto"})
+    batch = recipe.batch.model_copy(update={"micro_batch": "auto"})
+    return recipe.model_copy(update={"zero": zero, "train": train, "batch": batch})
 
 
 def candidates(

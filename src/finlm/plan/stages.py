@@ -7,7 +7,7 @@ from typing import Any
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
 
-NF4_BYTES = 0.5 + 1 / 16  # a weight in 4 bits, with an 8-bit scale and its share of a second one for 64 (QLoRA)
+NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits; an 8-bit scale for 64, and a factor for 256 of those
 PAIRED = ("dpo", "reward")  # a row is a chosen and a rejected answer
 
 
@@ -26,10 +26,15 @@ def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     }
     if recipe.lora is not None:
         fields["trainable"] = adapter_parameters(recipe, shape)
-        if recipe.lora.quantize == "nf4":
-            linear = shape.layers * (shape.layer_parameters - 2 * shape.hidden)
-            fields["weight_bytes"] = (NF4_BYTES * linear + 2 * (shape.parameters - linear)) / shape.parameters
+        if is_quantized(recipe):
+            matrices = shape.matrix_parameters
+            fields["weight_bytes"] = (NF4_BYTES * matrices + 2 * (shape.parameters - matrices)) / shape.parameters
     return fields
+
+
+def is_quantized(recipe: Recipe) -> bool:
+    """Whether frozen weights are kept in 4 bits, outside of what DeepSpeed partitions."""
+    return recipe.lora is not None and recipe.lora.quantize == "nf4"
 
 
 def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:

@@ -47,7 +47,19 @@ def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if "lm_head" in recipe.lora.targets:
         yield "lora.targets", "lm_head is multiplied inside the loss, where an adapter would be ignored"
     if recipe.lora.quantize == "nf4":
-        yield "lora.quantize", "training on 4-bit weights is planned for but not in this version; use none"
+        yield from _nf4(recipe)
+
+
+def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Weights in 4 bits are no parameters: nothing partitions, offloads or compiles them."""
+    if recipe.zero.stage == 3:
+        yield "zero.stage", "3 divides weights, which lora.quantize: nf4 keeps whole on every rank; use 1 or 2"
+    if recipe.zero.offload_param not in ("auto", "none"):
+        yield "zero.offload_param", "moves parameters, which weights in 4 bits are not; use none"
+    if recipe.train.compile is True:
+        yield "train.compile", "has not been tried with lora.quantize: nf4; use auto"
+    if recipe.model.hidden_size % 64:
+        yield "lora.quantize", f"nf4 has a scale for 64 weights; {recipe.model.hidden_size} is not a multiple of 64"
 
 
 def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -62,5 +62,5 @@ class Lora(Section):
         description="Linear layers that get one.",
     )
     quantize: Literal["none", "nf4"] = Field(
-        "none", description="nf4: the frozen weights in 4 bits (QLoRA, arXiv 2305.14314); needs bitsandbytes and a GPU."
+        "none", description="nf4: the decoder's frozen matrices in 4 bits (QLoRA, arXiv 2305.14314)."
     )

@@ -40,6 +40,11 @@ class ModelShape:
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
+        return self.layers * (self.layer_parameters - 2 * self.hidden)
+
+    @property
     def parameters(self) -> int:
         """All parameters."""
         head = 0 if self.tied else self.embedding_parameters

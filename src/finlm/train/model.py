@@ -85,6 +85,10 @@ def build(
     """
     if recipe.model.init_from is not None:
         model = _from_pretrained(recipe, plan, ds_config, config, tokenizer)
+        if recipe.lora is not None and recipe.lora.quantize == "nf4":
+            from finlm.train import nf4  # loads torchao
+
+            nf4.quantize(model, plan.device)
     else:
         model = _from_scratch(recipe, plan, ds_config, config)
     kernels.swap(model, plan)

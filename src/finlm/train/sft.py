@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import IterableDataset
 from transformers import AutoTokenizer
@@ -110,22 +111,23 @@ def make(r: Rank) -> DialogueTrainer:
     batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
     config = llama_config(recipe, plan, r.shards.bos_id, r.shards.eos_id)
     model = build(recipe, plan, r.ds_config, config, r.shards.tokenizer)
+    inputs, labels = rows.read(np.zeros(1, dtype=np.int64))
+    first = {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
     return DialogueTrainer(
         r,
         batches,
         model,
         args=arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
         # Read only for the first row, by which trl tells the kind of data.
-        train_dataset=IterableDataset.from_generator(_first_row, gen_kwargs={"batches": batches}),
+        train_dataset=IterableDataset.from_generator(_first, gen_kwargs={"row": first}),
         processing_class=AutoTokenizer.from_pretrained(r.shards.directory / "tokenizer"),
         data_collator=_no_collator,
         peft_config=lora.config(recipe),
     )
 
 
-def _first_row(batches: Batches) -> Iterator[dict[str, Any]]:
-    inputs, labels, *_ = next(iter(batches.read(0)))
-    yield {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
+def _first(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    yield row
 
 
 def _no_collator(rows: Any) -> Any:

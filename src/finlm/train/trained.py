@@ -58,6 +58,11 @@ def load(checkpoint: Path) -> Trained:
     model = kind._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
     weights = _weights(checkpoint, plan)
     if recipe.lora is not None:
+        if recipe.lora.quantize == "nf4":
+            from finlm.train import nf4  # loads torchao
+
+            matrices = nf4.matrices(recipe, DTYPES[plan.precision])
+            weights |= {f"base_model.model.{name}": matrix for name, matrix in matrices.items()}
         weights = lora.merged(weights, recipe)
     for name in VOCABULARY:  # without the rows that padded it
         if name in weights:
