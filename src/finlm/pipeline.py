@@ -241,7 +241,8 @@ def _finish(run: RunDir) -> None:
         first, last = evals[0], evals[-1]
         if "loss" in last:
             fall = 100 * (1 - last["loss"] / first["loss"])
-            screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({fall:.1f} % lower)")
+            change = f"{abs(fall):.1f} % {'lower' if fall > 0 else 'higher'}"
+            screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({change})")
         for name, source in last["sources"].items():
             shown = [f"{key} {source[key]:,.4f}" for key in HELD_OUT if key in source]
             screen.say(f"  {name:<24} {'  '.join(shown)}")
