@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from finlm.data.shards import IGNORED
@@ -22,7 +23,7 @@ def plain_loss(plain: LlamaForCausalLM, inputs: torch.Tensor, labels: torch.Tens
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def pair(**changes: object) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def pair(draws: bool = False, **changes: object) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """(plain model, the same weights with the swaps of a changed plan)."""
     recipe, plan = planned(f"model.vocab_size={VOCABULARY}", f"tokenizer.vocab_size={VOCABULARY}")
     torch.manual_seed(0)
@@ -34,7 +35,7 @@ def pair(**changes: object) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     with torch.no_grad():
         for name, parameter in swapped.named_parameters():
             parameter[: len(plain.get_parameter(name))] = plain.get_parameter(name)
-    kernels.swap(swapped, plan)
+    kernels.swap(swapped, plan, draws)
     return plain, swapped
 
 
@@ -118,3 +119,20 @@ def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) ->
     _, swapped = pair()
     with torch.no_grad():
         assert swapped(*batch()).item() > 0
+
+
+@pytest.mark.parametrize("changes", [{"recompute": "selective"}, {"recompute": "full"}], ids=str)
+def test_recomputation_draws_an_adapters_dropout_again(changes: dict[str, object]) -> None:
+    """Else the gradient would belong to another mask than the loss, without a word."""
+    found = []
+    for each in ({}, changes):
+        _, swapped = pair(draws=True, **each)
+        torch.manual_seed(5)
+        settings = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        adapted = get_peft_model(swapped, settings)
+        torch.manual_seed(6)
+        adapted(*batch()).backward()
+        found.append({name: one.grad for name, one in adapted.named_parameters() if one.grad is not None})
+    assert found[0] and found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])

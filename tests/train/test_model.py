@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,37 @@ def test_a_start_from_weights_takes_exactly_those(tmp_path: Path) -> None:
     started = built(f"model.init_from={tmp_path}")
     for name, parameter in source.named_parameters():
         assert torch.equal(started.get_parameter(name), parameter)
+
+
+def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(tmp_path: Path) -> None:
+    source = built("train.seed=9")
+    source.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        built(f"model.init_from={tmp_path}", "model.rope_theta=500000")
+    assert "model.rope_theta: 500000, but" in error.value.evidence and "has 10000.0" in error.value.evidence
+    with pytest.raises(UserError, match="1 mistake") as error:
+        built(f"model.init_from={tmp_path}", "model.norm_eps=1e-6")
+    longer = built(f"model.init_from={tmp_path}", "model.rope_theta=500000", "model.former_rope_theta=10000")
+    assert longer.config.rope_parameters["rope_theta"] == 500000
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        here, there = (model.model(ids).last_hidden_state for model in (longer, source))
+    torch.testing.assert_close(here[:, 0], there[:, 0])  # where nothing is rotated yet
+    assert not torch.allclose(here[:, -1], there[:, -1])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not a model that finlm trains") as error:
+        built(f"model.init_from={tmp_path}")
+    assert "RoPE scaling 'linear'" in error.value.evidence
+
+
+def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(tmp_path: Path) -> None:
+    source = built("train.seed=9")
+    source.save_pretrained(tmp_path)
+    tokenizer = "tokenizer={path: tokenizer.model, extend_to: 4096}"
+    again = built(f"model.init_from={tmp_path}", "tokenizer.vocab_size=null", tokenizer)
+    assert torch.equal(again.lm_head.weight, source.lm_head.weight)
 
 
 def mistral(directory: Path, window: int) -> MistralForCausalLM:

@@ -2,7 +2,8 @@
 
 model.init_from names a directory, a model of the Hugging Face Hub (then model.revision says which commit) or another
 recipe, which stands for that recipe's newest finished run. Only missing keys are filled in; a key that is written and
-differs is a mistake. Stages after pretraining only: a pretraining recipe says what it trains.
+differs is a mistake. Stages after pretraining only: a pretraining recipe says what it trains, and is held to the
+start's RoPE base and epsilon, which no tensor's shape would betray.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], 
     Raises UserError for a parent that is needed and cannot be read.
     """
     model = values.get("model")
-    if values.get("stage", "pretrain") == "pretrain" or not isinstance(model, dict):
+    if not isinstance(model, dict):
         return [], {}
+    if values.get("stage", "pretrain") == "pretrain":
+        return list(_silent(model, load)), {}
     values.setdefault("chat", {})
     if values["stage"] == "sft":
         sft, data = values.setdefault("sft", {}), values.get("data")
@@ -86,6 +89,21 @@ def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], 
         values["tokenizer"] = parent["tokenizer"]
         filled |= {f"tokenizer.{key}": init_from for key in parent["tokenizer"]}
     return mistakes, filled
+
+
+def _silent(model: dict[str, Any], load: Load) -> Iterator[tuple[str, str]]:
+    """Mistakes of a pretraining recipe that would load without a word and be another model."""
+    init_from = model.get("init_from")
+    parent = _parent(init_from, None, load, is_needed=False) if isinstance(init_from, str) else None
+    if parent is None:
+        return
+    theirs, wanted = parent["model"].get("rope_theta"), model.get("rope_theta", 10000.0)
+    if theirs is not None and theirs != (model.get("former_rope_theta") or wanted):
+        longer = f"write {theirs}, or for longer rows also model.former_rope_theta: {theirs}"
+        yield "model.rope_theta", f"{wanted}, but {init_from} has {theirs}: {longer}"
+    theirs, wanted = parent["model"].get("norm_eps"), model.get("norm_eps", 1e-5)
+    if theirs is not None and theirs != wanted:
+        yield "model.norm_eps", f"{wanted}, but {init_from} has {theirs}: write that"
 
 
 def _too_long(values: dict[str, Any], init_from: str, window: int | None) -> list[tuple[str, str]]:

@@ -30,6 +30,8 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
     elif model.hidden_size // model.heads % 2:
         yield "model.heads", f"head size {model.hidden_size // model.heads} is odd; RoPE rotates pairs"
+    if model.former_rope_theta is not None and (model.init_from is None or recipe.stage != "pretrain"):
+        yield "model.former_rope_theta", "is about pretraining that goes on from model.init_from; leave it out"
     if model.kv_heads is not None and model.heads % model.kv_heads:
         yield "model.kv_heads", f"{model.kv_heads} does not divide heads ({model.heads})"
 

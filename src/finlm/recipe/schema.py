@@ -36,6 +36,9 @@ class Model(Section):
     vocab_size: Positive | Auto = Field("auto", description="Rows of the embedding; auto = the tokenizer's size.")
     tie_embeddings: bool = Field(False, description="Output head shares the embedding's weights.")
     rope_theta: float = Field(10000.0, description="RoPE base.")
+    former_rope_theta: float | None = Field(
+        None, description="RoPE base of init_from, where pretraining goes on with another one for longer rows."
+    )
     norm_eps: float = Field(1e-5, description="Epsilon of RMSNorm.")
     init_std: float = Field(0.02, description="Standard deviation of the initial weights.")
 

@@ -34,6 +34,7 @@ _EVERY_STAGE = (
 _PRETRAIN = (
     "model.init_from=null",
     "model.revision=null",
+    "model.former_rope_theta=null",
     "model.hidden_size=64",
     "model.layers=2",
     "model.heads=2",

@@ -1,7 +1,7 @@
 """The random generators of a rank (python, numpy, torch, CUDA) as a state of tensors and plain values.
 
-Training draws from none of them: rows come from (seed, step) and there is no dropout. They are saved so that this stays
-true for whoever adds something that does.
+Pretraining draws from none of them: rows come from (seed, step). Adapters with dropout do, and are resumed to the bit
+because the states are saved.
 """
 
 from __future__ import annotations

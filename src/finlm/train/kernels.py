@@ -32,9 +32,11 @@ ATTENTION = {
 class RecomputedMlp(LlamaMLP):  # type: ignore[misc]
     """The feed-forward block keeping nothing but its input."""
 
+    draws: bool
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch, sequence, hidden]."""
-        return _recomputed(super().forward, x)  # type: ignore[no-any-return]
+        return _recomputed(self.draws, super().forward, x)  # type: ignore[no-any-return]
 
 
 class LeanMlp(LlamaMLP):  # type: ignore[misc]
@@ -43,9 +45,11 @@ class LeanMlp(LlamaMLP):  # type: ignore[misc]
     The compiled backward reads gate and up anyway and forms their product on the way (0.2 % of XuanYuan-6B's step).
     """
 
+    draws: bool
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch, sequence, hidden]."""
-        return _recomputed(self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
+        return _recomputed(self.draws, self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
 
     def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
@@ -61,13 +65,17 @@ def attention(plan: Plan) -> Iterator[None]:
         yield
 
 
-def swap(model: LlamaForCausalLM, plan: Plan) -> None:
-    """Override the forwards of the model, its head and its layers as the plan says; before deepspeed.initialize."""
+def swap(model: LlamaForCausalLM, plan: Plan, draws: bool = False) -> None:
+    """Override the forwards of the model, its head and its layers as the plan says; before deepspeed.initialize.
+
+    draws: layers will draw random numbers (adapters with dropout), which recomputation must draw again.
+    """
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
         _to_float8(model)
     run: Callable[..., Any] = _recomputed_layer if plan.recompute == "full" else _layer
     for layer in model.model.layers:
+        layer.draws = layer.mlp.draws = draws
         # The class, not the instance's forward: one class for all layers, so that they share one compiled function.
         if plan.recompute == "selective":
             layer.mlp.__class__ = RecomputedMlp
@@ -122,13 +130,13 @@ def _layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
 
 
 def _recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-    return _recomputed(type(layer).forward, layer, *arguments, **named)
+    return _recomputed(layer.draws, type(layer).forward, layer, *arguments, **named)
 
 
-def _recomputed(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _recomputed(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """forward, whose intermediate results are computed again in the backward pass instead of being kept."""
     # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
-    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=draws, **named)
 
 
 def _to_float8(model: LlamaForCausalLM) -> None:

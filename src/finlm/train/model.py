@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 SHAPE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps"),
 )
 
 
@@ -91,7 +91,7 @@ def build(
             nf4.quantize(model, plan.device)
     else:
         model = _from_scratch(recipe, plan, ds_config, config)
-    kernels.swap(model, plan)
+    kernels.swap(model, plan, draws=recipe.lora is not None and recipe.lora.dropout > 0)
     return model
 
 
@@ -130,12 +130,20 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
                 parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
 
 
-def _as_llama(found: PretrainedConfig) -> LlamaConfig:
-    """The configuration of weights that are Llama's under another name: Mistral's."""
-    if isinstance(found, LlamaConfig):
-        return found
-    values = {key: value for key, value in found.to_dict().items() if key not in ("model_type", "sliding_window")}
-    return LlamaConfig(**values | {"architectures": ["LlamaForCausalLM"]})
+def _as_llama(found: PretrainedConfig, rope: dict[str, Any]) -> LlamaConfig:
+    """The configuration of weights that are Llama's, or Mistral's, with the recipe's rotations."""
+    if not isinstance(found, LlamaConfig):
+        left_out = ("model_type", "sliding_window")
+        values = {key: value for key, value in found.to_dict().items() if key not in left_out}
+        found = LlamaConfig(**values | {"architectures": ["LlamaForCausalLM"]})
+    found.rope_parameters = rope
+    return found
+
+
+def _rotations(found: PretrainedConfig) -> tuple[str, float]:
+    """(kind of RoPE, its base) of a configuration."""
+    rope = getattr(found, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default"), float(rope.get("rope_theta", 10000.0))
 
 
 def _from_pretrained(
@@ -143,13 +151,15 @@ def _from_pretrained(
 ) -> LlamaForCausalLM:
     source, revision = recipe.model.init_from, recipe.model.revision
     found = AutoConfig.from_pretrained(source, revision=revision)
-    extends = recipe.stage == "pretrain" and recipe.tokenizer.extend_to is not None
+    # Pretraining that goes on from an extended model finds it as large as it is wanted.
+    extends = recipe.stage == "pretrain" and recipe.tokenizer.extend_to not in (None, found.vocab_size)
     compared = [name for name in SHAPE if not (extends and name == "vocab_size")]
     differing = [name for name in compared if getattr(found, name, None) != getattr(config, name)]
-    if found.model_type not in parents.LLAMA_SHAPED or differing:
-        lines = [
-            f"{name}: {getattr(found, name, None)} there, {getattr(config, name)} in the recipe" for name in differing
-        ]
+    lines = [f"{name}: {getattr(found, name, None)} there, {getattr(config, name)} in the recipe" for name in differing]
+    theirs, ours = _rotations(found), ("default", recipe.model.former_rope_theta or recipe.model.rope_theta)
+    if theirs != ours:
+        lines.append(f"RoPE: {theirs[0]}, base {theirs[1]:,.0f} there; {ours[0]}, base {ours[1]:,.0f} in the recipe")
+    if found.model_type not in parents.LLAMA_SHAPED or lines:
         raise UserError(
             f"{source} does not have the recipe's shape",
             evidence="\n".join([f"model_type: {found.model_type}", *lines]),
@@ -159,7 +169,7 @@ def _from_pretrained(
     keep_alive = HfDeepSpeedConfig(ds_config) if plan.zero_stage == 3 else None
     model = LlamaForCausalLM.from_pretrained(
         source,
-        config=_as_llama(found),
+        config=_as_llama(found, config.rope_parameters),
         revision=revision,
         dtype=DTYPES[plan.precision],
         attn_implementation=_attention(recipe, plan),
