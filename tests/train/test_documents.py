@@ -21,10 +21,10 @@ def numbered() -> np.ndarray:
 
 def test_bounds_begin_every_row_anew_and_are_filled_up() -> None:
     found = documents.bounds(numbered())
-    assert found.dtype == np.int32 and len(found) == documents.STEP
+    assert found.dtype == np.int32 and len(found) == documents.FEWEST
     assert found[:8].tolist() == [0, 32, 37, 57, 64, 65, 95, 96] and set(found[8:]) == {96}
-    every = documents.bounds(np.arange(documents.STEP, dtype=np.int32)[None])  # the end needs a place as well
-    assert len(every) == 2 * documents.STEP
+    every = documents.bounds(np.arange(documents.FEWEST, dtype=np.int32)[None])  # the end needs a place as well
+    assert len(every) == 2 * documents.FEWEST
 
 
 @pytest.mark.parametrize("changes", [{}, {"compiled": True, "recompute": "full"}], ids=["plain", "compiled"])
