@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from finlm import config, lineage, pipeline
-from finlm.base import files
+from finlm.base import checkpoints, files
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
@@ -264,3 +264,14 @@ def test_other_precisions_and_an_optimizer_on_the_cpu_resume_bit_identical(
     assert found == expected[6:]
     assert Manifest.read(run.checkpoint(8)).files == Manifest.read(resumed.checkpoint(8)).files
     assert kind != "fp16" or len({scale for *_, scale in expected[:6]}) > 1, "the loss scale grew"
+
+
+def test_a_checkpoint_whose_removal_was_killed_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "step-3"
+    directory.mkdir()
+    (directory / checkpoints.MANIFEST).write_text("{}")
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)  # as far as a kill let it come
+    checkpoints.remove(directory)
+    assert [path.name for path in tmp_path.iterdir()] == [".step-3.removed"], "what Checkpoints._clean removes"

@@ -2,6 +2,7 @@
 
     checkpoints/.step-N.saving/   being written, aside; a kill at any byte leaves only this
     checkpoints/step-N/           renamed to it after manifest.json was written into it, last
+    checkpoints/.step-N.removed/  superseded; what a kill leaves of it goes at the next start
     checkpoints/step-N.damaged/   failed its proof on resume: kept for a look, never used
 
 Every directory lists what it holds: without a shared disk each host has the shards of its own ranks and its own
@@ -12,6 +13,7 @@ threads prove 10 GB/s and more, one file in one thread 0.5 to 2.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -173,9 +175,12 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; it stops counting first, so that no half-removed one ever counts."""
-    (directory / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
+    """Remove a checkpoint; it is renamed first, so that no half-removed one ever counts or stays after a kill."""
+    gone = directory.with_name(f".{directory.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def set_aside(directory: Path) -> Path:
