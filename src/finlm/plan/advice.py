@@ -94,10 +94,8 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
-    trained, frozen = plan.parameters, 0
-    if recipe.lora is not None:
-        trained = stages.adapter_parameters(recipe, shape)
-        frozen = e * (plan.parameters - stages.is_quantized(recipe) * shape.matrix_parameters)
+    trained = plan.parameters if recipe.lora is None else stages.adapter_parameters(recipe, shape)
+    frozen = e * stages.frozen(shape, recipe.lora is not None, stages.is_quantized(recipe))
     states = (8 + 4 * has_master) * trained
     weights = 0 if plan.zero_stage == 3 else e * trained
     ranks = plan.world_size if plan.zero_stage > 0 else 1

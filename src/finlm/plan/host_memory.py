@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from finlm.plan import stages
 from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, buckets, gpu_items, share, trained
 from finlm.recipe.shape import ModelShape
 
@@ -28,17 +29,11 @@ def host_items(shape: ModelShape, layout: Layout, slots: int, has_snapshot: bool
     return {"processes": slots * PROCESS_BYTES, **items} | snapshot
 
 
-def frozen(shape: ModelShape, layout: Layout) -> int:
-    """Parameters that are not trained but that a checkpoint holds; weights in 4 bits come from the start again."""
-    if layout.trainable is None:
-        return 0
-    return shape.parameters - (shape.matrix_parameters if layout.weight_bytes is not None else 0)
-
-
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
     """Bytes of the copy that an asynchronous checkpoint is written from: ranks' states, once a host the weights."""
     size = trained(shape, layout)
-    kept = share(frozen(shape, layout), layout, 3) * (slots if layout.zero_stage == 3 else 1)
+    frozen = stages.frozen(shape, layout.trainable is not None, layout.weight_bytes is not None)
+    kept = share(frozen, layout, 3) * (slots if layout.zero_stage == 3 else 1)
     weights = layout.element_bytes * (kept + (0 if layout.zero_stage == 3 else size))
     return weights + slots * 12 * share(size, layout, 1)
 

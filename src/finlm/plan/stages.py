@@ -37,6 +37,11 @@ def is_quantized(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.quantize == "nf4"
 
 
+def frozen(shape: ModelShape, has_adapters: bool, quantized: bool) -> int:
+    """Parameters that are not trained but that a checkpoint holds; weights in 4 bits come from the start again."""
+    return has_adapters * (shape.parameters - quantized * shape.matrix_parameters)
+
+
 def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
     """Parameters of all adapters: rank x (inputs + outputs) of every targeted layer (arXiv 2106.09685)."""
     if recipe.lora is None:

@@ -20,6 +20,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
+from finlm.plan.stages import is_quantized
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.train import documents, embeddings, kernels
@@ -85,7 +86,7 @@ def build(
     """
     if recipe.model.init_from is not None:
         model = _from_pretrained(recipe, plan, ds_config, config, tokenizer)
-        if recipe.lora is not None and recipe.lora.quantize == "nf4":
+        if is_quantized(recipe):
             from finlm.train import nf4  # loads torchao
 
             nf4.quantize(model, plan.device)

@@ -18,6 +18,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, open_run
 from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
+from finlm.plan.stages import is_quantized
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
 from finlm.train import checkpoint_layout, checkpoint_store, lora
@@ -58,7 +59,7 @@ def load(checkpoint: Path) -> Trained:
     model = kind._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
     weights = _weights(checkpoint, plan)
     if recipe.lora is not None:
-        if recipe.lora.quantize == "nf4":
+        if is_quantized(recipe):
             from finlm.train import nf4  # loads torchao
 
             matrices = nf4.matrices(recipe, DTYPES[plan.precision])
