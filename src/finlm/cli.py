@@ -7,6 +7,7 @@ loads torch. Human text goes to stderr, one JSON document to stdout under --json
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finlm import cli_options, cli_recipes
-from finlm.base import screen
+from finlm.base import rundir, screen
 from finlm.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     options = cli_options.parser().parse_args(argv)
+    gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load
@@ -107,9 +109,10 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     if options.suite == "perplexity":
+        checkpoint = rundir.complete_checkpoint(options.checkpoint)  # a wrong path is told before torch is loaded
         from finlm.evals import perplexity
 
-        result = perplexity.evaluate(options.checkpoint)
+        result = perplexity.evaluate(checkpoint)
         perplexity.show(result)
     else:
         from finlm.evals import lm_eval_task, suite
@@ -127,9 +130,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    checkpoint = rundir.complete_checkpoint(options.checkpoint)
     from finlm import export
 
-    print(export.export(options.checkpoint, options.out, options.shard_size))
+    print(export.export(checkpoint, options.out, options.shard_size))
     return 0
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from finlm import export_card
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import complete_checkpoint
 from finlm.base.units import parse_bytes
 from finlm.train.opened import run_tokenizer
 from finlm.train.trained import Trained, load
@@ -54,7 +54,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
         most = parse_bytes(shard_size)
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
-    checkpoint = _newest(checkpoint)
+    checkpoint = complete_checkpoint(checkpoint)
     trained = load(checkpoint)
     tokenizer = run_tokenizer(
         trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
@@ -66,12 +66,6 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
         files.write_text(directory / "README.md", export_card.text(trained, checkpoint, directory))
         _prove(directory, trained, tokenizer)
     return out
-
-
-def _newest(path: Path) -> Path:
-    """A run stands for its newest checkpoint."""
-    complete = RunDir(path).complete_checkpoints() if (path / "plan.json").is_file() else []
-    return complete[-1][1] if complete else path
 
 
 def _complete(directory: Path, trained: Trained) -> None:

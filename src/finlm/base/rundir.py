@@ -108,6 +108,22 @@ def open_run(path: str | Path) -> RunDir:
     return run
 
 
+def complete_checkpoint(path: Path) -> Path:
+    """The checkpoint at path, or the newest of the run there. Raises UserError when it is not complete."""
+    if (path / "plan.json").is_file():
+        complete = RunDir(path).complete_checkpoints()
+    else:
+        complete = [(0, path)] if (path / "manifest.json").is_file() else []
+    if complete:
+        return complete[-1][1]
+    found = sorted(beside.parent.name for beside in path.parent.glob("step-*/manifest.json"))
+    raise UserError(
+        f"{path} is not a complete checkpoint",
+        evidence=f"no manifest.json in it; complete ones beside it: {', '.join(found) or 'none'}",
+        fix="give runs/<run>/checkpoints/step-N, or a run that has one",
+    )
+
+
 @contextmanager
 def locked(run: RunDir) -> Iterator[int]:
     """Hold the run for this process and those that inherit the yielded descriptor. Raises UserError when it is held.

@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from finlm.base import files
 from finlm.base.checkpoints import Manifest
-from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, open_run
+from finlm.base.rundir import RunDir, complete_checkpoint, open_run
 from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.plan.stages import is_quantized
@@ -41,13 +40,7 @@ def load(checkpoint: Path) -> Trained:
 
     Raises UserError when the checkpoint is not complete.
     """
-    if not (checkpoint / "manifest.json").exists():
-        found = sorted(path.parent.name for path in checkpoint.parent.glob("step-*/manifest.json"))
-        raise UserError(
-            f"{checkpoint} is not a complete checkpoint",
-            evidence=f"no manifest.json in it; complete ones beside it: {', '.join(found) or 'none'}",
-            fix="give runs/<run>/checkpoints/step-N",
-        )
+    checkpoint = complete_checkpoint(checkpoint)
     run = open_run(checkpoint.resolve().parent.parent)
     plan, recipe = Plan.read(run.plan), recipes.load(run.recipe).recipe
     shards = Shards(Path(files.read_json(run.manifest)["shards"]["path"]))
