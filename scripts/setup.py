@@ -57,7 +57,11 @@ def main(arguments: list[str]) -> int:
     for number, (name, arguments) in enumerate(steps, 1):
         print(f"[{number}/{len(steps)}] installing {name}", flush=True)
         result = subprocess.run(
-            [python, "-m", "pip", "install", "-q", *arguments], cwd=ROOT, env=env, text=True, check=False
+            [python, "-m", "pip", "install", "-q", "--no-compile", *arguments],
+            cwd=ROOT,
+            env=env,
+            text=True,
+            check=False,
         )
         if result.returncode != 0:
             return fail(
@@ -65,6 +69,7 @@ def main(arguments: list[str]) -> int:
                 f"pip install {' '.join(arguments)} exited with {result.returncode}; its message is above",
                 "check the network and the package index (pip config list), then run the same command again",
             )
+    compile_packages(python)
     STAMP.write_text(wanted)
     return 0
 
@@ -97,6 +102,16 @@ def installs(profile: str) -> list[tuple[str, list[str]]]:
     """
     torch = ["torch==" + pin("torch")] if profile == DEFAULT else ["-r", profile]
     return [("torch", torch), ("packages", ["-r", DEFAULT]), ("finlm", ["--no-deps", "-e", "."])]
+
+
+def compile_packages(python: Path) -> None:
+    """Bytecode of everything but tests and most models of transformers, on all cores; pip would use one.
+
+    What is left out Python compiles where somebody imports it, and so a file that does not compile says so then.
+    """
+    (libraries,) = VENV.glob("lib/python3.*/site-packages")
+    rare = r"/tests?/|/transformers/models/(?!auto|llama)"
+    subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", "-x", rare, "."], cwd=libraries, check=False)
 
 
 def is_usable(python: Path) -> bool:

@@ -21,8 +21,8 @@ from helpers import QUICKSTART, TINY, finlm, sets
 from ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
-# The longest first, so that no worker is left with one of them at the end.
-FIRST = ("cluster", "test_docs.py", "test_train_command.py", "train/test_training.py", "test_config.py")
+# The longest first, so that no worker is left with one of them at the end, and hosts that wait beside ranks that train.
+FIRST = ("test_docs.py", "cluster", "test_train_command.py", "train/test_training.py", "train/test_checkpoint.py")
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]

@@ -70,6 +70,18 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_the_quickstart_learns() -> None:
+    """The first command of the README, at full size."""
+    result = shell("bash scripts/pretrain_run.sh --new")
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = open_run(ROOT / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
+    first, *_, last = (event["loss"] for event in run.read_events("eval"))
+    assert last < 0.6 * first
+    assert run.report.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("command", [c for c in commands() if c not in QUICKSTART_COMMANDS], ids=str)
 def test_the_command_works(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     expected = shown().get(command, [])
@@ -109,18 +121,6 @@ def test_the_command_works(command: str, request: pytest.FixtureRequest, tmp_pat
     printed = [" ".join(line.split()) for line in (result.stdout + result.stderr).splitlines()]
     missing = [line for line in expected if not any(one.startswith(line.removesuffix("...")) for one in printed)]
     assert missing == [], "a page shows other output"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_quickstart_learns() -> None:
-    """The first command of the README, at full size."""
-    result = shell("bash scripts/pretrain_run.sh --new")
-    assert result.returncode == 0, result.stderr[-3000:]
-    run = open_run(ROOT / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
-    first, *_, last = (event["loss"] for event in run.read_events("eval"))
-    assert last < 0.6 * first
-    assert run.report.exists()
 
 
 def test_the_recipe_shown_in_the_readme_loads_and_plans(tmp_path: Path) -> None:

@@ -57,12 +57,6 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_resumes(hosts: Cluster
     assert starts[0] == 0 and starts[1] >= 20 and starts[1] % 20 == 0
 
 
-def test_no_rank_survives_kill_9_of_the_command(hosts: Cluster, line: list[str]) -> None:
-    training = Training(hosts, line).reach(5)
-    training.kill(hosts[0], "-m finlm train")
-    training.over()
-
-
 def test_a_rank_that_goes_nowhere_is_named_with_its_stack(hosts: Cluster, line: list[str]) -> None:
     training = Training(hosts, [*line, "--set", "launch.stall_minutes=0.2"]).reach(5)
     training.kill(hosts[1], "finlm.train ", signal.SIGUSR2)
@@ -73,7 +67,7 @@ def test_a_rank_that_goes_nowhere_is_named_with_its_stack(hosts: Cluster, line: 
     assert "launch.stall_minutes" in said
 
 
-def test_a_disk_that_is_full_on_one_host_costs_checkpoints_and_a_new_one_has_none(
+def test_a_full_disk_of_one_host_costs_checkpoints_kill_9_leaves_no_rank_and_a_new_disk_has_no_checkpoint(
     hosts: Cluster, line: list[str]
 ) -> None:
     hosts[1].run("mkdir", "-p", f"{WORK}/runs")
@@ -87,7 +81,7 @@ def test_a_disk_that_is_full_on_one_host_costs_checkpoints_and_a_new_one_has_non
     hosts[1].run("rm", f"{WORK}/runs/full")
     assert training.row("checkpoint", incident["step"] + 1)["step"] > incident["step"]
     training.kill(hosts[0], "-m finlm train")
-    training.over()
+    training.over()  # no process of the run is left on either host
     hosts[1].run("umount", f"{WORK}/runs")
     said = Training(hosts, other).over().said
     # Both ranks end with it, and either may be the first.

@@ -6,10 +6,11 @@ reference.zh.yaml, one a key; a key without one shows the English sentence, and 
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -140,7 +141,8 @@ def keys() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def translations() -> dict[str, str]:
+@functools.cache
+def translations() -> Mapping[str, str]:
     """The Chinese sentences by key."""
     return {str(key): str(text) for key, text in YAML(typ="safe").load(CHINESE.read_text(encoding="utf-8")).items()}
 
