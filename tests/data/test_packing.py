@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,22 @@ def test_concat_has_the_rows_of_concatenating_all_and_one_for_what_that_would_dr
     for shard in shards.split("train"):
         whole, rest = divmod(shard.tokens, LENGTH)  # concatenate, cut, drop the rest
         assert len(Rows([shard], LENGTH)) == whole + (rest > 1)
+
+
+@pytest.mark.parametrize("how", ["concat", "blocks"])
+def test_no_look_up_converts_the_index_of_a_corpus(
+    corpus: tuple[Shards, dict[str, list[list[int]]]], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 million documents that would be 100 MB a row."""
+    rows, looked_up, plain = packed.rows(corpus[0], LENGTH, how), [], np.searchsorted
+
+    def noting(index: Any, places: Any, **named: Any) -> Any:
+        looked_up.append((index.dtype, np.asarray(places).dtype))
+        return plain(index, places, **named)
+
+    monkeypatch.setattr(np, "searchsorted", noting)
+    rows.documents(np.arange(len(rows)))
+    assert np.dtype("<u8") in dict(looked_up) and all(index == places for index, places in looked_up)
 
 
 @pytest.mark.parametrize("how", ["concat", "blocks", "best_fit"])

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from finlm.data import vocab
 from finlm.data.packed import PackedRows
 from finlm.data.shards import Rows, Shards
@@ -24,7 +22,7 @@ def documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[int]) -
     processor = vocab.load(shards.tokenizer)
     for row in row_ids:
         for shard, start, count in rows.pieces(int(row)):
-            first, last = np.searchsorted(shard.offsets, [start, start + count - 1], side="right") - 1
+            first, last = shard.documents_before([start + 1, start + count]) - 1
             for number in range(int(first), int(last) + 1):
                 begin, end = int(shard.offsets[number]), int(shard.offsets[number + 1])
                 words = processor.decode(shard.ids[begin : min(end, begin + WORDS_TOKENS)].tolist())

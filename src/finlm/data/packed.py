@@ -136,9 +136,9 @@ class PackedRows:
         found = [0]
         number = bisect_right(self._begins, start) - 1
         while number < len(self.shards) and (base := self._begins[number]) < start + length:
-            offsets = self.shards[number].offsets
-            inside = np.searchsorted(offsets, [max(0, start + 1 - base), start + length - base])
-            found += [int(offset) + base - start for offset in offsets[inside[0] : inside[1]]]
+            shard = self.shards[number]
+            first, last = shard.documents_before([max(0, start + 1 - base), start + length - base])
+            found += [int(offset) + base - start for offset in shard.offsets[first:last]]
             number += 1
         return sorted(set(found) - {length})
 

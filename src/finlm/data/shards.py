@@ -50,6 +50,12 @@ class Shard:
         index = self.path.with_suffix(".idx")
         return np.asarray(np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,)))
 
+    def documents_before(self, places: npt.ArrayLike) -> Ids:
+        """How many documents begin before these tokens, which is the number of the first one that does not."""
+        # In the index's own type: for any other integers numpy converts the whole index first, at every call (3.4 ms
+        # instead of 7 microseconds in two million documents; a small model waited for it longer than for its GPU).
+        return np.searchsorted(self.offsets, np.asarray(places).astype(self.offsets.dtype))
+
 
 class Shards:
     """A directory of prepared shards. Raises UserError when it is not one, or when a file has not its recorded size."""
@@ -133,16 +139,19 @@ class Rows:
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         """Which document of its row an input belongs to: int32 [len(rows), T], 0, 1, ..., and -1 past the last."""
         length = self.sequence_length
+        shard, row = self._locate(rows)
+        start = row * length
+        stop = np.minimum(start + length, self._labels[shard])
         begins = np.zeros((len(rows), length), dtype=np.int32)
-        filled = np.zeros(len(rows), dtype=np.int64)
-        for place, (shard, row) in enumerate(zip(*self._locate(rows), strict=True)):
-            start = int(row) * length
-            stop = min(start + length, int(self._labels[shard]))
-            offsets = self.shards[shard].offsets
-            first, last = np.searchsorted(offsets, [start + 1, stop])
-            begins[place, (offsets[first:last] - np.uint64(start)).astype(np.int64)] = 1
-            filled[place] = stop - start
-        return np.where(np.arange(length) < filled[:, None], np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
+        for number in np.unique(shard).tolist():
+            here = np.flatnonzero(shard == number)
+            first, last = map(self.shards[number].documents_before, (start[here] + 1, stop[here]))
+            count = last - first
+            place = np.repeat(here, count)
+            documents = np.arange(len(place)) + np.repeat(first - np.cumsum(count) + count, count)
+            begins[place, self.shards[number].offsets[documents].astype(np.int64) - start[place]] = 1
+        filled = np.arange(length) < (stop - start)[:, None]
+        return np.where(filled, np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
         """(shard, first token, tokens) of what fills a row."""
