@@ -84,3 +84,18 @@ def test_only_a_gguf_file_is_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="is not a GGUF file"):
         import_gguf.write(QUICKSTART, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_imported_tokenizer_ends_with_the_files_own_token(
+    exported: tuple[RunDir, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 gave SmolLM2's tokenizer the token that a turn begins with."""
+    model, tokenizer = (kind.from_pretrained(exported[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    end, tokenizer.eos_token = tokenizer.eos_token, tokenizer.bos_token
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with monkeypatch.context() as patched:
+        patched.setattr(import_gguf.importlib.util, "find_spec", lambda name: True)
+        patched.setattr(import_gguf.AutoModelForCausalLM, "from_pretrained", lambda **_: model)
+        patched.setattr(import_gguf.AutoTokenizer, "from_pretrained", lambda **_: tokenizer)
+        import_gguf.write(tmp_path / "model.gguf", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == end != tokenizer.bos_token

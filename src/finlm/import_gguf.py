@@ -33,6 +33,10 @@ def write(file: Path, out: Path) -> Path:
     if not isinstance(loaded, LlamaForCausalLM):
         raise UserError(f"{file} is not a Llama model", evidence=f"model type {loaded.config.model_type}")
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    for name in ("bos_token", "eos_token", "pad_token"):
+        # The configuration has the numbers of the file; transformers 5.17 ends with the token it begins with.
+        if (number := getattr(loaded.config, f"{name}_id")) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)  # transformers refuses to save a model that it calls quantised
     # A plain model with the same weights; bf16 holds more digits than the quantised ones had.
