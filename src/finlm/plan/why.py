@@ -122,7 +122,7 @@ def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[st
     if chosen.tokens_per_second and recipe.model.hidden_size < compute.NARROWEST:
         yield (
             f"warning: the predicted speed was fitted to hidden sizes from {compute.NARROWEST:,} on; one of 768 reached"
-            " 0.63 of it on an H200"
+            " 0.8 of it on an H200"
         )
     hpz = recipe.zero.hpz_partition_size
     if hpz > 1 and any(host.slots % hpz for host in cluster.hosts):
