@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
@@ -102,6 +104,53 @@ def test_one_rank_and_another_micro_batch_give_the_same_loss_and_gradient(
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in first]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in first], abs=1e-4)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in first], rel=1e-3)
+
+
+def test_the_loss_falls_as_in_stock_trl(model: Path, source: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """The same dialogues in the same order, one a row: trl by itself, with torch's AdamW and without DeepSpeed."""
+    flat = ("optim.schedule=constant", "optim.warmup_steps=0", "optim.min_lr=0", "optim.lr=3e-3")
+    wanted = sft(tmp_path, model, source, "sft.packing=false", *flat)
+    ours = ranks.train(run(tmp_path, wanted))
+    rows = dialogue_rows.train_rows(prepared(wanted), wanted)
+    length, optim = wanted.batch.sequence_length, wanted.optim
+    per_step = wanted.batch.tokens_per_step // length
+    order = mixture.order(rows.source_ranges(), (), 8 * per_step, length, wanted.train.seed)
+    examples = []
+    for inputs, labels in zip(*rows.read(order[np.arange(8 * per_step)]), strict=True):
+        end = np.flatnonzero(labels != IGNORED)[-1] + 1  # after the last token that is learnt
+        ids, learnt = np.append(inputs[:end], labels[end - 1]), np.append(IGNORED, labels[:end])
+        examples.append({"input_ids": ids.tolist(), "labels": learnt.tolist()})
+    settings = SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=per_step,
+        train_sampling_strategy="sequential",
+        max_steps=8,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_epsilon=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.clip,
+        gradient_checkpointing=False,
+        max_length=None,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    stock = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        args=settings,
+        train_dataset=Dataset.from_list(examples),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    stock.train()
+    theirs = [row for row in stock.state.log_history if "loss" in row]
+    assert [row["loss"] for row in ours] == pytest.approx([float(row["loss"]) for row in theirs], abs=2e-3)
+    assert ours[-1]["loss"] < 0.8 * ours[0]["loss"]
 
 
 def test_resuming_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_path: Path) -> None:
