@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from finlm import export_card
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.rundir import complete_checkpoint
 from finlm.base.units import parse_bytes
 from finlm.train.opened import run_tokenizer
 from finlm.train.trained import Trained, load
@@ -54,7 +53,6 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
         most = parse_bytes(shard_size)
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
-    checkpoint = complete_checkpoint(checkpoint)
     trained = load(checkpoint)
     tokenizer = run_tokenizer(
         trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
@@ -63,7 +61,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
         trained.model.save_pretrained(directory, max_shard_size=most)
         tokenizer.save_pretrained(directory)
         _complete(directory, trained)
-        files.write_text(directory / "README.md", export_card.text(trained, checkpoint, directory))
+        files.write_text(directory / "README.md", export_card.text(trained, directory))
         _prove(directory, trained, tokenizer)
     return out
 

@@ -19,7 +19,7 @@ _STAGES = {
 }
 
 
-def text(trained: Trained, checkpoint: Path, directory: Path) -> str:
+def text(trained: Trained, directory: Path) -> str:
     """README.md of an export whose other files lie in directory already."""
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
@@ -27,7 +27,7 @@ def text(trained: Trained, checkpoint: Path, directory: Path) -> str:
     lines += [f"# {recipe.name}", ""]
     if recipe.description:
         lines += [recipe.description, ""]
-    step, context = int(checkpoint.name.removeprefix("step-")), trained.model.config.max_position_embeddings
+    step, context = int(trained.checkpoint.name.removeprefix("step-")), trained.model.config.max_position_embeddings
     lines += [
         f"{plan.parameters:,} parameters, {context:,} tokens of context, {plan.precision}. "
         f"{_STAGES[recipe.stage]} with finlm: {step:,} steps of {plan.tokens_per_step:,} tokens"

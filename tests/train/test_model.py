@@ -55,17 +55,23 @@ def test_a_start_from_weights_of_another_shape_is_refused_with_both_numbers(tmp_
     assert "hidden_size: 32 there, 64 in the recipe" in error.value.evidence
 
 
-def test_a_start_from_weights_takes_exactly_those(tmp_path: Path) -> None:
-    source = built("train.seed=9")
-    source.save_pretrained(tmp_path)
+@pytest.fixture
+def source(tmp_path: Path) -> LlamaForCausalLM:
+    """A model whose weights lie in tmp_path."""
+    model = built("train.seed=9")
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def test_a_start_from_weights_takes_exactly_those(source: LlamaForCausalLM, tmp_path: Path) -> None:
     started = built(f"model.init_from={tmp_path}")
     for name, parameter in source.named_parameters():
         assert torch.equal(started.get_parameter(name), parameter)
 
 
-def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(tmp_path: Path) -> None:
-    source = built("train.seed=9")
-    source.save_pretrained(tmp_path)
+def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(
+    source: LlamaForCausalLM, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as error:
         built(f"model.init_from={tmp_path}", "model.rope_theta=500000")
     assert "model.rope_theta: 500000, but" in error.value.evidence and "has 10000.0" in error.value.evidence
@@ -86,9 +92,9 @@ def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(tmp_p
     assert "RoPE scaling 'linear'" in error.value.evidence
 
 
-def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(tmp_path: Path) -> None:
-    source = built("train.seed=9")
-    source.save_pretrained(tmp_path)
+def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(
+    source: LlamaForCausalLM, tmp_path: Path
+) -> None:
     tokenizer = "tokenizer={path: tokenizer.model, extend_to: 4096}"
     again = built(f"model.init_from={tmp_path}", "tokenizer.vocab_size=null", tokenizer)
     assert torch.equal(again.lm_head.weight, source.lm_head.weight)

@@ -108,14 +108,22 @@ def open_run(path: str | Path) -> RunDir:
     return run
 
 
+def newest_checkpoint(run: RunDir) -> Path:
+    """Directory of the run's newest complete checkpoint. Raises UserError when it has none."""
+    complete = run.complete_checkpoints()
+    if not complete:
+        raise UserError(
+            f"{run.path} has no checkpoint yet", evidence=f"nothing complete in {run.checkpoints}", fix="train it first"
+        )
+    return complete[-1][1]
+
+
 def complete_checkpoint(path: Path) -> Path:
-    """The checkpoint at path, or the newest of the run there. Raises UserError when it is not complete."""
+    """The checkpoint at path, or the newest of the run there. Raises UserError when there is none that is complete."""
     if (path / "plan.json").is_file():
-        complete = RunDir(path).complete_checkpoints()
-    else:
-        complete = [(0, path)] if (path / "manifest.json").is_file() else []
-    if complete:
-        return complete[-1][1]
+        return newest_checkpoint(RunDir(path))
+    if (path / "manifest.json").is_file():
+        return path
     found = sorted(beside.parent.name for beside in path.parent.glob("step-*/manifest.json"))
     raise UserError(
         f"{path} is not a complete checkpoint",

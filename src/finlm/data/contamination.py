@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from finlm.base.errors import UserError
 from finlm.data import clean_text, documents, ngrams
+from finlm.data.stretches import within
 
 VERSION = 1
 GRAM = 6
@@ -128,8 +129,7 @@ class Index:
         seen = np.unique(grams.document[maybe[known]].astype(np.int64) * len(self.unique) + place[known])
         document, place = seen // max(1, len(self.unique)), seen % max(1, len(self.unique))
         times = self._first[place + 1] - self._first[place]
-        offset = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-        question = self.question[np.repeat(self._first[place], times) + offset]
+        question = self.question[np.repeat(self._first[place], times) + within(times)]
         pair, count = np.unique(np.repeat(document, times) * len(self.total) + question, return_counts=True)
         share = count / self.total[pair % len(self.total)]
         return [

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.data import documents, near, near_signatures, ngrams
+from finlm.data.stretches import within
 
 # An estimate lies this far below the truth once in a million pairs of long documents; of short ones, whose empty bins
 # repeat others, no pair of the real text was lost by it.
@@ -115,7 +116,6 @@ def _packed(
 ) -> npt.NDArray[np.uint64]:
     """The hashes of each pair's document with the pair's number in the upper 24 bits."""
     lengths = size[side]
-    offset = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    chosen = hashes[np.repeat(start[side], lengths) + offset]
+    chosen = hashes[np.repeat(start[side], lengths) + within(lengths)]
     packed: npt.NDArray[np.uint64] = (np.repeat(pair, lengths) << np.uint64(40)) | chosen
     return packed

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from finlm.data import packing
 from finlm.data.packing import Longs
 from finlm.data.shards import IGNORED, Ids, Rows, Shard, Shards
+from finlm.data.stretches import within
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ class PackedRows:
         first = self._pieces.first[ids]
         counts = self._pieces.first[ids + 1] - first
         row = np.repeat(np.arange(len(ids)), counts)
-        before = np.cumsum(counts) - counts  # pieces of the rows above
-        numbers = np.arange(len(row)) - before[row] + first[row]
+        place = within(counts)  # of a piece in its row
+        numbers = first[row] + place
         length = self._pieces.length[numbers].astype(np.int64)
         laid = np.cumsum(length) - length  # tokens of the pieces above
-        column = laid - laid[before[row]]
+        column = laid - laid[np.arange(len(row)) - place]
         inside = column < room
         row, column, numbers = row[inside], column[inside], numbers[inside]
         length = np.minimum(length[inside], room - column)

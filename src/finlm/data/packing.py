@@ -27,6 +27,7 @@ import numpy.typing as npt
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.data.shards import Shard
+from finlm.data.stretches import within
 
 VERSION = 1
 BLOCK_DOCUMENTS = 1000  # documents that the released code concatenates at once
@@ -107,7 +108,7 @@ def blocks(bounds: Longs, sequence_length: int) -> Pieces:
     edges = np.unique(np.append(np.arange(0, len(bounds) - 1, BLOCK_DOCUMENTS), len(bounds) - 1))
     starts = bounds[edges[:-1]]
     counts = np.diff(bounds[edges]) // sequence_length
-    start = np.repeat(starts, counts) + sequence_length * _within(counts)
+    start = np.repeat(starts, counts) + sequence_length * within(counts)
     return Pieces(start, np.full(len(start), sequence_length, dtype=np.int32), np.arange(len(start) + 1))
 
 
@@ -119,7 +120,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.
     full = np.where(lengths > sequence_length + 1, (lengths - 1) // sequence_length, 0)
-    whole_start = np.repeat(bounds[:-1], full) + sequence_length * _within(full)
+    whole_start = np.repeat(bounds[:-1], full) + sequence_length * within(full)
     rest_start = bounds[:-1] + full * sequence_length
     rest = lengths - full * sequence_length
     placed = np.flatnonzero(rest > 1)  # one token alone has no label
@@ -201,9 +202,3 @@ def _bounds(shards: Sequence[Shard]) -> Longs:
         found.append(np.asarray(shard.offsets[1:], dtype=np.int64) + offset)
         offset += shard.tokens
     return np.concatenate(found)
-
-
-def _within(counts: npt.NDArray[Any]) -> Longs:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
-    ends = np.cumsum(counts)
-    return np.asarray(np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts), dtype=np.int64)

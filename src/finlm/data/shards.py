@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.data.stretches import within
 
 Ids = npt.NDArray[np.int64]
 Split = Literal["train", "held_out"]
@@ -148,7 +149,7 @@ class Rows:
             first, last = map(self.shards[number].documents_before, (start[here] + 1, stop[here]))
             count = last - first
             place = np.repeat(here, count)
-            documents = np.arange(len(place)) + np.repeat(first - np.cumsum(count) + count, count)
+            documents = np.repeat(first, count) + within(count)
             begins[place, self.shards[number].offsets[documents].astype(np.int64) - start[place]] = 1
         filled = np.arange(length) < (stop - start)[:, None]
         return np.where(filled, np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))

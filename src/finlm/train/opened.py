@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, newest_checkpoint
 from finlm.data.shards import Shards
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
@@ -74,12 +74,7 @@ def _run_of(path: Path) -> RunDir | None:
 def _newest(run: RunDir) -> Path:
     if (run.export / "config.json").is_file():
         return Path(run.export)
-    complete = run.complete_checkpoints()
-    if not complete:
-        raise UserError(
-            f"{run.path} has no checkpoint yet", evidence=f"nothing complete in {run.checkpoints}", fix="train it first"
-        )
-    return complete[-1][1]
+    return newest_checkpoint(run)
 
 
 def _checkpoint(path: Path, device: torch.device) -> Opened:

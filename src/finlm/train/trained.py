@@ -33,12 +33,13 @@ class Trained:
     plan: Plan
     shards: Shards
     model: LlamaForCausalLM | LlamaForSequenceClassification
+    checkpoint: Path
 
 
 def load(checkpoint: Path) -> Trained:
-    """The model of runs/<run>/checkpoints/step-N, in the run's precision, adapters merged into its weights.
+    """The model of runs/<run>/checkpoints/step-N, or of the newest of runs/<run>, in the run's precision.
 
-    Raises UserError when the checkpoint is not complete.
+    Adapters are merged into its weights. Raises UserError when the checkpoint is not complete.
     """
     checkpoint = complete_checkpoint(checkpoint)
     run = open_run(checkpoint.resolve().parent.parent)
@@ -68,7 +69,7 @@ def load(checkpoint: Path) -> Trained:
         # An assistant ends its turn with the template's token, a base model a document with its own.
         ends = list(dict.fromkeys((shards.manifest.get("end_of_turn_id", shards.eos_id), shards.eos_id)))
         model.generation_config.eos_token_id = ends if len(ends) > 1 else shards.eos_id
-    return Trained(run, recipe, plan, shards, model.eval())
+    return Trained(run, recipe, plan, shards, model.eval(), checkpoint)
 
 
 def _weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
