@@ -69,10 +69,10 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_the_quickstart_learns() -> None:
-    """The first command of the README, at full size."""
-    result = shell("bash scripts/pretrain_run.sh --new")
+    """The first command of the README, at full size: 6 minutes of two cores, several times that of busy ones."""
+    result = shell("bash scripts/pretrain_run.sh --new", timeout=2300)
     assert result.returncode == 0, result.stderr[-3000:]
     run = open_run(ROOT / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
     first, *_, last = (event["loss"] for event in run.read_events("eval"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,18 @@ def test_rounding_of_tokens_per_step_is_said() -> None:
     assert not any("rounded" in reason for reason in make(QUICKSTART).reasons)
 
 
-@pytest.mark.parametrize("tokens", [512, 1024, 5120, 7680, 65536])
-def test_the_cpu_micro_batch_is_a_power_of_two_that_divides_the_rows(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "rows"), [(512, 1), (1024, 2), (5120, 5), (7680, 5), (65536, 8)])
+def test_the_cpu_micro_batch_is_the_largest_up_to_eight_that_divides_the_rows(tokens: int, rows: int) -> None:
     plan = make(QUICKSTART, f"batch.tokens_per_step={tokens}")
-    assert plan.micro_batch in (1, 2, 4, 8)
-    assert plan.tokens_per_step == tokens == 2 * plan.micro_batch * plan.gradient_accumulation_steps * 256
+    assert plan.micro_batch == rows
+    assert plan.tokens_per_step == tokens == 2 * rows * plan.gradient_accumulation_steps * 256
+
+
+def test_a_cpu_takes_fewer_rows_before_it_computes_activations_twice() -> None:
+    roomy, tight = (make(QUICKSTART, "hardware.hosts[0].memory=" + memory) for memory in ("8GiB", "2GiB"))
+    assert (roomy.recompute, roomy.micro_batch) == ("none", 8)
+    assert (tight.recompute, tight.micro_batch) == ("none", 4)
+    assert any(re.search(r"micro-batch 4: 8 rows would need .* usable host memory", why) for why in tight.reasons)
 
 
 def test_length_comes_from_steps_tokens_or_epochs() -> None:

@@ -24,8 +24,7 @@ from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
 
 HOST_SHARE = 0.9  # of a host's RAM; the rest is the system's and the page cache's
-MAX_MICRO_BATCH = 64
-CPU_MAX_MICRO_BATCH = 8
+MAX_MICRO_BATCH = {"cuda": 64, "cpu": 8}  # two cores gain nothing from larger ones, and activations stay in cache
 RECOMPUTE = ("none", "selective", "full")
 AUTO = {"stage": "auto", "offload_optimizer": "auto", "offload_param": "auto"}
 MARGIN = 0.02  # of a GPU's memory that a choice leaves free where it can; predictions err by as much
@@ -175,12 +174,7 @@ def _micro_batches(
         yield given, max(1, round(rows_per_step / split.rows(given, cluster)))
         return
     hosts, rows_per_rank = len(cluster.hosts), max(1, rows_per_step // cluster.world_size)
-    if cluster.is_cpu:
-        # Two cores gain nothing from larger ones, and activations stay in cache.
-        rows = max(2**n for n in range(4) if rows_per_rank % 2**n == 0 and 2**n <= CPU_MAX_MICRO_BATCH)
-        yield (rows,) * hosts, rows_per_rank // rows
-        return
-    for rows in range(1, min(rows_per_rank, MAX_MICRO_BATCH) + 1):
+    for rows in range(1, min(rows_per_rank, MAX_MICRO_BATCH[layout.device]) + 1):
         if rows_per_rank % rows == 0:
             yield (rows,) * hosts, rows_per_rank // rows
     yield from _unequal(cluster, shape, layout, rows_per_step)
@@ -196,7 +190,7 @@ def _unequal(
     if len(ranks) == 1:
         return
     padded = dataclasses.replace(shape, vocab=shape.padded_vocab)
-    layouts = [dataclasses.replace(layout, micro_batch=rows) for rows in range(1, MAX_MICRO_BATCH + 1)]
+    layouts = [dataclasses.replace(layout, micro_batch=rows) for rows in range(1, MAX_MICRO_BATCH["cuda"] + 1)]
     sizes = [sum(memory.gpu_items(padded, one).values()) for one in layouts]  # rises with the rows
     seconds = []
     for kind in map(gpus.find, ranks):

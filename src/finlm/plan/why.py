@@ -80,10 +80,8 @@ def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
         equal = f"at most {max(speeds):,.0f} with equal ones" if speeds else "equal ones do not fit"
         return f"{chosen.tokens_per_second or 0.0:,.0f} tokens/s, {equal}"
     larger = [one for one in same if one.layout.micro_batch > chosen.layout.micro_batch]
-    if chosen.layout.device == "cpu":
-        return f"the largest power of two up to {search.CPU_MAX_MICRO_BATCH} that divides a rank's rows"
     if not larger:
-        return f"all rows of a rank at once, or the most ever tried ({search.MAX_MICRO_BATCH})"
+        return f"the most up to {search.MAX_MICRO_BATCH[chosen.layout.device]} that divides a rank's rows"
     following = min(larger, key=lambda one: one.layout.micro_batch)
     if following.fits:
         return f"larger ones are less than {search.NEARLY_EQUAL:.0%} faster"
