@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from finlm.data import packed, packing
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.data import packed, packing, steps
 from finlm.data.packed import PackedRows
 from finlm.data.shards import IGNORED, Rows, Shards
 
@@ -160,4 +165,41 @@ def test_the_index_is_built_once_and_belongs_to_the_length(corpus: tuple[Shards,
     packed.rows(shards, LENGTH, "best_fit")
     assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
     assert packed.rows(shards, 32, "best_fit").sequence_length == 32
-    assert sorted(path.name for path in made.parent.iterdir()) == ["best_fit-32-v1", "best_fit-64-v1"]
+    assert sorted(path.name for path in made.parent.iterdir()) == [".lock", "best_fit-32-v1", "best_fit-64-v1"]
+
+
+def test_two_runs_on_the_same_shards_share_one_index(
+    corpus: tuple[Shards, dict[str, list[list[int]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins while the first builds."""
+    shards, waits, plain = corpus[0], threading.Event(), packing.in_memory
+    built, said = list[str](), list[str]()
+
+    def slow(*of: Any) -> Any:
+        built.append(threading.current_thread().name)
+        second.start()
+        assert waits.wait(10)
+        return plain(*of)
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    monkeypatch.setattr(packing, "in_memory", slow)
+    monkeypatch.setattr(screen, "say", say)
+    found = list[Rows | PackedRows]()
+    second = threading.Thread(target=lambda: found.append(packed.rows(shards, LENGTH, "best_fit")))
+    first = packed.rows(shards, LENGTH, "best_fit")
+    second.join(10)
+    assert built == ["MainThread"] and "waiting" in said[0]
+    assert len(found[0]) == len(first)
+
+
+def test_an_index_is_read_where_nothing_can_be_written(
+    corpus: tuple[Shards, dict[str, list[list[int]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed.rows(corpus[0], LENGTH, "best_fit")
+    monkeypatch.setattr(steps, "alone", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    packed.rows(corpus[0], LENGTH, "best_fit")
+    with pytest.raises(UserError, match="cannot write the index of blocks rows of 64 tokens"):
+        packed.rows(corpus[0], LENGTH, "blocks")

@@ -8,7 +8,6 @@ room for T + 1 tokens, T inputs and their labels. Longer documents are cut into 
 which is the label of one and an input of the next; what is left of them is placed like a document. Best-fit-decreasing
 over counts of lengths and of room: half a second and 100 MB a million documents.
 
-
 A row holds pieces of one source, in the stream's order. No label crosses from one document to the next under best_fit.
 The index belongs to (shards, packing, T) and is kept inside the shards directory, where it is built once.
 """
@@ -26,6 +25,7 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.data import steps
 from finlm.data.shards import Shard
 from finlm.data.stretches import within
 
@@ -57,24 +57,30 @@ class Pieces:
 
 
 def index(shards_directory: Path, shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Path:
-    """The directory of the index of these training shards, built where it is not there yet."""
+    """The directory of the index of these training shards, built where it is not there yet, by one run at a time."""
     path = shards_directory / "rows" / f"{packing}-{sequence_length}-v{VERSION}"
     if (path / "manifest.json").is_file():
         return path
-    for left_over in path.parent.glob(f".{path.name}.*.tmp"):  # of a killed run
-        shutil.rmtree(left_over)
-    whole, about = in_memory(shards, packing, sequence_length)
     try:
-        with files.new_directory(path) as temporary:
-            whole.write(temporary)
-            files.write_json(temporary / "manifest.json", about)
-    except PermissionError as error:
+        with steps.alone(path.parent):
+            if not (path / "manifest.json").is_file():  # while this process waited
+                _build(path, *in_memory(shards, packing, sequence_length))
+    except OSError as error:
         raise UserError(
             f"cannot write the index of {packing} rows of {sequence_length} tokens",
             evidence=str(error),
             fix="copy the prepared data to where you may write, or set data.packing to concat, which needs no index",
         ) from None
     return path
+
+
+def _build(path: Path, rows: Pieces, about: dict[str, Any]) -> None:
+    """Write the index in place of what a killed run left."""
+    for left_over in (path, *path.parent.glob(f".{path.name}.*.tmp")):
+        shutil.rmtree(left_over, ignore_errors=True)
+    with files.new_directory(path) as temporary:
+        rows.write(temporary)
+        files.write_json(temporary / "manifest.json", about)
 
 
 def read(path: Path) -> tuple[Pieces, dict[str, Any]]:

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,22 +52,17 @@ class Cache:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the cache alone."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock_file = (self.directory / ".lock").open("w")
-        except OSError as error:
-            raise UserError(
-                f"cannot write to data.cache_dir {self.directory}",
-                evidence=str(error),
-                fix="set data.cache_dir to a directory that you may write to",
-            ) from None
-        with lock_file as lock, full_disk_is_a_user_error(self.directory, "prepare"):
+        with ExitStack() as held:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                screen.say(f"waiting for another `finlm prepare` in {self.directory}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+                held.enter_context(alone(self.directory))
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to data.cache_dir {self.directory}",
+                    evidence=str(error),
+                    fix="set data.cache_dir to a directory that you may write to",
+                ) from None
+            with full_disk_is_a_user_error(self.directory, "prepare"):
+                yield
 
     def step(
         self, name: str, depends_on: Mapping[str, Any], make: Callable[[Path], dict[str, Any]], needed_bytes: int
@@ -102,6 +97,19 @@ class Cache:
         if new:
             files.write_json(self._fingerprints, known)
         return {path: known[str(path.resolve())][2] for path in paths}
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Hold a directory, made where it is missing, for this process; waits for another. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            screen.say(f"waiting for another process that writes in {directory}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def require_space(directory: Path, needed_bytes: int, step: str) -> None:
