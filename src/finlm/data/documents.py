@@ -38,7 +38,7 @@ _VALUES = 10_000  # different values of a counted field, above which it is no ca
 _EXCERPT = 200
 # What a cut archive has lost cannot be counted: it stands for this share of the rows at least, so that the default
 # limit refuses it and a limit raised on purpose accepts it.
-_CUT_ARCHIVE_SHARE = 0.01
+CUT_ARCHIVE_SHARE = 0.01
 
 Values = dict[str, Counter[str]]  # of each counted field: {value: documents}
 
@@ -159,7 +159,7 @@ def check_broken(directory: Path, manifest: dict[str, Any], max_broken_fraction:
     """Raises UserError for the first source with more broken rows than allowed, and keeps them where they are found."""
     for item in manifest["inputs"]:
         kept = keep / f"broken-{item['source']}.jsonl"
-        lost = max(item["broken"], _CUT_ARCHIVE_SHARE * item["rows"] if item["cut"] else 0)
+        lost = max(item["broken"], CUT_ARCHIVE_SHARE * item["rows"] if item["cut"] else 0)
         if lost <= max_broken_fraction * item["rows"]:
             kept.unlink(missing_ok=True)
             continue
