@@ -85,7 +85,7 @@ def test_held_out_documents_stay_held_out_when_the_corpus_grows() -> None:
     assert held_out[0] and held_out[0] < held_out[1]
 
 
-def test_every_row_is_counted_once_and_a_source_without_documents_is_refused() -> None:
+def test_every_row_is_counted_once_and_an_entry_without_documents_is_refused() -> None:
     documents = table(["甲甲", "乙乙", "甲甲", "短"], ["乙乙"])
     decision = dedup.decide(documents, ["share", "share"], data())
     inputs = [
@@ -95,8 +95,10 @@ def test_every_row_is_counted_once_and_a_source_without_documents_is_refused() -
     row = dedup.count(documents, decision, inputs[:1])["a"]
     assert row["rows"] == row["broken"] + row["cleaned"] + sum(row[name] for name in dedup.NAMES)
     assert row["bytes"] == 12
+    counts = dedup.count(documents, decision, inputs)
+    assert dedup.without_documents(counts, {"a": "data.sources[0]", "b": "data.sources[0]"}) == ["b"]
     with pytest.raises(UserError, match="source b has no document to train on") as caught:
-        dedup.count(documents, decision, inputs)
+        dedup.without_documents(counts, {"a": "data.sources[0]", "b": "data.sources[1]"})
     assert "1 duplicate" in caught.value.evidence
 
 

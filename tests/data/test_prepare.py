@@ -25,6 +25,7 @@ from finlm.data import encode, prepare, readers, steps, vocab
 from finlm.data.shards import Shards
 from finlm.recipe import recipe
 from finlm.recipe.schema import Recipe
+from finlm.record import report_data
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT.parent / "shared/data"
@@ -103,7 +104,7 @@ def test_every_document_is_in_the_shards_once_and_decodes_to_itself(make: Make, 
     assert list(manifest["totals"]["train"]) == list(manifest["totals"]["held_out"]) == ["news", "reports"]
     for item in manifest["shards"]:
         assert files.sha256_file(directory / item["file"]) == item["sha256"]
-    assert prepare.sizes(directory) == (400, sum(shard.tokens for shard in shards.split("train")))
+    assert prepare.sizes(directory, wanted) == (400, sum(shard.tokens for shard in shards.split("train")))
     assert prepare.summary(directory)["documents"] == counts["sources"]
 
 
@@ -285,13 +286,22 @@ def test_two_files_of_one_name_need_names(make: Make, tmp_path: Path) -> None:
     assert [shard.source for shard in Shards(directory).split("train")] == ["news", "old_news"]
 
 
-def test_an_empty_source_is_refused(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "corpus/empty.jsonl").write_text('{"text": "短"}\n')
-    with pytest.raises(UserError, match="source empty has no document to train on"):
-        prepare.run(make())
-    (tmp_path / "corpus/empty.jsonl").write_text("")
-    with pytest.raises(UserError, match="source empty has no document to train on"):
-        prepare.run(make())
+@pytest.mark.parametrize("content", ["", '{"text": "短"}\n', None], ids=["empty", "too short", "a repeated file"])
+def test_one_file_of_many_may_have_nothing_new_and_alone_it_is_refused(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    part, whole = tmp_path / "corpus/part-2.jsonl", tmp_path / "corpus/reports.jsonl"
+    part.write_text(whole.read_text() if content is None else content)
+    wanted = make("data.mixture={weights: {'*': 1}}", "train.steps=30")
+    about = prepare.summary(prepare.run(wanted), wanted)
+    kept = {"news", "reports"} if content is not None else {"news", "part-2"}  # the first of two stays
+    empty = ({"part-2", "reports"} - kept).pop()
+    assert f"selection: nothing to train on in {empty}" in capsys.readouterr().err
+    assert {name for name, row in about["documents"].items() if row["kept"]} == set(about["shards"]) == kept
+    assert f">{empty}<" in str(report_data.section(about))
+    sources = json.dumps([f"{tmp_path}/corpus/{name}" for name in ("news.jsonl.gz", "part-2.jsonl", "reports.jsonl")])
+    with pytest.raises(UserError, match=f"source {empty} has no document to train on"):
+        prepare.run(make(f"data.sources={sources}"))
 
 
 def test_an_existing_tokenizer_is_used_and_must_fit_the_integer_type(make: Make, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def shards(recipe: Recipe, cache: Cache) -> Path:
     if recipe.stage != "pretrain":
         return step_dialogues.run(context, start.directory(recipe, RUNS, must_exist=cache.build)).path
     step_tokenizer.check(context)  # before hours of reading
-    read = step_documents.run(context, step_sources.inputs(context))
-    chosen = step_selection.run(context, read)
+    inputs = step_sources.inputs(context)
+    read = step_documents.run(context, inputs)
+    chosen = step_selection.run(context, read, inputs)
     tokenizer = step_tokenizer.run(context, read, chosen)
     return step_shards.run(context, read, chosen, tokenizer).path

@@ -10,7 +10,7 @@ In memory: about 80 bytes a document, 1 GB for 12 million.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,10 +140,7 @@ def read(directory: Path) -> Decisions:
 
 
 def count(table: Table, decision: Decisions, inputs: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """{source: {rows, broken, cleaned, one count for each of NAMES, bytes, held_out_bytes}}.
-
-    Raises UserError for a source that has nothing left to train on.
-    """
+    """{source: {rows, broken, cleaned, one count for each of NAMES, bytes, held_out_bytes}}."""
     counts: dict[str, dict[str, int]] = {}
     for number, item in enumerate(inputs):
         here = table.rows_of(number)
@@ -155,16 +152,26 @@ def count(table: Table, decision: Decisions, inputs: Sequence[dict[str, Any]]) -
             row[name] += int(np.count_nonzero(decision[here] == code))
         row["bytes"] += int(table.text_bytes[here][decision[here] == TRAIN].sum())
         row["held_out_bytes"] += int(table.text_bytes[here][decision[here] == HELD_OUT].sum())
-    for source, row in counts.items():
-        if row["kept"] == 0:
-            found = ", ".join(f"{row[name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
+    return counts
+
+
+def without_documents(counts: Mapping[str, Mapping[str, int]], entries: Mapping[str, str]) -> list[str]:
+    """The sources that have nothing left to train on; `entries` is {source: its place in the recipe}.
+
+    One of several files may be empty, or repeat the others. Raises UserError for an entry with nothing in any of them.
+    """
+    empty = [source for source, row in counts.items() if row["kept"] == 0]
+    used = {entries[source] for source in counts if source not in empty}
+    for source in empty:
+        if entries[source] not in used:
+            found = ", ".join(f"{counts[source][name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
             raise UserError(
                 f"source {source} has no document to train on",
                 evidence=found,
-                fix="take it out of data.sources, or look at data.clean, data.dedup, data.decontaminate, "
+                fix=f"take {entries[source]} out, or look at data.clean, data.dedup, data.decontaminate, "
                 "data.min_characters and data.held_out_fraction",
             )
-    return counts
+    return empty
 
 
 def total(counts: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -35,8 +35,9 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.locked():
         context = Context(recipe, cache)
-        read = step_documents.run(context, step_sources.inputs(context))
-        chosen = step_selection.run(context, read)
+        inputs = step_sources.inputs(context)
+        read = step_documents.run(context, inputs)
+        chosen = step_selection.run(context, read, inputs)
         chunks = list(documents.chunks(read.path, read.manifest))
         decision = dedup.read(chosen.path)
         hashes = np.concatenate([documents.read_index(chunk.path)["hash"] for chunk in chunks])

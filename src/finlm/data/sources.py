@@ -40,6 +40,7 @@ class Input:
     encoding: str = "auto"
     expected: str = ""  # the sha256 or the revision that the recipe names
     sha256: tuple[str, ...] = ()  # of each file
+    entry: str = ""  # its place in the recipe, for messages
 
     def identity(self) -> list[Any]:
         """Everything that its documents depend on, for step keys."""
@@ -82,6 +83,7 @@ def of_source(source: Source, key: str) -> list[Input]:
                 Input(
                     *(name, tuple(group), "share", kind, source.text_field, source.meta, source.encoding),
                     expected=expected,
+                    entry=key,
                 )
             )
     return found

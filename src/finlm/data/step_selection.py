@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 from finlm.base import units
 from finlm.data import dedup, documents, ledger, step_contamination, step_near, step_perplexity
 from finlm.data.context import Context
+from finlm.data.sources import Input
 from finlm.data.steps import Step
 
 
-def run(context: Context, read: Step) -> Step:
-    """One decision a document. Raises UserError for a source that has nothing left to train on."""
+def run(context: Context, read: Step, inputs: Sequence[Input]) -> Step:
+    """One decision a document. Raises UserError for an entry of data.sources that has nothing left to train on."""
     near = step_near.run(context, read)
     contamination = step_contamination.run(context, read)
     perplexity = step_perplexity.run(context, read)
@@ -53,4 +55,8 @@ def run(context: Context, read: Step) -> Step:
         f"{dropped or 'nothing'} dropped; {total['held_out']:,} held out, kept {total['kept']:,} "
         f"({units.format_bytes(total['bytes'])})",
     )
+    if context.cache.build:
+        empty = dedup.without_documents(step.manifest["sources"], {item.source: item.entry for item in inputs})
+        if empty:
+            context.say(step, f"nothing to train on in {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}")
     return step

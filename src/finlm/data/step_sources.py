@@ -39,17 +39,18 @@ def inputs(context: Context) -> list[Input]:
     """Every file of every source in the recipe's order. Raises UserError, or NotPrepared where files are missing."""
     found: list[Input] = []
     for number, source in enumerate(context.data.sources):
+        key = f"data.sources[{number}]"
         if source.synthetic is None:
             if not context.cache.build and source.path is not None and not sources.expand(source.path, source.split):
                 raise NotPrepared("sources")
-            found += sources.of_source(source, f"data.sources[{number}]")
+            found += sources.of_source(source, key)
             continue
         step = synthetic(context, source.synthetic)
         prefix = f"{source.name}-" if source.name else ""
         for name in step.manifest["files"]["train"]:
             for split in SYNTHETIC_SPLITS:
                 paths = tuple(step.path / split / file for file in step.manifest["files"][split][name])
-                found.append(Input(sources.safe(f"{prefix}{name}"), paths, split))
+                found.append(Input(sources.safe(f"{prefix}{name}"), paths, split, entry=key))
     hashes = context.cache.fingerprints([path for item in sources.checked(found) for path in item.paths])
     return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
 
