@@ -100,6 +100,8 @@ def test_three_hosts_with_zero_3_continue_two_with_zero_1_and_all_steps_equal_on
     assert run.path != first.path and losses(run) == pytest.approx(losses(alone), abs=1e-3)
     assert {path.name for path in run.logs.glob("*.[0-9].log")} == {"n1.0.log", "n2.1.log", "n0.2.log"}
     assert list(run.read_events("end"))[-1]["status"] == "finished"
+    on_n1 = RunDir(trio[1].work / "runs" / run.path.name)  # rank 0 knows what was before it came to n1
+    assert losses(on_n1) == losses(run) and len(list(on_n1.read_events("start"))) == 2
 
 
 def test_hosts_that_share_a_disk_get_no_second_copy(pair: Cluster, tiny: tuple[str, ...], tmp_path: Path) -> None:

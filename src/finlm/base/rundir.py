@@ -10,6 +10,7 @@ runs/<name>-<time>/
     logs/<host>.<rank>.log
     checkpoints/step-N/      complete only when its manifest.json exists
     continued/step-N/        the checkpoint of another run that this one goes on from; absent for most
+    continued/events.jsonl   events.jsonl at the launch, for a first host that has none of its own
     export/                  Hugging Face format
     diagnosis.json           why it failed, by ops.diagnose; absent while nothing did
     report.html
@@ -52,6 +53,7 @@ class RunDir:
     code_diff = property(lambda self: self.path / "code.diff")
     env = property(lambda self: self.path / "env")
     events = property(lambda self: self.path / "events.jsonl")
+    lent_events = property(lambda self: self.path / "continued" / "events.jsonl")
     logs = property(lambda self: self.path / "logs")
     checkpoints = property(lambda self: self.path / "checkpoints")
     export = property(lambda self: self.path / "export")

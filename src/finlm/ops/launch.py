@@ -12,6 +12,7 @@ Success is the trainer's `end` event. What fails is told by launch_watch.py; not
 from __future__ import annotations
 
 import functools
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,10 @@ def _sessions(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> 
         data = [run.shards, model] if model else [run.shards]
         places = {host.destination: functools.partial(there, access=host.access) for host in remote}
         names = [host.destination for host in remote]
+        if hosts.hosts[0] in remote and run.events.exists():
+            # Rank 0 reads there which data roll-backs left out; a run that continues another, or a new disk, has none.
+            run.lent_events.parent.mkdir(exist_ok=True)
+            shutil.copyfile(run.events, run.lent_events)
         results = sync.sync(run.path, names, names=SYNCED, data=data, there=places, accept_new=accept_new)
         status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
     sessions, first, patience = [], 0, recipe.launch.outage_seconds

@@ -85,6 +85,8 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     run = rundir.RunDir(Path(request["run"]))
     lock = _lock(run, request["host"])
+    if request["events"] and lock is not None:
+        _take_events(run)
     line.say("hello", locked=lock is not None, **launch_reach.facts(request["port"]))
     start = line.next(request["patience"])
     if lock is None or start is None or start["do"] != "start":
@@ -115,6 +117,14 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
+
+
+def _take_events(run: rundir.RunDir) -> None:
+    """The head's copy of events.jsonl becomes this host's where it has none: rank 0 takes up roll-backs from it."""
+    if run.lent_events.exists() and not run.events.exists():
+        whole = run.events.with_suffix(".copied")
+        shutil.copyfile(run.lent_events, whole)
+        os.replace(whole, run.events)
 
 
 def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> subprocess.Popen[bytes]:
