@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from finlm import cli
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.ops import doctor, launch_restart
 
 from helpers import QUICKSTART, ROOT, finlm, sets
 
 pytestmark = pytest.mark.slow
+ERROR = doctor.Finding("disk", "localhost", "error", "as if", "nothing")
 
 
 def test_a_run_ends_with_everything_a_user_needs(finished: tuple[RunDir, str]) -> None:
@@ -63,6 +66,40 @@ def test_the_command_of_a_finished_run_starts_a_new_one_on_the_same_data(
     (new,) = (path for path in tmp_path.iterdir() if path.name != former.path.name)
     shards = [files.read_json(RunDir(path).manifest)["shards"]["path"] for path in (former.path, new)]
     assert shards[0] == shards[1] and not RunDir(new).events.exists()
+
+
+def test_a_run_that_was_cut_after_training_is_completed_not_trained_again(
+    finished: tuple[RunDir, str], tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied(finished[0], tmp_path, "end")
+    shutil.rmtree(run.export)
+    monkeypatch.setattr(launch_restart, "run_ranks", lambda *_, **__: pytest.fail("trained again"))
+    command = ["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert (run.export / "config.json").exists() and list(tmp_path.iterdir()) == [run.path]
+    assert [row["kind"] for row in run.read_events()][-4:] == ["end", "export", "sample", "prediction"]
+
+
+def test_an_unfinished_runs_checkpoints_need_no_second_room(
+    finished: tuple[RunDir, str], tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied(finished[0], tmp_path, "checkpoint")
+    seen: list[Any] = []
+    monkeypatch.setattr(doctor, "judge", lambda *given: seen.append(given[3]) or [ERROR])
+    assert cli.main(["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)]) == 1
+    written = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
+    assert seen[0]["localhost"]["disks"]["run"]["checkpoint_bytes"] >= written > 0
+
+
+def copied(run: RunDir, runs: Path, last: str) -> RunDir:
+    """A copy whose events end with the last row of a kind."""
+    copy = RunDir(runs / run.path.name)
+    shutil.copytree(run.path, copy.path)
+    rows = list(run.read_events())
+    count = max(place for place, row in enumerate(rows) if row["kind"] == last) + 1
+    lines = run.events.read_text(encoding="utf-8").splitlines(keepends=True)
+    copy.events.write_text("".join(lines[:count]), encoding="utf-8")
+    return copy
 
 
 def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(

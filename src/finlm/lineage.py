@@ -65,11 +65,19 @@ class Earlier:
         return {"run": str(self.run.path), "step": self.step, "changed": list(self.changed)}
 
 
+def is_trained(run: RunDir) -> bool:
+    """Whether the ranks of a run are done; its export and what follows may be missing."""
+    return any(event["status"] == "finished" for event in run.read_events("end"))
+
+
 def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
-    """The newest run of the same recipe, plan and data that has not finished."""
+    """The newest run of the same recipe, plan and data that is not trained, or not exported and examined to its end."""
     for run, former in _open(wanted, shards, runs):
         if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS) or _differences(run, plan):
             continue
+        if is_trained(run):
+            screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
+            return run
         step = max((step for step, _ in (*run.continued_checkpoints(), *run.complete_checkpoints())), default=0)
         screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
         return run
@@ -82,7 +90,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
     Raises UserError when that run is running, or a host that holds a part of its checkpoint cannot give it.
     """
     for run, former in _open(wanted, shards, runs):
-        if _what(former) != _what(wanted):
+        if is_trained(run) or _what(former) != _what(wanted):
             continue
         planned = files.read_json(run.plan)
         if other := [key for key in WHAT if planned.get(key) != getattr(plan, key)]:
@@ -105,7 +113,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
 
 
 def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Recipe]]:
-    """Runs of this name and data that have not finished, newest first, with their recipes."""
+    """Runs of this name and data that `finlm train` has not ended, newest first, with their recipes."""
     every = [RunDir(directory) for directory in sorted(runs.glob(f"{wanted.name}-*"), reverse=True)]
     parents = set()
     for run in every:
@@ -115,7 +123,7 @@ def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Re
         parents.add((content.get("continues") or {}).get("run"))
         if str(run.path) in parents or content["shards"]["path"] != str(shards.resolve()):
             continue  # what continues it is newer
-        if any(event["status"] == "finished" for event in run.read_events("end")):
+        if any(run.read_events("prediction")):  # the last row of `finlm train`
             continue
         try:
             yield run, recipes.load(run.recipe).recipe

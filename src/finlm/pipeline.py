@@ -17,7 +17,7 @@ from typing import Any
 from finlm import config, lineage
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, locked
 from finlm.data import lint, lint_show, prepare, start
 from finlm.data.shards import Shards
 from finlm.lineage import Earlier
@@ -48,25 +48,45 @@ def train(
         return 1
     loaded, wanted = started, started.recipe
     shards, plan, ds_config = _planned(loaded, hosts)
+    resumed = None if new else lineage.unfinished(wanted, plan, shards, runs)
+    if resumed is not None and lineage.is_trained(resumed):
+        return _completed(resumed, plan, wanted, hosts, accept_new)
     labels = _linted(wanted, shards)
-    facts = doctor_gather.gather(wanted, plan, hosts, runs, accept_new=accept_new)
+    # Of an unfinished run, whose checkpoints need no second room.
+    facts = doctor_gather.gather(wanted, plan, hosts, resumed.path if resumed else runs, accept_new=accept_new)
     findings = doctor.judge(wanted, plan, hosts, facts)
     doctor.show(findings)
     found: list[doctor.Finding | lint.Finding] = [*findings, *labels]
     if any(finding.level == "error" for finding in found):
         return 1
-    run = _run_of(loaded, plan, ds_config, shards, runs, new, accept_new, facts)
+    run = resumed or _new_run(loaded, plan, ds_config, shards, runs, new, accept_new, facts)
     files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
+    return _completed(run, plan, wanted, hosts, accept_new, doctor_network.host_env(facts))
+
+
+def _completed(
+    run: RunDir,
+    plan: Plan,
+    wanted: Recipe,
+    hosts: Cluster,
+    accept_new: bool,
+    network: Mapping[str, Mapping[str, str]] | None = None,
+) -> int:
+    """Train a run unless that is done, then all that follows; 0, or 1 when it is not what its recipe promises.
+
+    The row `prediction` comes last: without it the same command goes on here.
+    """
     try:
-        network = doctor_network.host_env(facts)
         with tracking.beside(run, wanted.record.tracking):
-            launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
-            gather.checkpoint(run, hosts, plan.steps, accept_new)
-            _export(run)
-            _ask(run, wanted)
-            _give_back()
-        prediction.record(run)
+            if not lineage.is_trained(run):
+                launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
+            with locked(run):
+                gather.checkpoint(run, hosts, plan.steps, accept_new)
+                _export(run)
+                _ask(run, wanted)
+                _give_back()
         kept = _keeps_promises(run, wanted)
+        prediction.record(run)
     finally:
         report.build(run, ended=True)
     _finish(run)
@@ -119,7 +139,9 @@ def adapt(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, adapter: str) -
     if parents.is_recipe(loaded.recipe.model.init_from):
         loaded = _with_parent(loaded, start.directory(loaded.recipe, runs))
     shards, plan, ds_config = _planned(loaded, hosts)
-    run = _run_of(loaded, plan, ds_config, shards, runs, new, accept_new=False)
+    run = None if new else lineage.unfinished(loaded.recipe, plan, shards, runs)
+    if run is None or lineage.is_trained(run):
+        run = _new_run(loaded, plan, ds_config, shards, runs, new, accept_new=False)
     return adapters.write(adapter, RunDir(run.path.absolute()), loaded.recipe, plan, hosts)
 
 
@@ -130,7 +152,7 @@ def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]
         # What can be refused without the data is refused before hours go into preparing it.
         config.deepspeed(wanted, planner.make(wanted, hosts, shape.of(wanted)))
     shards = prepare.run(wanted)
-    vocab, tokens = prepare.sizes(shards)
+    vocab, tokens = prepare.sizes(shards, wanted)
     plan = planner.make(wanted, hosts, shape.of(wanted, vocab), tokens)
     if plan.vocab_size < vocab:
         raise UserError(
@@ -144,7 +166,7 @@ def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]
     return shards, plan, ds_config
 
 
-def _run_of(
+def _new_run(
     loaded: Loaded,
     plan: Plan,
     ds_config: dict[str, Any],
@@ -154,10 +176,7 @@ def _run_of(
     accept_new: bool,
     facts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunDir:
-    """The unfinished run of this recipe and plan, one that continues another plan's, or a new one."""
-    run = None if new else lineage.unfinished(loaded.recipe, plan, shards, runs)
-    if run is not None:
-        return run
+    """A run directory that continues another plan's run, or begins at step 0."""
     earlier = None if new else lineage.earlier(loaded.recipe, plan, shards, runs, accept_new)
     return create_run(loaded, plan, ds_config, shards, runs, earlier, facts)
 
@@ -246,7 +265,8 @@ def _finish(run: RunDir) -> None:
         for name, source in last["sources"].items():
             shown = [f"{key} {source[key]:,.4f}" for key in HELD_OUT if key in source]
             screen.say(f"  {name:<24} {'  '.join(shown)}")
-    for row in run.read_events("suite"):
+    suites = {(row["suite"], row["mode"], row["model"]): row for row in run.read_events("suite")}
+    for row in suites.values():
         low, high = (100 * bound for bound in row["micro_interval"])
         right = f"{100 * row['micro']:.1f} % right [{low:.1f}, {high:.1f}]"
         screen.say(f"{row['suite']:<15} {right} of {row['questions']:,}, {row['mode']}: {row['model']}")
@@ -262,8 +282,11 @@ def _finish(run: RunDir) -> None:
     screen.say()
     screen.say("try next:")
     finlm = f"{_shown(Path(sys.executable))} -m finlm"
-    screen.say(f"  {finlm} sample {_shown(run.export)} 净利润同比")
-    screen.say(f"  {finlm} eval {_shown(run.complete_checkpoints()[-1][1])}")
+    stage = recipe.load(run.recipe).recipe.stage
+    if stage != "reward":  # it says how good a text is, and writes none
+        screen.say(f"  {finlm} sample {_shown(run.export)} 净利润同比")
+    if stage in ("pretrain", "sft"):  # pairs and prompts have no perplexity
+        screen.say(f"  {finlm} eval {_shown(run.complete_checkpoints()[-1][1])}")
     screen.say(f"  {finlm} plan recipes/xuanyuan-6b/pretrain.yaml")
     screen.say(f"the model is in {_shown(run.export)} ({units.format_bytes(_size(run.export))}, Hugging Face format)")
 
