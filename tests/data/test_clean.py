@@ -52,6 +52,11 @@ def test_the_embedded_corpus_passes_the_default_rules_untouched() -> None:
             "The company reported higher revenue for the third quarter of the year. " * 2,
             "language",
         ),
+        ({"min_chinese": 0.1}, "이 회사의 삼분기 매출은 작년보다 크게 늘었다. " * 4, "language"),
+        ({"min_chinese": 0.1}, "ひらがなだけのぶんしょうです。" * 6, "language"),
+        ({"min_chinese": 0.1}, "บริษัทรายงานรายได้ไตรมาสที่สาม " * 4, "language"),
+        ({"min_chinese": 0.9}, "净利润增长Growth" * 10, "language"),  # 5 of 11 letters
+        ({"min_chinese": 0.4}, "净利润增长Growth" * 10, None),
         ({"max_short_lines": 0.8}, "首页\n新闻\n股票\n基金\n债券\n期货\n外汇\n黄金\n银行\n保险\n理财", "short_lines"),
         ({"max_digits": 0.1, "min_chinese": 0.9}, "600519", None),  # too short to have shares
     ],
