@@ -20,6 +20,7 @@ from finlm.data.shards import Shards
 from finlm.evals import choice, contaminated, likelihood, lm_eval_task, prompts, questions, suite
 from finlm.evals.prompts import Prompt
 from finlm.evals.questions import Question, Suite
+from finlm.recipe import recipe as recipes
 from finlm.record import report
 from finlm.train.opened import Opened, open_model
 
@@ -172,6 +173,26 @@ def test_the_command_reports_on_screen_as_json_and_in_the_run(
     assert "Multiple choice" in report.build(run).read_text(encoding="utf-8")
     assert cli.main(["eval", str(tmp_path), "--suite", "exam"]) == 2
     assert "holds no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"), [("dpo", "--suite exam"), ("grpo", "--suite exam"), ("reward", "pairs of")]
+)
+def test_runs_whose_rows_are_pairs_or_prompts_have_no_perplexity(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, words: str
+) -> None:
+    other = RunDir(tmp_path / stage)
+    shutil.copytree(run.path, other.path)
+    text = recipes.dump(recipes.load(QUICKSTART.with_name(f"{stage}.yaml")).recipe)
+    other.recipe.write_text(text, encoding="utf-8")
+    assert cli.main(["eval", str(other.path)]) == 2
+    printed = capsys.readouterr().err
+    assert "have no perplexity" in printed and words in printed and "report.html" in printed
+    if stage == "reward":  # nor does it write answers
+        config = files.read_json(other.export / "config.json") | {"architectures": ["LlamaForSequenceClassification"]}
+        files.write_json(other.export / "config.json", config)
+        assert cli.main(["eval", str(other.path), "--suite", "exam"]) == 2
+        assert "is a reward model" in capsys.readouterr().err
 
 
 def test_questions_that_were_read_in_training_are_found(run: RunDir, exam: Suite) -> None:

@@ -9,13 +9,29 @@ import torch
 
 from finlm.base import screen
 from finlm.base.errors import UserError
+from finlm.base.rundir import complete_checkpoint, open_run
 from finlm.data import dialogue_rows
 from finlm.data.shards import Rows
+from finlm.recipe import recipe as recipes
 from finlm.train import heldout, kernels, trained
+
+STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model learnt to write
 
 
 def evaluate(checkpoint: Path) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte of each held-out source. Raises UserError when checkpoint is not complete."""
+    """Loss, perplexity and bits per byte of each held-out source.
+
+    Raises UserError when checkpoint is not complete, and for a stage whose rows are pairs or prompts.
+    """
+    run = open_run(complete_checkpoint(checkpoint).resolve().parent.parent)
+    stage = recipes.load(run.recipe).recipe.stage
+    if stage not in STAGES:
+        asked = "" if stage == "reward" else f"finlm eval {checkpoint} --suite exam; "
+        raise UserError(
+            f"{run.path.name} is of stage {stage}: its held-out rows have no perplexity",
+            evidence="they are " + ("prompts to answer" if stage == "grpo" else "pairs of a better and a worse answer"),
+            fix=f"{asked}its own evaluation is in {run.report}",
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = trained.load(checkpoint)
     if not loaded.shards.split("held_out"):

@@ -81,6 +81,8 @@ def _checkpoint(path: Path, device: torch.device) -> Opened:
     from finlm.train import trained  # loads deepspeed, which a model directory does not need
 
     loaded = trained.load(path)
+    if loaded.recipe.stage == "reward":
+        raise _judge(path)
     tokenizer = run_tokenizer(
         loaded.shards, loaded.recipe.tokenizer.add_bos, loaded.model.config.max_position_embeddings
     )
@@ -117,8 +119,18 @@ def llama_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
     )
 
 
+def _judge(path: Path) -> UserError:
+    return UserError(
+        f"{path} is a reward model: it says how good a text is, and writes none",
+        fix="give the model that it started from, or one that was trained with its rewards",
+    )
+
+
 def _directory(path: Path, device: torch.device, run: RunDir | None) -> Opened:
     try:
+        architectures = files.read_json(path / "config.json").get("architectures") or ()
+        if any("SequenceClassification" in name for name in architectures):  # as a writer, its head would be random
+            raise _judge(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="sdpa")
     except (OSError, ValueError) as error:
