@@ -85,7 +85,12 @@ def test_an_unfinished_runs_checkpoints_need_no_second_room(
 ) -> None:
     run = copied(finished[0], tmp_path, "checkpoint")
     seen: list[Any] = []
-    monkeypatch.setattr(doctor, "judge", lambda *given: seen.append(given[3]) or [ERROR])
+
+    def judge(*given: Any) -> list[doctor.Finding]:
+        seen.append(given[3])
+        return [ERROR]
+
+    monkeypatch.setattr(doctor, "judge", judge)
     assert cli.main(["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)]) == 1
     written = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
     assert seen[0]["localhost"]["disks"]["run"]["checkpoint_bytes"] >= written > 0

@@ -97,6 +97,10 @@ def test_a_host_of_several_needs_room_for_its_own_share_only() -> None:
     facts = {name: changed(name, disks={"run": disk}) for name in ("h0", "h1")}
     both = Cluster((Host("h0", 2, "H200"), Host("h1", 2, "H200")))
     assert doctor.judge(RECIPE, plan, both, facts) == []
+    facts["h0"]["is_here"] = True
+    found = only(doctor.judge(RECIPE, plan, both, facts))  # 2 x 45.6 GiB, 45.6 GiB of h1's and 13 GiB of weights
+    assert (found.check, found.host) == ("disk", "h0") and "149.9 GiB needed for 2 checkpoints" in found.evidence
+    assert "the other hosts' parts of the last and the export" in found.evidence
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import shlex
 import socket
 from pathlib import Path
@@ -88,5 +89,12 @@ def test_a_failing_program_is_not_taken_for_a_failing_connection() -> None:
 
 
 def test_this_machine_is_known_by_name_and_by_address() -> None:
-    assert all(map(ssh.is_this_machine, ("localhost", "127.0.0.1", "root@localhost", socket.gethostname())))
+    me = getpass.getuser()
+    own = ("localhost", "localhost:22", "127.0.0.1", f"{me}@localhost", socket.gethostname())
+    assert all(map(ssh.is_this_machine, own))
     assert not ssh.is_this_machine("192.0.2.1")  # an address for documentation: nobody's
+
+
+@pytest.mark.parametrize("host", ["localhost:2222", "127.0.0.1:2222", "not-me@localhost"])
+def test_a_container_or_another_account_on_this_machine_is_another_host(host: str) -> None:
+    assert not ssh.is_this_machine(host)

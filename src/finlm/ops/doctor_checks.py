@@ -14,6 +14,7 @@ from typing import Any, Literal
 import finlm
 from finlm.base.units import format_bytes
 from finlm.plan.advice import checkpoint_bytes
+from finlm.plan.memory import ELEMENT_BYTES
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
 from finlm.recipe.cluster import Host
@@ -57,7 +58,7 @@ def of_host(recipe: Recipe, plan: Plan, host: Host, facts: Mapping[str, Any], al
     if plan.device == "cpu" and cores and not alone and host.slots > cores["affinity"]:
         evidence = f"{host.slots} CPU ranks on {cores['affinity']} core(s)"
         yield "cores", "error", evidence, f"slots={cores['affinity']} or fewer for {host.name} in the hostfile"
-    yield from _disks(recipe, plan, host, facts["disks"] or {}, alone)
+    yield from _disks(recipe, plan, host, facts, alone)
     yield from _shm(plan, host, facts["shm"])
     yield from _limits(plan, facts)
     yield from _compilers(plan, facts)
@@ -118,19 +119,21 @@ def _memory(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
         yield "memory", "error", evidence, "end other processes, raise the container's limit, or use fewer ranks a host"
 
 
-def _disks(recipe: Recipe, plan: Plan, host: Host, disks: Mapping[str, Any], alone: bool) -> Iterator[Fault]:
-    share = host.slots / plan.world_size
+def _disks(recipe: Recipe, plan: Plan, host: Host, facts: Mapping[str, Any], alone: bool) -> Iterator[Fault]:
+    disks, share = facts["disks"] or {}, host.slots / plan.world_size
+    element = ELEMENT_BYTES[plan.precision]
     if "run" in disks:
-        one = checkpoint_bytes(recipe, shape.of(recipe, plan.vocab_size), plan)[0] * (
-            1.0 if alone else share
-        )  # each host writes its own shards
-        copies = recipe.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
-        need = one * copies - disks["run"]["checkpoint_bytes"]
-        what = f"{copies} checkpoints of {format_bytes(one)}"
+        whole, kept = checkpoint_bytes(recipe, shape.of(recipe, plan.vocab_size), plan)[0], recipe.checkpoint.keep_last
+        one = whole * (1.0 if alone else share)  # each host writes its own shards
+        need = one * (kept + 1)  # the new one is whole before the oldest goes
+        what = f"{kept + 1} checkpoints of {format_bytes(one)}"
+        end = one * kept + (whole - one) + element * plan.parameters
+        if facts.get("is_here") and end > need:
+            need = end
+            what = f"{kept} checkpoints of {format_bytes(one)}, the other hosts' parts of the last and the export"
         fix = "free space, give --runs on a larger disk, or lower checkpoint.keep_last"
-        yield from _space("disk", disks["run"], need, what, fix)
+        yield from _space("disk", disks["run"], need - disks["run"]["checkpoint_bytes"], what, fix)
     if "nvme" in disks:
-        element = 4 if plan.precision == "fp32" else 2
         optimizer = 12 * plan.parameters if plan.offload_optimizer == "nvme" else 0
         weights = element * plan.parameters if plan.offload_param == "nvme" else 0
         fix = "give zero.nvme_path on a larger disk or offload to cpu"

@@ -51,7 +51,8 @@ def gather(
     """The facts of every host by name; {"failed": {problem, evidence, fix}} of one that could not be asked."""
     names = [host.name for host in cluster.hosts]
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-        local = dict(zip(names, pool.map(is_here, cluster.hosts), strict=True))
+        own = pool.map(ssh.is_this_machine, (host.destination for host in cluster.hosts))
+        local = dict(zip(names, own, strict=True))
         needed = len(cluster.hosts) > 1 or recipe.launch.master_port != "auto"
         meeting = _Meeting(recipe, cluster, local) if needed else None
 
@@ -68,14 +69,9 @@ def hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
 
         def ask(host: Host) -> Facts:
-            return _ask(recipe, host, programs, is_here(host), accept_new)
+            return _ask(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new)
 
         return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
-
-
-def is_here(host: Host) -> bool:
-    """A host that is reached through a port or as another user is a container or another account, even on this one."""
-    return host.destination == host.name and ssh.is_this_machine(host.name)
 
 
 class _Meeting:
@@ -147,7 +143,7 @@ def _ask(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new
     carried = json.loads(line)
     # The host began after it was asked and ended before it was heard: its clock's error lies between these two.
     offset = [carried["ended"] - received, carried["began"] - sent]
-    facts = _merged(carried["answers"], wanted) | {"clock": offset}
+    facts = _merged(carried["answers"], wanted) | {"clock": offset, "is_here": local}
     if local:
         _leave_out(os.getpid(), facts)
     return facts

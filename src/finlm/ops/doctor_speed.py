@@ -21,7 +21,7 @@ from typing import Any
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
-from finlm.ops import doctor_gather, doctor_network, places, ssh
+from finlm.ops import doctor_network, places, ssh
 from finlm.ops.doctor import Finding
 from finlm.ops.doctor_network import AllFacts, HostFault
 from finlm.plan.plan import Plan
@@ -82,7 +82,7 @@ def _run(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speed
         script = f"{program}\n\nos._exit(main(json.loads({json.dumps(request)!a})))\n".encode()
         argv, patience = [places.python(host.access), "-"], request["seconds"] + 20
         try:
-            if doctor_gather.is_here(host):
+            if ssh.is_this_machine(host.destination):
                 done = subprocess.run(argv, input=script, capture_output=True, timeout=patience, cwd="/")
                 return done.stdout.decode(errors="replace") + done.stderr.decode(errors="replace")
             found = ssh.run(host.destination, argv, stdin=script, timeout_seconds=patience, check=False)

@@ -9,6 +9,7 @@ retry.
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shlex
@@ -201,9 +202,12 @@ def last_lines(text: str, count: int = 12) -> str:
 def is_this_machine(host: str) -> bool:
     """True when host names the machine this runs on: localhost, its own name, or a name of one of its addresses.
 
-    A name that ~/.ssh/config sends to another port of this machine is another host: a container or a tunnel.
+    Another port of this machine, given or by ~/.ssh/config, is another host: a container or a tunnel. So is another
+    user's account, whose processes this user cannot start without ssh.
     """
-    name = login(host).rpartition("@")[2]
+    user, _, name = login(host).rpartition("@")
+    if port_option(host) not in ([], ["-p", "22"]) or (user and user != getpass.getuser()):
+        return False
     own = os.uname().nodename
     if name in {"localhost", own, own.partition(".")[0]}:
         return True
