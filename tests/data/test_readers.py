@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,12 +145,15 @@ def test_text_and_counted_fields_may_lie_deep_and_rows_may_differ(tmp_path: Path
         {"body": {"zh": "乙"}, "meta": {"source": "东方财富"}, "meta.source": "新浪"},
         {"body": {"zh": "丙"}, "meta": None},
         {"body": "丁"},
+        {"body": {"zh": "戊"}, "meta": {"source": "\ud800"}},
     ]
     path = tmp_path / "news.jsonl"
     path.write_bytes(b"\n".join(json.dumps(row).encode() for row in rows))
     entry, texts, broken = read(tmp_path, path=str(path), text_field="body.zh", meta={"site": "meta.source"})
     assert texts == ["甲", "乙", "丙"] and entry["values"] == {"site": [("新浪", 2), ("", 1)]}
-    assert [row["reason"] for row in broken] == ["no field 'body.zh', only 'body'"]
+    assert [row["reason"] for row in broken] == [
+        "no field 'body.zh', only 'body'", "half of a surrogate pair in field 'meta.source'"
+    ]  # fmt: skip
 
 
 def test_damage_costs_only_the_rows_it_struck_and_is_named(tmp_path: Path) -> None:
@@ -191,6 +195,25 @@ def test_a_damaged_table_is_said_to_be_one(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     entry, texts, broken = read(tmp_path, path=str(path))
     assert texts == [] and entry["cut"] == 1 and broken[0]["reason"].startswith("the file is damaged: ")
+
+
+def test_a_string_that_is_not_utf8_costs_its_row_and_bytes_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "news.parquet"
+    strings = pa.array([b"first", "净利润".encode("gbk"), b"third"])
+    parquet.write_table(pa.table({"text": strings.view(pa.string()), "raw": strings}), path)
+    entry, texts, broken = read(tmp_path, path=str(path))
+    assert texts == ["first", "third"] and entry["rows"] == 3
+    assert [(row["line"], row["reason"]) for row in broken] == [(2, "not UTF-8: byte 0xbe at byte 1")]
+    _, texts, broken = read(tmp_path, path=str(path), text_field="raw")
+    assert texts == [] and {row["reason"] for row in broken} == {"field 'raw' is bytes, not a string"}
+
+
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + "/新闻.jsonl".encode("gbk"))).write_bytes(jsonl(TEXTS))
+    with pytest.raises(UserError, match="not UTF-8") as caught:
+        read(tmp_path, path=f"{tmp_path}/*.jsonl")
+    assert caught.value.evidence.endswith("as GBK " + f"{tmp_path}/新闻.jsonl")
+    f"{caught.value}".encode()
 
 
 def test_a_document_of_100_megabytes_is_one_document(tmp_path: Path) -> None:

@@ -67,14 +67,19 @@ def _of_lines(block: Block, item: Input) -> Iterator[Row]:
             yield read(path, number, line, item)
 
 
+def json_of(line: bytes) -> Any:
+    """A row of JSON, whose strings may hold half of a surrogate pair. Raises ValueError or RecursionError."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode("utf-8"))  # slower; takes NaN and such halves, and says better what is wrong
+
+
 def _json(path: Path, number: int, line: bytes, item: Input) -> Row:
     try:
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            row = json.loads(line.decode("utf-8"))  # slower; takes NaN, and says better what is wrong
-            _text(row, item.text_field).encode("utf-8")  # and takes half of a surrogate pair
+        row = json_of(line)
         text, meta = _text(row, item.text_field), _meta(row, item.meta)
+        text.encode("utf-8")  # what cannot be written is broken
     except (ValueError, RecursionError) as error:  # UnicodeError and JSONDecodeError are ValueErrors
         return Row(path, number, "", {}, _reason(error, line, item), line)
     return Row(path, number, text, meta, "", line)
@@ -87,20 +92,37 @@ def _plain(path: Path, number: int, data: bytes, item: Input) -> Row:
         return Row(path, number, "", {}, _reason(error, data, item), data)
 
 
-def _of_table(block: Block, item: Input) -> Iterator[Row]:
+def of_table(data: bytes) -> Iterator[tuple[Any, str]]:
+    """(the row, "") or (None, why it cannot be read) of every row of an Arrow stream."""
     import pyarrow as pa
 
-    assert isinstance(block.data, bytes)
-    number = block.first
-    with pa.ipc.open_stream(block.data) as stream:
+    with pa.ipc.open_stream(data) as stream:
         for batch in stream:
-            for value in batch.to_pylist():
-                try:
-                    text, meta = _text(value, item.text_field), _meta(value, item.meta)
-                    yield Row(block.path, number, text, meta, "", text[:_EXCERPT].encode("utf-8", "replace"))
-                except ValueError as error:
-                    yield Row(block.path, number, "", {}, str(error), str(value)[:_EXCERPT].encode("utf-8", "replace"))
-                number += 1
+            try:
+                yield from ((row, "") for row in batch.to_pylist())
+            except ValueError:  # before the first row
+                yield from (_alone(batch.slice(place, 1)) for place in range(batch.num_rows))
+
+
+def _alone(batch: Any) -> tuple[Any, str]:
+    try:
+        return batch.to_pylist()[0], ""
+    except UnicodeDecodeError as error:  # writers need not check their strings
+        return None, _not_utf8(error)
+    except ValueError as error:
+        return None, str(error)
+
+
+def _of_table(block: Block, item: Input) -> Iterator[Row]:
+    assert isinstance(block.data, bytes)
+    for number, (value, broken) in enumerate(of_table(block.data), block.first):
+        try:
+            if broken:
+                raise ValueError(broken)
+            text, meta = _text(value, item.text_field), _meta(value, item.meta)
+            yield Row(block.path, number, text, meta, "", text[:_EXCERPT].encode("utf-8", "replace"))
+        except ValueError as error:
+            yield Row(block.path, number, "", {}, str(error), str(value)[:_EXCERPT].encode("utf-8", "replace"))
 
 
 def _text(row: Any, field: str) -> str:
@@ -118,11 +140,16 @@ def _text(row: Any, field: str) -> str:
 
 
 def _meta(row: dict[str, Any], fields: Mapping[str, str]) -> Mapping[str, str]:
-    """The counted fields of a row as strings; "" where a row has none."""
-    if not fields:
-        return {}
-    found = {name: row.get(field, _inner(row, field)) for name, field in fields.items()}
-    return {name: "" if value is _MISSING or value is None else str(value) for name, value in found.items()}
+    """The counted fields of a row as strings; "" where a row has none. Raises ValueError for what is no text."""
+    found = {}
+    for name, field in fields.items():
+        value = row.get(field, _inner(row, field))
+        found[name] = "" if value is _MISSING or value is None else str(value)
+        try:
+            found[name].encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"half of a surrogate pair in field {field!r}") from None
+    return found
 
 
 def _inner(row: Any, field: str) -> Any:
@@ -133,7 +160,7 @@ def _inner(row: Any, field: str) -> Any:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")
 
 
@@ -143,8 +170,11 @@ def _reason(error: Exception, data: bytes, item: Input) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.pos + 1}"
     if isinstance(error, UnicodeDecodeError):
-        where = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
-        return f"not UTF-8: {where}" if item.encoding == "auto" else f"not {item.encoding}"
+        return _not_utf8(error) if item.encoding == "auto" else f"not {item.encoding}"
     if isinstance(error, UnicodeEncodeError):
         return "half of a surrogate pair in the text"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"

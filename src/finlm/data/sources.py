@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,8 +93,24 @@ def of_source(source: Source, key: str) -> list[Input]:
 def expand(pattern: str, split: str = "train") -> list[Path]:
     """The files of a path or glob, sorted by name; `**` spans directories, hidden files are left out.
 
-    A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`.
+    A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`. Raises
+    UserError for a name that is not UTF-8, as an old archive's: it could be written into no manifest.
     """
+    found = _matching(pattern, split)
+    for path in found:
+        name = os.fsencode(path)
+        try:
+            name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(
+                "the name of a file is not UTF-8",
+                evidence=f"{name.decode('utf-8', 'backslashreplace')}\nas GBK {name.decode('gb18030', 'replace')}",
+                fix="rename it; for many: convmv -f gbk -t utf8 --notest -r DIRECTORY",
+            ) from None
+    return found
+
+
+def _matching(pattern: str, split: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
