@@ -85,7 +85,7 @@ def test_three_hosts_with_zero_3_continue_two_with_zero_1_and_all_steps_equal_on
     two = (*tiny, *short, ONE_THREAD, "batch.micro_batch={n0: 1, n1: 2}")
     training = Training(trio, [*script, *sets(two)])
     training.row("checkpoint")
-    training.kill(trio[0], "-m finlm train", signal.SIGTERM)
+    training.kill_all(signal.SIGTERM)  # as a scheduler does
     assert training.over().process.returncode == 128 + signal.SIGTERM, training.said
     assert "with a checkpoint; the same command resumes from it" in training.said
     first = the_run(trio[0])

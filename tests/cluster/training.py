@@ -103,6 +103,12 @@ class Training:
         for pid in found:
             os.kill(pid, how)
 
+    def kill_all(self, how: signal.Signals) -> None:
+        """Send a signal to the command and everything it has started, ssh too, on every host."""
+        for host in self.cluster.hosts:
+            for pid in processes(host, "-m finlm train") | processes(host, "finlm."):
+                os.kill(pid, how)
+
     def left(self) -> dict[str, dict[int, str]]:
         """Processes of the run, by host."""
         return {host.name: found for host in self.cluster.hosts if (found := processes(host, "finlm."))}

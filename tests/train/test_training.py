@@ -92,8 +92,9 @@ def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
 
 def test_a_run_cannot_be_started_twice_at_once(make_run: Any) -> None:
     run = make_run()
-    with locked(run), pytest.raises(UserError, match="is running now"):
+    with locked(run), pytest.raises(UserError, match="is running now") as caught:
         launch.run_ranks(run, Plan.read(run.plan))
+    assert f"`kill {os.getpid()}` on {os.uname().nodename}" in caught.value.fix
 
 
 def _ranks_of(run: RunDir) -> list[int]:

@@ -20,6 +20,15 @@ def die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def shield() -> None:
+    """Hold SIGTERM and SIGINT back from this process and those it starts, until they unblock them.
+
+    A scheduler sends them to every process of a job, where only some know what to do: DeepSpeed's launcher would kill
+    its ranks 30 s later, ssh would cut the line to an agent.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
+
 def adopt_orphans() -> None:
     """Descendants whose parent dies become children of this process instead of init's."""
     if _libc is not None:

@@ -135,21 +135,26 @@ def complete_checkpoint(path: Path) -> Path:
 
 
 @contextmanager
-def locked(run: RunDir) -> Iterator[int]:
-    """Hold the run for this process and those that inherit the yielded descriptor. Raises UserError when it is held.
+def locked(run: RunDir) -> Iterator[None]:
+    """Hold the run for this process. Raises UserError when another one holds it, with its pid.
 
-    The launcher inherits it, so a run whose `finlm train` was killed stays held until its ranks have ended too.
+    Ranks hold .lock-<host> (ops.launch_agent), so those of a killed `finlm train` are waited for too.
     """
-    with (run.path / ".lock").open("w") as file:
+    with (run.path / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            file.seek(0)
+            pid, _, host = file.read().strip().partition(" ")
             raise UserError(
                 f"{run.path} is running now",
-                evidence="another process holds its lock",
-                fix=f"wait for it, end it with `pkill -f {run.path.name}`, or start another run with --new",
+                evidence=f"process {pid} on {host} holds its lock",
+                fix=f"wait for it, end it with `kill {pid}` on {host}, or start another run with --new",
             ) from None
-        yield file.fileno()
+        file.truncate(0)
+        file.write(f"{os.getpid()} {os.uname().nodename}\n")
+        file.flush()
+        yield
 
 
 def host_name() -> str:

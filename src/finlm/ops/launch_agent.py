@@ -75,14 +75,12 @@ class Line:
 
 def main() -> None:
     """Greet, start what the head asks for, follow it to its end; the launcher's exit code."""
+    processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
     request = line.next(30)
     if request is None:
         os._exit(1)
     processes.adopt_orphans()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # A scheduler sends them to every process; the ranks need their agent alive until their checkpoint is written.
-        signal.signal(number, lambda *_: None)
     run = rundir.RunDir(Path(request["run"]))
     lock = _lock(run, request["host"])
     if request["events"] and lock is not None:
@@ -191,7 +189,8 @@ def _follow(request: dict[str, Any], line: Line, launcher: subprocess.Popen[byte
 
 
 def end_all(launcher: subprocess.Popen[bytes], ranks: launch_ranks.Ranks) -> None:
-    """End the launcher's session and whatever it left to this subreaper."""
+    """End the launcher, its ranks with it (PR_SET_PDEATHSIG), and whatever they left to this subreaper."""
+    launcher.kill()
     for how, patience in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.ops import launch_agent, ssh
@@ -71,7 +71,8 @@ class Session:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is this process's to handle
+            start_new_session=True,
+            preexec_fn=processes.shield,  # SIGTERM and Ctrl-C are this process's to handle
         )
         self.heard = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()

@@ -1,13 +1,15 @@
 """SIGTERM and SIGINT of `finlm train`, noted for the ranks: they finish their step, write a checkpoint and exit.
 
-The first signal is only noted, the second one ends everything at once. Schedulers send SIGTERM some time before they
-take the machines away; launch.grace_seconds must be less than that time.
+The first signal is only noted, another one ends everything at once, unless it follows within a second: `timeout` sends
+one twice. Schedulers send SIGTERM some time before they take the machines away; launch.grace_seconds must be less than
+that time.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +19,16 @@ from finlm.base import screen
 from finlm.ops.launch_session import Session
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_SECONDS = 1.0
 RESUMES = "the same command resumes from the last complete checkpoint"
 
 
 @dataclass
 class Stop:
-    """What was asked of this process, and since when its ranks know (time.monotonic())."""
+    """What was asked of this process, since when, and since when its ranks know (time.monotonic())."""
 
     number: int = 0
+    since: float = 0.0
     passed_on: float | None = None
 
     def look(self, sessions: Sequence[Session], has_stepped: bool, grace_seconds: float, now: float) -> None:
@@ -52,14 +56,15 @@ class Stop:
 
 @contextmanager
 def noted() -> Iterator[Stop]:
-    """Note the signals in the block instead of ending; the second one raises SystemExit."""
+    """Note the signals in the block instead of ending; a later one raises SystemExit."""
     stop = Stop()
 
     def note(number: int, _: FrameType | None) -> None:
-        if stop.number:
+        if not stop.number:
+            stop.number, stop.since = number, time.monotonic()
+        elif time.monotonic() - stop.since > ONE_REQUEST_SECONDS:
             screen.say(f"ended at once; {RESUMES}")
             sys.exit(128 + number)
-        stop.number = number
 
     previous = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -1,0 +1,24 @@
+"""How often a signal must come before a rank ends without its checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+
+def test_one_request_may_reach_a_rank_several_times_and_a_later_one_ends_it() -> None:
+    code = """
+import signal
+from finlm.base import processes
+from finlm.train import interrupt
+processes.shield()
+signal.raise_signal(signal.SIGTERM)  # held back until the rank listens
+interrupt.listen()
+signal.raise_signal(signal.SIGTERM)
+print(interrupt.received(), flush=True)
+interrupt.ONE_REQUEST_SECONDS = 0
+signal.raise_signal(signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (f"{int(signal.SIGTERM)}\n", -signal.SIGTERM), done.stderr
