@@ -24,6 +24,10 @@ def exported(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFact
     """An export in small shards of a run that was asked a suite."""
     run = RunDir(tmp_path_factory.mktemp("run") / finished[0].path.name)
     shutil.copytree(finished[0].path, run.path, ignore=shutil.ignore_patterns("code"))
+    written = run.recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(
+        written.replace("env: {}", "env: {HF_TOKEN: s3cr3t}").replace("name: localhost", "name: gpu-7")
+    )
     step = run.complete_checkpoints()[-1][0]
     numbers = {"macro": 0.5, "micro": 0.4, "micro_interval": [0.3, 0.5], "questions": 99}
     run.append_event("suite", suite="exam", mode="chat", shots=0, step=step, **numbers)
@@ -66,6 +70,8 @@ def test_the_card_says_what_the_run_knows_and_no_licence(exported: tuple[RunDir,
     assert manifest["shards"]["sha256"] in card and manifest["finlm"]["code_sha256"] in card
     assert "| exam | chat, 0-shot | 99 | 50.00 % | 40.00 % | 30.0 to 50.0 |" in card
     assert "license:" not in card.partition("# quickstart")[0]
+    assert "s3cr3t" in run.recipe.read_text() and "gpu-7" in run.recipe.read_text()
+    assert "s3cr3t" not in card and "gpu-7" not in card and "tokens_per_step: 1024" in card
 
 
 def test_refusals_leave_nothing_behind(exported: tuple[RunDir, Path], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "evals": {"train", "data", "recipe", "base"},
     "export": {"train", "plan", "recipe", "base", "export_card"},
-    "export_card": {"train", "base"},
+    "export_card": {"train", "recipe", "base"},
     "chat": {"train", "base"},
     "local_model": {"train", "data", "base"},
     "import_gguf": {"base"},

@@ -1,5 +1,6 @@
 """The model card of an export: what the run directory knows, in the form the Hugging Face Hub reads. No licence is
-named: weights inherit terms from data and parent model that only the author knows."""
+named: weights inherit terms from data and parent model that only the author knows. No machine and no credential is
+named either: a card is made to be published."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import files
+from finlm.base.secrets import redact
+from finlm.recipe import recipe as recipes
+from finlm.recipe.published import published
 from finlm.train.trained import Trained
 
 _STAGES = {
@@ -43,7 +47,7 @@ def text(trained: Trained, directory: Path) -> str:
         "## Recipe",
         "",
         "```yaml",
-        trained.run.recipe.read_text(encoding="utf-8").rstrip(),
+        redact("", recipes.dump(published(recipe))).rstrip(),
         "```",
         "",
     ]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from finlm import config
-from finlm.base import files
+from finlm.base import files, secrets
 from finlm.base.rundir import RunDir
 from finlm.data import prepare
 from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
-from finlm.record import curves, history, manifest, report, secrets
+from finlm.record import curves, history, manifest, report
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/pretrain.yaml"
 EVIL = "<script>alert('x')</script>"

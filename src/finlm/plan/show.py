@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from finlm.base import screen
+from finlm.base.secrets import redact_key
 from finlm.base.units import format_bytes, format_count, format_duration
 from finlm.plan import advice
 from finlm.plan.consult import Consulted
@@ -37,7 +38,7 @@ def origins(loaded: Loaded) -> None:
     """Print every value that is not a default, and the line it comes from."""
     screen.heading("values written")
     for key, where in loaded.origins.items():
-        screen.say(f"  {key} = {_value(loaded, key)}   ({where})")
+        screen.say(f"  {key} = {redact_key(key, _value(loaded, key))}   ({where})")
 
 
 def consulted(found: Consulted, made: Plan) -> None:

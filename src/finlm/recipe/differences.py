@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finlm.base.secrets import redact_key
 from finlm.recipe.recipe import Loaded, changes_training
 
 ABSENT = "–"
@@ -28,7 +29,14 @@ def between(a: Loaded, b: Loaded) -> list[Difference]:
     """Every key whose value differs, in the order of the schema; what a recipe is called and promises is left out."""
     left, right = (loaded.recipe.model_dump(mode="json", exclude=set(_LINEAGE)) for loaded in (a, b))
     return [
-        Difference(key, first, second, _origin(a, key), _origin(b, key), changes_training([f"{key}="]))
+        Difference(
+            key,
+            redact_key(key, first),
+            redact_key(key, second),
+            _origin(a, key),
+            _origin(b, key),
+            changes_training([f"{key}="]),
+        )
         for key, first, second in _differing(left, right, "")
     ]
 

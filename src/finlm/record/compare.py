@@ -14,6 +14,7 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.base.secrets import redact_key
 from finlm.record import history, report_details
 from finlm.record.history import Points
 
@@ -80,7 +81,9 @@ def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 
 def fields(a: RunDir, b: RunDir) -> Iterator[Difference]:
     """What the two were made of, where it differs."""
-    yield from _mapping("recipe", _recipe(a), _recipe(b))
+    for found in _mapping("recipe", _recipe(a), _recipe(b)):
+        values = (redact_key(found.field, value) for value in (found.a, found.b))
+        yield Difference(found.section, found.field, *values)
     yield from data(report_details.read(a.data), report_details.read(b.data))
     one, other = report_details.read(a.manifest), report_details.read(b.manifest)
     yield from _code(a, b, one.get("finlm") or {}, other.get("finlm") or {})

@@ -24,10 +24,10 @@ from typing import Any
 
 import finlm
 from finlm.base import files
+from finlm.base.secrets import redact_command, redact_environment, redact_text
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.record.secrets import redact_command, redact_environment, redact_text
 
 PACKAGE = Path(finlm.__file__).resolve().parent
 MOST_DIFF_BYTES = 1 << 20

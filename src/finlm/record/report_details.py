@@ -1,30 +1,29 @@
 """The lower half of a report: problems, samples, checkpoints, recipe, how to reproduce, environment.
 
-Shows credentials of no kind: values of recipe.env pass the same filter as the manifest's environment.
+Shows credentials of no kind: the recipe's environments pass the same filter as the manifest's.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.base.secrets import redact_key
 from finlm.recipe import recipe as recipes
 from finlm.record import page
 from finlm.record.history import History
 from finlm.record.page import Html, element, join
-from finlm.record.secrets import redact
 
 _FIRST = ("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets", "sentencepiece", "tokenizers", "numpy")
-_VARIABLE = re.compile(r"^(\s*[A-Z][A-Z0-9_]*:\s*)(.+)$", re.MULTILINE)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -46,8 +45,11 @@ def values(run: RunDir) -> dict[str, Any]:
 
 
 def unchecked_values(run: RunDir) -> dict[str, Any]:
-    """The same of a recipe that another version wrote, as it stands in the file."""
-    return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), "")) if run.recipe.exists() else {}
+    """The same of a recipe that another version wrote, as it stands in the file; empty when that is no YAML."""
+    try:
+        return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), ""))
+    except (OSError, YAMLError):
+        return {}
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -63,7 +65,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def recipe(run: RunDir, values: Mapping[str, Any]) -> Html | None:
     """Every value of the resolved recipe with its origin, and the DeepSpeed settings made from it."""
-    origins = read(run.origins)
+    values, origins = values or unchecked_values(run), read(run.origins)
     written = {key: origin for key in values if (origin := _origin(key, origins))}
     defaults = [(key, _value(key, value)) for key, value in values.items() if key not in written]
     parts: list[Html] = []
@@ -74,9 +76,6 @@ def recipe(run: RunDir, values: Mapping[str, Any]) -> Html | None:
         title = f"Values left at their defaults ({len(defaults)})" if written else "All values, of unrecorded origin"
         body = element("div", page.table(("Key", "Value"), defaults, text=2), class_="keys")
         parts.append(page.folded(title, body, is_open=not written))
-    if not values and run.recipe.exists():
-        text = run.recipe.read_text(encoding="utf-8", errors="replace")
-        parts.append(page.code(_VARIABLE.sub(lambda match: match[1] + redact(match[1], match[2]), text)))
     settings = read(run.ds_config)
     if settings:
         parts.append(page.folded("DeepSpeed settings", page.code(json.dumps(settings, indent=2, ensure_ascii=False))))
@@ -101,8 +100,8 @@ def _origin(key: str, origins: Mapping[str, Any]) -> str | None:
 
 
 def _value(key: str, value: Any) -> Html:
-    text = "null" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return element("code", redact(key.removeprefix("env."), text) if key.startswith("env.") else text)
+    shown = redact_key(key, value)
+    return element("code", shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str))
 
 
 def problems(run: RunDir, history: History) -> Html:

@@ -15,6 +15,7 @@ from typing import Any
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.base.secrets import redact_key
 from finlm.record import curves, page, report_details
 from finlm.record import history as histories
 from finlm.record.history import History, Points, is_number
@@ -140,7 +141,7 @@ def _differences(runs: Sequence[Run]) -> Html:
     for key in keys:
         values = [run.recipe.get(key) for run in runs]
         if any(value != values[0] for value in values[1:]):
-            rows.append((key, *(None if value is None else str(value) for value in values)))
+            rows.append((key, *(None if value is None else str(redact_key(key, value)) for value in values)))
     if not rows:
         return page.section("Recipes", "recipe", element("p", "The resolved recipes are equal.", class_="quiet"))
     table = element("div", page.table(("Key", *(run.name for run in runs)), rows, text=1 + len(runs)), class_="sides")

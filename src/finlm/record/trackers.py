@@ -18,9 +18,12 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.recipe import recipe
+from finlm.recipe.published import published
 from finlm.recipe.schema import Recipe
 
 PINS = {"wandb": "wandb==0.31.0", "trackio": "trackio==0.43.0"}  # as in requirements-tracking.txt
+# Graphs of this machine and its name, user, command line and directories, which W&B takes by itself.
+_UNASKED: dict[str, Any] = {"x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True}
 
 
 class Tracker(Protocol):
@@ -78,7 +81,7 @@ class Wandb:
                 mode="online" if wanted.record.online else "offline",
                 resume="allow" if wanted.record.online else None,
                 config=_config(run, wanted),
-                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True),
+                settings=wandb.Settings(silent=True, console="off", host="", disable_git=True, **_UNASKED),
             )
         except wandb.Error as error:
             raise UserError(
@@ -166,11 +169,8 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:
     """Recipe and plan, without what may hold credentials or names of machines."""
-    return {
-        "recipe": wanted.model_dump(mode="json", exclude={"env", "hosts", "self_qa"}),
-        "plan": files.read_json(run.plan),
-        "run": str(run.path),
-    }
+    plan = {key: value for key, value in files.read_json(run.plan).items() if key not in ("hosts", "reasons")}
+    return {"recipe": published(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}
 
 
 def opened(run: RunDir, name: str) -> Tracker:

@@ -1,13 +1,14 @@
 """What looks like a credential is replaced before it is written: by its name, by its own form, or inside a URL.
 
-Rather too much than too little: what is cut out here is only for reading. The code a run carries and its recipe are
-copied as they are.
+Rather too much than too little: what is cut out here is only for reading. The code a run carries, its recipe.yaml and
+env/ are copied as they are: a run directory is as private as the recipe.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 REDACTED = "[redacted]"
 _KEPT_PREFIXES = (
@@ -20,7 +21,7 @@ _KEPT_NAMES = (
 )
 _SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH", re.IGNORECASE)
 _NAME_IN_TEXT = r"KEY|TOKEN(?!S|IZER|_ID|_DTYPE)|SECRET|PASSW|CREDENTIAL|COOKIE"  # code speaks of tokens all day
-_RECIPE_KEY = re.compile(r"(?!env\.)[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
+_RECIPE_KEY = re.compile(r"[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 # Hugging Face, OpenAI and Anthropic, GitHub, AWS, Slack.
 _KNOWN = re.compile(
@@ -37,6 +38,16 @@ def redact(name: str, value: str) -> str:
     return REDACTED if _SECRET_NAME.search(name) else _without_tokens(value)
 
 
+def redact_key(key: str, value: Any) -> Any:
+    """A recipe's value at a dotted key: what stands in an environment (env.NAME, hosts.HOST.env.NAME) by its name."""
+    if isinstance(value, Mapping):
+        return {name: redact_key(f"{key}.{name}", inner) for name, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+    *sections, name = key.split(".")
+    return redact(name, value) if "env" in sections else _without_tokens(value)
+
+
 def redact_text(text: str) -> str:
     """Source code or a diff without values that are assigned to secret names."""
     return _ASSIGNED.sub(
@@ -51,13 +62,18 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """The arguments without credentials. A recipe's own keys (batch.tokens_per_step) are no secrets, env.* may be."""
+    """The arguments without credentials. Of a recipe's keys only those in env and hosts may be secrets.
+
+    A whole section given as one value (env={A: b}) is cut out whole.
+    """
     result: list[str] = []
     for argument in command:
         name, separator, value = argument.partition("=")
         if result and _is_secret_option(result[-1]):
             result.append(REDACTED)
-        elif separator and (name.startswith("-") or not _RECIPE_KEY.fullmatch(name)):
+        elif separator and name.split(".")[0] in ("env", "hosts") and value.lstrip().startswith("{"):
+            result.append(f"{name}={REDACTED}")
+        elif separator and (name.startswith("-") or "env" in name.split(".") or not _RECIPE_KEY.fullmatch(name)):
             result.append(f"{name}={redact(name, value)}")
         else:
             result.append(_without_tokens(argument))
