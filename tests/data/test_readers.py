@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import zstandard
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import documents, parsing, readers, sources, streams
+from finlm.data import documents, parsing, readers, sources, steps, streams
 from finlm.recipe.schema_clean import Clean, clean_or_none
 from finlm.recipe.schema_data import Source
 
@@ -124,8 +125,28 @@ def test_a_data_set_of_the_hub_is_read_at_its_commit_from_the_cache(
     assert read(tmp_path, dataset="finance/corpus", revision=commit, files="data/test*")[1] == ["x"]
     with pytest.raises(UserError, match="needs the commit"):
         read(tmp_path, dataset="finance/corpus", revision="main")
-    with pytest.raises(UserError, match="cannot be fetched"):
-        read(tmp_path, dataset="finance/absent", revision=commit)
+    for absent in ("finance/absent", "not/an/id"):
+        with pytest.raises(UserError, match="cannot be fetched"):
+            read(tmp_path, dataset=absent, revision=commit)
+
+
+def test_nothing_of_the_hub_is_fetched_to_look_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", list[dict[str, Any]]()
+
+    def snapshot(dataset: str, **wanted: Any) -> str:
+        asked.append(wanted)
+        if wanted["local_files_only"]:
+            raise LocalEntryNotFoundError("not in the cache")
+        raise HfHubHTTPError.__mro__[1]("403 Forbidden")  # what a proxy that refuses gives
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    source = Source(dataset="finance/corpus", revision=commit)
+    with pytest.raises(steps.NotPrepared):
+        sources.of_source(source, "data.sources[0]", fetch=False)
+    with pytest.raises(UserError, match="cannot be fetched") as caught:
+        sources.of_source(source, "data.sources[0]")
+    assert caught.value.evidence == "403 Forbidden"
+    assert {"*.jsonl.gz", "*.parquet"} <= set(asked[1]["allow_patterns"])
 
 
 def test_text_files_of_a_folder_are_one_source_and_each_one_document(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from finlm.recipe.schema_data import Source
 Split = Literal["train", "held_out", "share"]
 Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
 _SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
-_READABLE = re.compile(r"\.(jsonl?(\.gz|\.zst)?|parquet|txt(\.gz|\.zst)?)$")
+READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,15 @@ class Input:
         ]
 
 
-def of_source(source: Source, key: str) -> list[Input]:
-    """The inputs of a recipe's entry. `key` is its place in the recipe, for messages. Raises UserError for no file."""
-    if source.dataset is not None:
-        from finlm.data import hub  # loads huggingface_hub
+def of_source(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
+    """The inputs of a recipe's entry. `key` is its place in the recipe, for messages. Raises UserError for no file.
 
-        paths, expected = hub.download(source, key), f"{source.dataset}@{source.revision}"
+    Without `fetch` nothing is downloaded: NotPrepared for files of the Hub that are not in its cache.
+    """
+    if source.dataset is not None:
+        from finlm.data import hub  # imports this module
+
+        paths, expected = hub.files(source, key, fetch=fetch), f"{source.dataset}@{source.revision}"
     else:
         assert source.path is not None
         paths, expected = expand(source.path, source.split), source.sha256 or ""
@@ -128,7 +131,7 @@ def _matching(pattern: str, split: str) -> list[Path]:
 
 def readable(name: str) -> bool:
     """Whether a file of this name is one that prepare reads."""
-    return bool(_READABLE.search(name.lower())) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
+    return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
 def checked(inputs: list[Input]) -> list[Input]:

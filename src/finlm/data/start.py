@@ -7,7 +7,7 @@ from pathlib import Path
 from finlm.base.errors import UserError
 from finlm.data import chat_tokens
 from finlm.data.steps import NotPrepared
-from finlm.recipe import parents, recipe
+from finlm.recipe import hub_errors, parents, recipe
 from finlm.recipe.schema import Recipe
 
 
@@ -40,13 +40,7 @@ def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
 
 def _snapshot(identity: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    problem = f"cannot fetch the tokenizer of {identity}"
+    with hub_errors.told(problem, "give a directory in model.init_from, or check id and revision"):
         return Path(snapshot_download(identity, revision=revision, allow_patterns=list(chat_tokens.FILES)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UserError(
-            f"cannot fetch the tokenizer of {identity}",
-            evidence=str(error).split("\n")[0],
-            fix="give a directory in model.init_from, or check id and revision",
-        ) from None

@@ -43,7 +43,7 @@ def inputs(context: Context) -> list[Input]:
         if source.synthetic is None:
             if not context.cache.build and source.path is not None and not sources.expand(source.path, source.split):
                 raise NotPrepared("sources")
-            found += sources.of_source(source, key)
+            found += sources.of_source(source, key, fetch=context.cache.build)
             continue
         step = synthetic(context, source.synthetic)
         prefix = f"{source.name}-" if source.name else ""

@@ -15,7 +15,7 @@ from typing import Any
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.recipe import shipped
+from finlm.recipe import hub_errors, shipped
 
 SHAPE = (
     "hidden_size",
@@ -160,16 +160,10 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
             fix="give a directory with config.json, a recipe (*.yaml), or for a model of the Hub also model.revision",
         )
     from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    problem = f"model.init_from: cannot fetch config.json of {init_from}"
+    with hub_errors.told(problem, "check id and revision, or write the model's shape into the recipe"):
         path = Path(hf_hub_download(init_from, "config.json", revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model.init_from: cannot fetch config.json of {init_from}",
-            evidence=str(error).split("\n")[0],
-            fix="check id and revision, or write the model's shape into the recipe",
-        ) from None
     return _of_config(path, init_from, init_from)
 
 
