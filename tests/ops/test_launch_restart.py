@@ -27,7 +27,8 @@ def at(step: int, host: str = "") -> Failure:
         ([at(7, "a"), at(9, "b")], 2, ""),
         ([at(7, "a"), at(9, "b"), at(7, "b")], 2, "step 7 failed twice; a bad step"),
         ([at(7, "a"), at(7, "a")], 2, "step 7 failed twice, both times on a; a bad step"),
-        ([at(7, "a"), at(9, "a")], 2, "a failed in steps 7 and 9; a bad host: go on without it, --exclude a"),
+        ([at(7, "a"), at(9, "a")], 2, "a failed in step 7 and in step 9; a bad host: go on without it, --exclude a"),
+        ([at(7, "a"), Failure(-2, "a", has_stepped=False)], 2, "a failed in step 7 and while it began; a bad host"),
         ([at(7, "a"), at(9, "a")], 1, ""),
         ([at(1), at(2), at(3), at(4)], 1, "launch.restarts is 3"),
         ([Failure(1, "", has_stepped=False)], 1, "failed before its first step was finished"),
@@ -73,6 +74,17 @@ def test_the_same_step_twice_is_not_tried_a_third_time(monkeypatch: pytest.Monke
     with pytest.raises(RunFailed) as caught:
         attempts(monkeypatch, tmp_path, (5, RunFailed("x", host="a")), (5, RunFailed("x", host="b")), (9, None))
     assert "step 6 failed twice; a bad step" in caught.value.evidence
+
+
+def test_a_restart_that_does_not_begin_is_not_taken_for_a_bad_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began, not_begun = RunFailed("x", host="a"), RunFailed("no NCCL", host="b")
+    assert attempts(monkeypatch, tmp_path, (5, began), (-1, not_begun), (-1, UserError("gone")), (20, None))
+    assert [row["number"] for row in RunDir(tmp_path).read_events("restart")] == [1, 2, 3]
+    with pytest.raises(RunFailed) as caught:  # the same command on the run that has rows of before
+        attempts(monkeypatch, tmp_path, (-1, RunFailed("no model")), (20, None))
+    assert "failed before its first step was finished" in caught.value.evidence
 
 
 def test_a_run_that_ended_itself_is_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ itself (incidents.*, a signal) is not started again at all.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ LONGEST_WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A launch that failed: the step it was in (0 = before the first one), the host to blame if one is known."""
+    """A launch that failed: the step it was in, the host to blame if one is known.
+
+    Below 0, another number each time: it failed before its ranks knew at which step they begin.
+    """
 
     step: int
     host: str
@@ -43,13 +47,14 @@ def run_ranks(
     """launch.run_ranks, at most recipe.launch.restarts times again. Raises the last RunFailed, which says why it is."""
     failures: list[Failure] = []
     while True:
+        seen = sum(1 for _ in run.read_events())
         try:
             launch.run_ranks(run, plan, recipe, hosts, network=network, accept_new=accept_new)
             return
         except RunFailed as failure:
             if failure.is_final or not recipe.launch.restarts:
                 raise
-            failures.append(_failure(run, failure.host))
+            failures.append(_failure(run, failure.host, seen, -1 - len(failures)))
             problem = reason_to_end(failures, recipe.launch.restarts, len(hosts.hosts))
             if problem:
                 failure.evidence = f"{problem}\n{failure.evidence}"
@@ -58,7 +63,7 @@ def run_ranks(
         except UserError as error:  # a host that failed may take a while to answer again
             if not failures or len(failures) >= recipe.launch.restarts:
                 raise
-            failures.append(Failure(-len(failures), "", has_stepped=False))
+            failures.append(Failure(-1 - len(failures), "", has_stepped=False))
             said = error.problem
         seconds = min(LONGEST_WAIT_SECONDS, recipe.launch.restart_wait_seconds * 2 ** (len(failures) - 1))
         screen.say(f"{said}\nrestart {len(failures)} of {recipe.launch.restarts} in {seconds:g} s")
@@ -77,20 +82,25 @@ def reason_to_end(failures: Sequence[Failure], restarts: int, hosts: int) -> str
         why = "a bad step: its data, its numbers, or the code"
         return f"not restarted again: step {last.step:,} failed twice{where}; {why}"
     if hosts > 1 and last.host and any(one.host == last.host for one in former):
-        steps = " and ".join(f"{one.step:,}" for one in failures if one.host == last.host)
+        own = [one.step for one in failures if one.host == last.host]
+        when = " and ".join(f"in step {step:,}" if step > 0 else "while it began" for step in own)
         why = f"a bad host: go on without it, --exclude {last.host}"
-        return f"not restarted again: {last.host} failed in steps {steps}; {why}"
+        return f"not restarted again: {last.host} failed {when}; {why}"
     if len(failures) > restarts:
         return f"not restarted again: launch.restarts is {restarts}"
     return ""
 
 
-def _failure(run: RunDir, host: str) -> Failure:
-    """Where the launch that has just failed had got to."""
-    step, has_stepped = 0, False
-    for row in run.read_events():
+def _failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
+    """Where the launch that has just failed had got to; `none` as its step when it did not say where it begins.
+
+    seen: rows of events.jsonl before it.
+    """
+    step: int | None = None
+    has_stepped = False
+    for row in itertools.islice(run.read_events(), seen, None):
         if row["kind"] == "start":
             step, has_stepped = row["step"], False
-        elif row["kind"] in ("step", "rollback"):
+        elif row["kind"] in ("step", "rollback") and step is not None:
             step, has_stepped = row["step"], True
-    return Failure(step + 1, host, has_stepped)
+    return Failure(none if step is None else step + 1, host, has_stepped)
