@@ -57,7 +57,7 @@ def make(where: Path, gpu: str, layers: int) -> RunDir:
     loaded = recipe.load(QUICKSTART, overrides)
     shards = prepare.run(loaded.recipe)
     hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, memory.available_bytes()),))
-    plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
+    plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
     return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, where / "runs")
 
 

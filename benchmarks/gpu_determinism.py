@@ -59,7 +59,8 @@ def make(where: Path, gpu: str, gpus: int, stage: int, deterministic: bool, step
     loaded = recipe.load(QUICKSTART, overrides)
     shards = prepare.run(loaded.recipe)
     host = cluster.Host("localhost", gpus, gpu, 100 * 2**30)
-    plan = planner.make(loaded.recipe, cluster.Cluster((host,)), shape.of(loaded.recipe, prepare.sizes(shards)[0]))
+    vocab, _ = prepare.sizes(shards, loaded.recipe)
+    plan = planner.make(loaded.recipe, cluster.Cluster((host,)), shape.of(loaded.recipe, vocab))
     return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, where / "runs")
 
 

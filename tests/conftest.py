@@ -106,7 +106,7 @@ def make_run(tiny: tuple[str, ...], tmp_path: Path) -> RunMaker:
         loaded = recipe.load(QUICKSTART, (*tiny, f"train.cpu_ranks={ranks}", *overrides))
         shards = prepare.run(loaded.recipe)
         hosts = cluster.Cluster(tuple(cluster.Host(name, ranks // len(names), gpu, 8 * 2**30) for name in names))
-        plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
+        plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
         return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, tmp_path / "runs")
 
     return make

@@ -63,6 +63,6 @@ def run(tmp_path: Path, wanted: Recipe, ranks: int = 2) -> RunDir:
     """A run directory of the recipe on CPU ranks, not started."""
     shards = prepare.run(wanted)
     hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
-    plan = planner.make(wanted, hosts, shape.of(wanted, prepare.sizes(shards)[0]))
+    plan = planner.make(wanted, hosts, shape.of(wanted, prepare.sizes(shards, wanted)[0]))
     loaded = recipe.Loaded(wanted, {}, "sft.yaml")
     return pipeline.create_run(loaded, plan, config.deepspeed(wanted, plan), shards, tmp_path / "runs")

@@ -93,7 +93,7 @@ def make_plan(recipe: Recipe, hosts: Cluster) -> Plan:
 
     needs_data = recipe.train.epochs is not None or recipe.model.vocab_size == "auto"
     prepared = prepare.locate(recipe) if needs_data else None
-    vocab, tokens = prepare.sizes(prepared) if prepared else (None, None)
+    vocab, tokens = prepare.sizes(prepared, recipe) if prepared else (None, None)
     return planner.make(recipe, hosts, shape.of(recipe, vocab), tokens)
 
 
@@ -115,7 +115,7 @@ def plan(options: argparse.Namespace) -> int:
     hosts = hosts_of(options, loaded.recipe)
     plan = make_plan(loaded.recipe, hosts)
     prepared = prepare.locate(loaded.recipe)
-    tokens = prepare.sizes(prepared)[1] if prepared else None
+    tokens = prepare.sizes(prepared, loaded.recipe)[1] if prepared else None
     found = consult.of(loaded.recipe, hosts, plan, tokens, options.price)
     show.plan(plan, loaded)
     show.consulted(found, plan)

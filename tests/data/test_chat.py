@@ -85,11 +85,12 @@ def test_every_usual_format_gives_the_same_messages(row: dict[str, Any]) -> None
     assert chat_read.messages_of(row) == TWO[:2]
 
 
-def test_input_history_and_system_of_alpaca_are_not_lost() -> None:
+@pytest.mark.parametrize(("passage", "answer"), [("input", "output"), ("context", "response")])
+def test_passage_history_and_system_of_alpaca_and_dolly_are_not_lost(passage: str, answer: str) -> None:
     row = {
         "instruction": "翻译",
-        "input": "profit",
-        "output": "利润",
+        passage: "profit",
+        answer: "利润",
         "history": [["你好", "您好！"]],
         "system": "你是助手。",
     }
@@ -106,6 +107,7 @@ def test_input_history_and_system_of_alpaca_are_not_lost() -> None:
         ({"messages": TWO[1:2]}, "turns are not user, assistant"),
         (turns("你好", "好</s>Human: 假的"), "control token in the text"),
         ({"messages": [{"role": "tool", "content": "1"}]}, "role tool"),
+        ({"messages": [{"role": ["user"], "content": "1"}]}, "role "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

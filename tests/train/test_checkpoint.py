@@ -53,7 +53,7 @@ def planned(tiny: tuple[str, ...], runs: Path, *overrides: str, ranks: int = 2) 
     loaded = recipe.load(QUICKSTART, (*tiny, *SHORT, f"train.cpu_ranks={ranks}", *overrides))
     shards = prepare.run(loaded.recipe)
     hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
-    plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
+    plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
     settings = config.deepspeed(loaded.recipe, plan)
     if found := lineage.unfinished(loaded.recipe, plan, shards, runs):
         return found

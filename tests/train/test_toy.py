@@ -41,7 +41,7 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
                 loaded = dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"model": model}))
             shards = prepare.run(loaded.recipe)
             hosts = cluster.Cluster((cluster.Host("localhost", 1, None, 8 * 2**30),))
-            plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards)[0]))
+            plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
             made[path] = pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, runs)
             ranks.train(made[path])
         return made[path]

@@ -3,14 +3,14 @@
 One engine for all: Jinja in its sandbox, the options and functions that Hugging Face's chat templates expect, and the
 tag {% generation %} around what the assistant writes. A template without that tag (most models' own) is rendered twice
 a turn, without and with the answer; the difference is the answer. The end of the answer's turn belongs to the answer:
-what is not learnt there, the model never writes.
+what is not learnt there, the model never writes. There is no clock (strftime_now): a dialogue is the same tokens on any
+day, and Llama-3.2's template writes the date that it has for this case.
 
 Messages are [{"role": system | user | assistant, "content": text}]; nothing here tokenises.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -180,7 +180,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = lambda value, **named: json.dumps(value, ensure_ascii=False, **named)
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 

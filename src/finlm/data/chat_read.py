@@ -1,8 +1,8 @@
 """Rows of the usual instruction formats as messages: known by their keys, row by row, so that files may mix them.
 
 messages (OpenAI, Hugging Face), conversations (ShareGPT: from/value), conversation (human/assistant pairs), instruction
-with input, output and history (Alpaca), and pairs under the names in PAIRS. A row with nothing but text is a document,
-for mixtures with pretraining text.
+with input, output and history (Alpaca) or with context and response (Dolly), and pairs under the names in PAIRS. A row
+with nothing but text is a document, for mixtures with pretraining text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
         if not isinstance(item, dict):
             raise Refused("a turn is not an object")
         role, content = item.get(who, item.get("role")), item.get(what, item.get("content"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise Refused(f"role {role}")
         if not isinstance(content, str):
             raise Refused("the content of a turn is not text")
@@ -86,7 +86,7 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
 def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
     if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
         raise Refused(f"{ask} or {answer} is not text")
-    more = row.get("input") if ask == "instruction" else None
+    more = (row.get("input") or row.get("context")) if ask == "instruction" else None
     yield {"role": "user", "content": f"{row[ask]}\n{more}" if isinstance(more, str) and more else row[ask]}
     yield {"role": "assistant", "content": row[answer]}
 

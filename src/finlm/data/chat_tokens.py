@@ -18,10 +18,11 @@ from finlm.base import files
 from finlm.base.errors import UserError
 
 Library = Literal["auto", "sentencepiece", "tokenizers"]
-FILES = (
+COPIED = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "config.json", "generation_config.json"),
+    "chat_template.jinja",
 )
+FILES = (*COPIED, "config.json", "generation_config.json")
 
 
 class Tokenizer(Protocol):
@@ -57,8 +58,8 @@ def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
 def copy_files(source: Path, directory: Path) -> None:
     """The tokenizer's files as they are, for export."""
     directory.mkdir(parents=True)
-    for name in FILES:
-        if (source / name).is_file() and name not in ("config.json", "generation_config.json"):
+    for name in COPIED:
+        if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
 
 

@@ -78,7 +78,7 @@ def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
 def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
     """One pair a row, or for grpo one prompt."""
     parts = shards.split("train")
-    together = 1 if shards.manifest["stage"] == "grpo" else 2
+    together = documents_a_row(recipe)
     sources = [
         {"source": name, "rows": sum(shard.documents for shard in members) // together}
         for name, members in splits(shards, "train").items()
@@ -97,6 +97,11 @@ def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
         return DialogueRows(shards, packing.in_memory(shards, how(recipe), sequence_length))
 
     return rows
+
+
+def documents_a_row(recipe: Recipe) -> int:
+    """Documents of the shards that make a row where rows are not filled: both sequences of a pair, else one."""
+    return 2 if recipe.stage in ("dpo", "reward") else 1
 
 
 def is_dialogues(shards: Shards) -> bool:

@@ -7,6 +7,7 @@ the files, so the bytes do not depend on the number of workers.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import stats
+from finlm.data import documents, stats
 from finlm.data.shards import Split
 from finlm.data.sources import Input
 from finlm.recipe.schema_data import Data
@@ -41,12 +42,13 @@ class Encoded:
     """What became of a block of rows: tokens and masks end to end, the pieces they belong to, counts."""
 
     number: int  # of the input
-    ids: list[int] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("I"))  # crosses to the parent as bytes, which a list does not
     mask: bytearray = field(default_factory=bytearray)
     pieces: list[Piece] = field(default_factory=list)
     dialogues: list[int] = field(default_factory=list)  # 64-bit hash of each dialogue
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
+    cut: str = ""  # why the file ends here, where it ends too early
 
 
 class Tally:
@@ -56,11 +58,13 @@ class Tally:
         self.item, self.data = item, data
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.cut = ""
 
     def chosen(self, encoded: Encoded, seen: set[int] | None) -> Iterator[tuple[Split, int, Piece]]:
         """(split, first token, piece) of what is kept of a block; `seen` are hashes of the dialogues before it."""
         self.counts.update(encoded.counts)
         self.refused.update(encoded.refused)
+        self.cut = self.cut or encoded.cut
         at, former = 0, -1
         split: Split | None = None
         for piece in encoded.pieces:
@@ -85,13 +89,15 @@ class Tally:
         return "held_out" if is_out else "train"
 
     def check(self) -> None:
-        """Raises UserError when more rows than allowed cannot be read."""
-        broken, rows = self.counts["broken"], self.counts["rows"]
-        if broken > self.data.max_broken_fraction * max(1, rows):
+        """Raises UserError when more rows than allowed cannot be read; a cut archive counts as among documents."""
+        broken, rows, allowed = self.counts["broken"], self.counts["rows"], self.data.max_broken_fraction
+        if max(broken, documents.CUT_ARCHIVE_SHARE * rows if self.cut else 0) > allowed * rows:
             raise UserError(
-                f"source {self.item.source}: {broken:,} of {rows:,} rows cannot be read",
-                evidence=", ".join(map(str, self.item.paths)),
-                fix="repair the file, or raise data.max_broken_fraction",
+                f"source {self.item.source}: {broken:,} of {rows:,} rows cannot be read ({broken / rows:.2%}"
+                f"{', and what follows them is lost' if self.cut else ''}); "
+                f"data.max_broken_fraction allows {allowed:.2%}",
+                evidence="\n".join(filter(None, (", ".join(map(str, self.item.paths)), self.cut))),
+                fix="mend the file or fetch it again, or raise data.max_broken_fraction",
             )
 
 
@@ -107,7 +113,7 @@ class Writer:
         self._lengths: list[int] = []
         self._text_bytes = self._learnt = 0
 
-    def add(self, ids: Sequence[int], mask: bytes, text_bytes: int) -> None:
+    def add(self, ids: array[int], mask: bytes, text_bytes: int) -> None:
         """Append a piece."""
         self._ids.write(np.array(ids, dtype=self.dtype).tobytes())
         self._mask.write(mask)

@@ -131,7 +131,7 @@ def _turns(value: Any, role: str) -> list[Message]:
     for item in value:
         who = item.get("role", item.get("from")) if isinstance(item, dict) else None
         content = item.get("content", item.get("value")) if isinstance(item, dict) else None
-        if who not in ROLES or not isinstance(content, str):
+        if not isinstance(who, str) or who not in ROLES or not isinstance(content, str):
             raise Refused("a turn has no known role or no text")
         found.append({"role": ROLES[who], "content": content})
     return found

@@ -15,7 +15,18 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import chain, dialogue_rows, lint_show, show, vocab, vocab_extend
+from finlm.data import (
+    chain,
+    chat,
+    chat_tokens,
+    dialogue_rows,
+    lint_show,
+    show,
+    start,
+    step_dialogues,
+    vocab,
+    vocab_extend,
+)
 from finlm.data.shards import Shards
 from finlm.data.steps import Cache, NotPrepared
 from finlm.recipe.schema import Recipe
@@ -52,11 +63,10 @@ def show_rows(recipe: Recipe, shards: Path, count: int) -> None:
     (show.say_rows if recipe.stage == "pretrain" else lint_show.rows)(recipe, Shards(shards), count)
 
 
-def sizes(shards: Path) -> tuple[int, int]:
-    """(pieces of the tokenizer, training tokens) of a shards directory; rows that are not packed count as full."""
+def sizes(shards: Path, recipe: Recipe) -> tuple[int, int]:
+    """(pieces of the tokenizer, training tokens of an epoch) of a recipe's shards directory."""
     manifest = files.read_json(shards / "manifest.json")
-    tokens = sum(row["tokens"] for row in manifest["totals"]["train"].values())
-    return manifest["vocab_size"], manifest.get("train_tokens", tokens)
+    return manifest["vocab_size"], show.epoch_tokens(recipe, manifest)
 
 
 def summary(shards: Path, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -87,21 +97,69 @@ def _checked(directory: Path) -> Path:
 
 
 def _given(recipe: Recipe, prepared: str) -> Path:
-    """data.prepared after its checks. Raises UserError when it is incomplete or belongs to another tokenizer."""
+    """data.prepared after its checks. Raises UserError when it is incomplete or belongs to another recipe's model."""
     directory = Path(prepared).expanduser()
     shards = Shards(directory)
-    if recipe.stage == "pretrain" and recipe.tokenizer.path is not None:
-        tokenizer = Path(recipe.tokenizer.path).expanduser()
-        vocab.load(tokenizer)
-        found, wanted = vocab.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]
-        size = recipe.tokenizer.extend_to
-        fits = found == wanted if size is None else vocab_extend.is_extension(shards.tokenizer, tokenizer, size)
-        if not fits:
-            raise UserError(
-                "the tokenizer does not match the shards",
-                evidence=f"{tokenizer} has sha256 {found}\n{directory} was encoded with {wanted}"
-                + (f", which is not the former extended to {size:,} pieces" if size else ""),
-                fix=f"set tokenizer.path to {shards.tokenizer}{' without extend_to' if size else ''}, "
-                "or drop data.prepared to encode again",
-            )
+    holds = shards.manifest.get("stage", "pretrain")
+    if holds != recipe.stage:
+        raise UserError(
+            f"data.prepared was made for stage {holds}, this is stage {recipe.stage}",
+            evidence=f"{directory}/manifest.json",
+            fix=f"give the directory that `finlm prepare` printed for a recipe of stage {recipe.stage}, "
+            "or drop data.prepared",
+        )
+    if recipe.stage != "pretrain":
+        _given_dialogues(recipe, shards)
+    elif recipe.tokenizer.path is not None:
+        _given_documents(recipe, shards, Path(recipe.tokenizer.path).expanduser())
     return directory
+
+
+def _given_documents(recipe: Recipe, shards: Shards, tokenizer: Path) -> None:
+    """Raises UserError when another tokenizer encoded the shards."""
+    vocab.load(tokenizer)
+    found, wanted = vocab.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]
+    size = recipe.tokenizer.extend_to
+    fits = found == wanted if size is None else vocab_extend.is_extension(shards.tokenizer, tokenizer, size)
+    if not fits:
+        raise UserError(
+            "the tokenizer does not match the shards",
+            evidence=f"{tokenizer} has sha256 {found}\n{shards.directory} was encoded with {wanted}"
+            + (f", which is not the former extended to {size:,} pieces" if size else ""),
+            fix=f"set tokenizer.path to {shards.tokenizer}{' without extend_to' if size else ''}, "
+            "or drop data.prepared to encode again",
+        )
+
+
+def _given_dialogues(recipe: Recipe, shards: Shards) -> None:
+    """Raises UserError when the dialogues are those of another row length, tokenizer or chat template.
+
+    The last two are looked at where the model that the recipe starts from lies on this machine.
+    """
+    limit, wanted = shards.manifest.get("limit"), step_dialogues.limit_of(recipe)
+    if limit not in (None, wanted):
+        raise UserError(
+            f"data.prepared holds dialogues of at most {limit:,} tokens, this recipe's have at most {wanted:,}",
+            evidence=f"{shards.directory}/manifest.json; batch.sequence_length is {recipe.batch.sequence_length:,}",
+            fix="set batch.sequence_length as it was, or drop data.prepared to encode again",
+        )
+    try:
+        begin = start.directory(recipe, chain.RUNS, must_exist=False)
+    except NotPrepared:
+        return
+    theirs, ours = chat_tokens.fingerprint(begin), chat_tokens.fingerprint(shards.directory / "tokenizer")
+    differing = [name for name in chat_tokens.COPIED if theirs.get(name) != ours.get(name)]
+    if differing:
+        raise UserError(
+            "data.prepared was encoded with another tokenizer than the model's",
+            evidence=f"{', '.join(differing)} of {begin}\nis not that of {shards.directory / 'tokenizer'}",
+            fix="start from the model that the data was prepared for, or drop data.prepared to encode again",
+        )
+    assert recipe.chat is not None
+    own = chat_tokens.open_tokenizer(begin).chat_template
+    if chat.source_of(recipe.chat.template, own) != (shards.directory / "chat_template.jinja").read_text("utf-8"):
+        raise UserError(
+            f"data.prepared was written with another chat template than {recipe.chat.template}",
+            evidence=f"{shards.directory}/chat_template.jinja",
+            fix="set chat.template as it was, or drop data.prepared to encode again",
+        )

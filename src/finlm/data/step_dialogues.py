@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -26,14 +25,15 @@ from finlm.data import (
     chat_encode,
     chat_read,
     chat_tokens,
+    clean_pii,
+    dialogue_blocks,
     dialogue_shards,
     pairs,
     readers,
     step_sources,
-    streams,
     workers,
 )
-from finlm.data.chat import Refused
+from finlm.data.chat import Message, Refused
 from finlm.data.context import Context
 from finlm.data.dialogue_shards import Encoded, Piece, Tally, Writer
 from finlm.data.readers import Block
@@ -43,7 +43,7 @@ from finlm.data.steps import Step, bar
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_post import Sft
 
-VERSION = 1
+VERSION = 2
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
 
 
@@ -57,6 +57,10 @@ class Task:
     rules: str
     limit: int
     stage: str
+    mask: tuple[str, ...]  # kinds of personal numbers
+
+
+Mask = Callable[[str], str]
 
 
 def run(context: Context, tokenizer: Path) -> Step:
@@ -66,12 +70,13 @@ def run(context: Context, tokenizer: Path) -> Step:
     sft = recipe.sft or Sft()
     inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in step_sources.inputs(context)]
     rules = f"{recipe.chat.model_dump_json()}\n{_rules(sft)}"
-    limit = pairs.longest(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
+    limit = limit_of(recipe)
     encoder = chat_encode.encoder(tokenizer, rules, limit)
-    check_template(recipe.chat.template, encoder.tokenizer)
+    check_template(recipe.chat.template, encoder)
+    mask = recipe.data.clean.mask
 
     def make(directory: Path) -> dict[str, Any]:
-        like = Task(0, Block("jsonl", Path(), 1, b""), tokenizer, rules, limit, recipe.stage)
+        like = Task(0, Block("jsonl", Path(), 1, b""), tokenizer, rules, limit, recipe.stage, mask)
         tallies, entries = _written(context, directory, inputs, like, _dtype(encoder.tokenizer))
         chat_tokens.copy_files(tokenizer, directory / "tokenizer")
         files.write_text(directory / "chat_template.jinja", encoder.template.source)
@@ -85,6 +90,7 @@ def run(context: Context, tokenizer: Path) -> Step:
         "rules": rules,
         "limit": limit,
         "stage": recipe.stage,
+        "mask": sorted(mask),
         "held_out": [recipe.data.held_out_fraction, recipe.data.held_out_documents],
         "dedup": recipe.data.dedup.method,
         "broken": recipe.data.max_broken_fraction,
@@ -95,8 +101,14 @@ def run(context: Context, tokenizer: Path) -> Step:
     return step
 
 
-def check_template(name: str, tokenizer: chat_tokens.Tokenizer) -> None:
-    """Raises UserError when the template writes control tokens that the tokenizer does not have."""
+def limit_of(recipe: Recipe) -> int:
+    """Tokens of what is stored at most: of a dialogue, of a prompt, of both sequences of a pair."""
+    return pairs.longest(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
+
+
+def check_template(name: str, encoder: chat_encode.Encoder) -> None:
+    """Raises UserError when the template asks for the date, or writes control tokens that the tokenizer lacks."""
+    tokenizer = encoder.tokenizer
     missing = [token for token in chat.NEEDED.get(name, ()) if token not in tokenizer.control]
     if missing:
         raise UserError(
@@ -104,29 +116,44 @@ def check_template(name: str, tokenizer: chat_tokens.Tokenizer) -> None:
             evidence=f"its control tokens: {', '.join(tokenizer.control)}",
             fix="choose xuanyuan or llama2, which end a turn with </s>, or model, the tokenizer's own",
         )
+    try:
+        encoder.template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+    except Refused as error:
+        if "strftime_now" in str(error):
+            raise UserError(
+                f"chat.template {name} writes today's date into every dialogue: tomorrow's data would be other data",
+                evidence=str(error),
+                fix="save the template as a file with a date in the place of strftime_now(...), and name it here",
+            ) from None
 
 
 def encode(task: Task) -> Encoded:
     """A block's dialogues as tokens. Runs in a worker."""
     encoder = chat_encode.encoder(task.tokenizer, task.rules, task.limit)
-    found = Encoded(task.number)
-    for raw in _rows(task.block):
+    mask = clean_pii.masker(task.mask) if task.mask else str
+    found = Encoded(task.number, cut=task.block.cut)
+    for row, broken in dialogue_blocks.rows(task.block):
         found.counts["rows"] += 1
+        reason = broken
         try:
-            row = orjson.loads(raw) if isinstance(raw, bytes) else raw
-        except orjson.JSONDecodeError:
-            found.counts["broken"] += 1
-            found.refused["not JSON"] += 1
-            continue
-        try:
-            (_add if task.stage == "sft" else _add_preference)(found, encoder, row, task.stage)
+            if not broken and task.stage == "sft":
+                _add(found, encoder, mask, row)
+            elif not broken:
+                _add_preference(found, encoder, mask, row, task.stage)
         except Refused as error:
-            found.refused[str(error)] += 1
+            reason = str(error).encode("utf-8", "replace").decode()
+        except UnicodeEncodeError:
+            reason = broken = "half of a surrogate pair in the text"
+        if reason:
+            found.refused[reason] += 1
+            found.counts["broken"] += bool(broken)
     return found
 
 
-def _add(found: Encoded, encoder: chat_encode.Encoder, row: Any, _: str) -> None:
+def _add(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, row: Any) -> None:
     messages = chat_read.messages_of(row)
+    messages = mask(messages) if isinstance(messages, str) else _masked(messages, mask)
+    canonical = json.dumps(messages, ensure_ascii=False).encode("utf-8")
     if isinstance(messages, str):
         pieces = [encoder.document(messages)]
         found.counts["documents"] += 1
@@ -138,7 +165,6 @@ def _add(found: Encoded, encoder: chat_encode.Encoder, row: Any, _: str) -> None
             found.counts["checked"] += 1
             for what, holds in encoder.round_trip(messages).items():
                 found.counts[f"{what} differs"] += not holds
-    canonical = json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace")
     number = int.from_bytes(hashlib.blake2b(canonical, digest_size=8).digest(), "little")
     text_bytes = (
         len(messages.encode()) if isinstance(messages, str) else sum(len(m["content"].encode()) for m in messages)
@@ -146,62 +172,30 @@ def _add(found: Encoded, encoder: chat_encode.Encoder, row: Any, _: str) -> None
     _keep(found, pieces, number, text_bytes)
 
 
-def _add_preference(found: Encoded, encoder: chat_encode.Encoder, row: Any, stage: str) -> None:
+def _add_preference(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, row: Any, stage: str) -> None:
     preference = pairs.preference_of(row)
+    chosen, rejected = mask(preference.chosen or ""), mask(preference.rejected or "")
+    prompt = _masked(preference.prompt, mask)
+    texts = [*(message["content"] for message in prompt), chosen, rejected]
+    text_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    preference = preference._replace(prompt=prompt, chosen=chosen or None, rejected=rejected or None)
     pieces = pairs.pieces(encoder, preference, stage, encoder.rules.limit)
     found.counts["preferences"] += 1
-    texts = [message["content"] for message in preference.prompt] + [preference.chosen or "", preference.rejected or ""]
     # The low half decides what is held out: all pairs of a prompt together.
-    whole, prompt = (hashlib.blake2b(json.dumps(part).encode(), digest_size=4).digest() for part in (texts, texts[:-2]))
-    _keep(found, pieces, int.from_bytes(prompt + whole, "little"), sum(len(text.encode()) for text in texts))
+    low, high = (hashlib.blake2b(json.dumps(part).encode(), digest_size=4).digest() for part in (texts[:-2], texts))
+    _keep(found, pieces, int.from_bytes(low + high, "little"), text_bytes)
+
+
+def _masked(messages: list[Message], mask: Mask) -> list[Message]:
+    return [message | {"content": mask(message["content"])} for message in messages]
 
 
 def _keep(found: Encoded, pieces: list[chat_encode.Encoded], number: int, text_bytes: int) -> None:
     for piece in pieces:
-        found.ids += piece.ids
+        found.ids.extend(piece.ids)
         found.mask += piece.mask
         found.pieces.append(Piece(len(piece.ids), text_bytes // len(pieces), len(found.dialogues)))
     found.dialogues.append(number)
-
-
-def _rows(block: Block) -> Iterator[Any]:
-    """Rows of a block: bytes of JSON, or what a table holds."""
-    if block.cut:
-        yield b"{"  # counts as broken
-    elif block.kind == "arrow":
-        import pyarrow as pa
-
-        with pa.ipc.open_stream(block.data) as stream:
-            for batch in stream:
-                yield from batch.to_pylist()
-    elif block.kind == "jsonl":
-        assert isinstance(block.data, bytes)
-        yield from (line for line in block.data.split(b"\n") if line and not line.isspace())
-    else:
-        raise UserError(
-            f"{block.path}: text files hold no dialogues", fix="give .jsonl, .json, .parquet or a saved set"
-        )
-
-
-def _blocks(item: Input, advance: Any) -> Iterator[Block]:
-    """The input's blocks; a file that is one JSON list (Alpaca's) is read as its rows."""
-    for path in item.paths:
-        one = replace(item, paths=(path,))
-        if item.format != "jsonl" or not _is_list(path, item.encoding):
-            yield from readers.blocks(one, advance)
-            continue
-        data = b"".join(streams.pieces(path, item.encoding, 2**20, advance))
-        try:
-            rows = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise UserError(f"{path} is not valid JSON", evidence=str(error), fix="fetch the file again") from None
-        for first in range(0, len(rows), 10_000):
-            yield Block("jsonl", path, first + 1, b"\n".join(map(orjson.dumps, rows[first : first + 10_000])))
-
-
-def _is_list(path: Path, encoding: str) -> bool:
-    start = next(streams.pieces(path, encoding, 4096, lambda amount, description=None: None), b"")
-    return start.lstrip()[:1] == b"["
 
 
 def _written(
@@ -217,7 +211,7 @@ def _written(
         tasks = (
             replace(like, number=number, block=block)
             for number, item in enumerate(inputs)
-            for block in _blocks(item, advance)
+            for block in dialogue_blocks.of(item, advance)
         )
         for encoded in workers.in_order(pool, used, encode, tasks):
             tally = tallies[encoded.number]
@@ -251,6 +245,7 @@ def _manifest(
     return {
         "version": VERSION,
         "stage": recipe.stage,
+        "limit": encoder.rules.limit,
         "dtype": _dtype(tokenizer).name,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos[1] if tokenizer.bos else -1,
@@ -260,20 +255,10 @@ def _manifest(
         "encoder": tokenizer.library,
         "tokenizer_sha256": files.sha256_json(chat_tokens.fingerprint(directory / "tokenizer")),
         "totals": dialogue_shards.totals(entries),
-        **_unpacked(recipe, entries),
         "shards": list(entries),
         "dialogues": dialogue_shards.by_source(tallies, "counts"),
         "refused": dialogue_shards.by_source(tallies, "refused"),
     }
-
-
-def _unpacked(recipe: Recipe, entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """train_tokens, where rows are not filled: what an epoch counts as."""
-    if recipe.stage == "sft" and (recipe.sft is None or recipe.sft.packing):
-        return {}
-    pieces = sum(entry["documents"] for entry in entries if entry["split"] == "train")
-    rows = pieces // 2 if recipe.stage in ("dpo", "reward") else pieces
-    return {"train_tokens": rows * recipe.batch.sequence_length}
 
 
 def _dtype(tokenizer: chat_tokens.Tokenizer) -> np.dtype[Any]:
