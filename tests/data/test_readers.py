@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_text_files_of_a_folder_are_one_source_and_each_one_document(tmp_path: P
     entry, texts, broken = read(tmp_path, path=str(tmp_path / "books/*.txt*"))
     assert texts == ["第一本\n\n第二章", "第二本", "", "第四本", "第五本"] and broken == []
     assert entry["source"] == "books" and entry["file"] == "5 files" and len(entry["files"]) == 5
+
+
+def test_a_worker_is_not_sent_the_names_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, plain = list[int](), documents.parse
+    monkeypatch.setattr(documents, "parse", lambda task: sizes.append(len(pickle.dumps(task.item))) or plain(task))
+    for count in (1, 200):
+        for number in range(count):
+            (tmp_path / f"{number}.txt").write_text("书", encoding="utf-8")
+        assert len(read(tmp_path, path=f"{tmp_path}/*.txt", name="books")[1]) == count
+    assert sizes == sizes[:1] * 2
 
 
 def test_text_and_counted_fields_may_lie_deep_and_rows_may_differ(tmp_path: Path) -> None:
