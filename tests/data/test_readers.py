@@ -150,6 +150,21 @@ def test_nothing_of_the_hub_is_fetched_to_look_and_what_fails_is_told(monkeypatc
     assert {"*.jsonl.gz", "*.parquet"} <= set(asked[1]["allow_patterns"])
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("report.txt.jsonl", "jsonl"),
+        ("report.jsonl.txt.GZ", "txt"),
+        ("a.parquet.jsonl.zst", "jsonl"),
+        ("news", "jsonl"),
+    ],
+)
+def test_the_last_suffix_but_the_compression_says_the_format(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).touch()
+    (item,) = sources.of_source(Source(path=str(tmp_path / name)), "data.sources[0]")
+    assert item.format == kind
+
+
 def test_text_files_of_a_folder_are_one_source_and_each_one_document(tmp_path: Path) -> None:
     (tmp_path / "books").mkdir()
     for number, text in enumerate(["第一本\n\n第二章", "第二本", ""]):

@@ -172,8 +172,8 @@ def safe(name: str) -> str:
 def _format(path: Path, source: Source) -> Format:
     if source.format != "auto":
         return source.format
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return next((_SUFFIXES[suffix] for suffix in reversed(suffixes) if suffix in _SUFFIXES), "jsonl")
+    name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    return _SUFFIXES.get(Path(name).suffix, "jsonl")
 
 
 def _name(given: str | None, own: str, alone: bool) -> str:
