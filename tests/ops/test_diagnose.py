@@ -216,6 +216,18 @@ def test_a_run_directory_gives_its_own_numbers_and_keeps_the_diagnosis(tmp_path:
     assert "hosts.b.env.NCCL_SOCKET_IFNAME" in finding.fix and "now bond0" in finding.fix
 
 
+def test_the_second_failure_of_one_cause_is_diagnosed_too(tmp_path: Path) -> None:
+    log = tmp_path / "logs/a.0.log"
+    log.parent.mkdir()
+    log.write_text(OOM)
+    before = OOM.count("\n")
+    assert diagnose.of_run(tmp_path, since={str(log): before}) == []
+    log.write_text(OOM + OOM)
+    (finding,) = diagnose.of_run(tmp_path, since={str(log): before})
+    (first,) = diagnose.of_run(tmp_path)
+    assert (finding.cause, finding.line) == ("cuda_oom", before + first.line)
+
+
 def test_the_record_of_failures_is_named() -> None:
     file = SHARED / "failures/dev.jsonl"
     if not file.exists():

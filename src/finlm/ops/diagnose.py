@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,10 +26,15 @@ from finlm.ops.diagnose_signatures import Signatures
 __all__ = ["Finding", "main", "of_logs", "of_run", "run"]
 
 
-def of_logs(paths: Sequence[str], lang: str = "en", standard_input: BinaryIO = sys.stdin.buffer) -> list[Finding]:
+def of_logs(
+    paths: Sequence[str],
+    lang: str = "en",
+    standard_input: BinaryIO = sys.stdin.buffer,
+    since: Mapping[str, int] | None = None,
+) -> list[Finding]:
     """The findings of logs taken together, the most probable cause first. `-` is standard input.
 
-    Raises OSError when one cannot be read.
+    since: how many lines of a path are not looked at. Raises OSError when one cannot be read.
     """
     signatures = _signatures()
     logs = []
@@ -37,16 +43,18 @@ def of_logs(paths: Sequence[str], lang: str = "en", standard_input: BinaryIO = s
             logs.append(scan(standard_input, "-", signatures.prefilter))
             continue
         with Path(path).open("rb") as file:
-            logs.append(scan(file, path, signatures.prefilter))
+            former = sum(1 for _ in islice(file, since.get(path, 0))) if since else 0
+            logs.append(scan(file, path, signatures.prefilter, 1 + former))
     return diagnose(_distinct(logs), signatures, lang)
 
 
-def of_run(run: Path, lang: str = "en") -> list[Finding]:
+def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None) -> list[Finding]:
     """The findings of all logs of a run directory, fixes made concrete by its recipe and plan; kept in diagnosis.json.
 
-    Raises OSError when a log cannot be read.
+    since: lines of each log that former launches wrote, which then count for nothing. Raises OSError when a log cannot
+    be read.
     """
-    findings = of_logs([str(path) for path in diagnose_run.logs(run)], lang)
+    findings = of_logs([str(path) for path in diagnose_run.logs(run)], lang, since=since)
     findings = diagnose_run.concrete(findings, run, lang)
     diagnose_run.keep(findings, run)
     return findings

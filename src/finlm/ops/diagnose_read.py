@@ -122,15 +122,18 @@ def rarity(literal: str) -> tuple[int, str]:
     return (rank if len(literal) > 5 else rank - 30), cut
 
 
-def scan(file: BinaryIO, name: str, prefilter: Prefilter) -> Log:
-    """Read a log to its end. Never raises on content: binary, endless lines and broken UTF-8 are all bytes."""
+def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log:
+    """Read a log to its end; first: the number of the line it is at.
+
+    Never raises on content: binary, endless lines and broken UTF-8 are all bytes.
+    """
     log = Log(name)
     seen: set[int] = set()
     kept: dict[int, list[Hit]] = {}
     host, rank = _of_name(name)
     prefilter.count.clear()
     tail = b""
-    for block, offset, line in _blocks(file):
+    for block, offset, line in _blocks(file, first):
         counted = 0
         for start, end, shape in _candidates(block, seen, kept, offset, prefilter):
             line += block.count(b"\n", counted, start)
@@ -147,9 +150,9 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter) -> Log:
     return log
 
 
-def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+def _blocks(file: BinaryIO, line: int) -> Iterator[tuple[bytes, int, int]]:
     """Blocks of whole lines with their byte offset and first line number; an endless line comes in pieces."""
-    rest, offset, line = b"", 0, 1
+    rest, offset = b"", 0
     while True:
         read = file.read(BLOCK_BYTES)
         data = rest + read
