@@ -65,6 +65,23 @@ def test_an_inconsistency_is_one_mistake_at_its_key(overrides: list[str], key: s
     assert word in line
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.clean.max_digits=0.5", "data.clean.max_digits"),
+        ("data.min_characters=100", "data.min_characters"),
+        ("data.packing=best_fit", "data.packing"),
+        ("data.dedup=near", "data.dedup"),
+        ("data.token_dtype=uint32", "data.token_dtype"),
+    ],
+)
+def test_what_only_documents_know_is_refused_for_dialogues(override: str, key: str) -> None:
+    path = QUICKSTART.with_name("sft.yaml")
+    with pytest.raises(UserError, match=f": {key}: .*works on documents only"):
+        recipe.load(path, [override])
+    recipe.load(path, ["data.clean=none", "data.dedup=none"])
+
+
 def test_what_the_planner_decides_is_not_judged_at_load() -> None:
     loaded = recipe.load(QUICKSTART, ["zero.stage=auto", "zero.offload_param=cpu", "zero.quantized_weights=true"])
     assert loaded.recipe.zero.stage == "auto"

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_clean import Clean, clean_or_none
+from finlm.recipe.schema_data import Data
+
+_DOCUMENTS_ONLY = "works on documents only; leave it out"
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -21,13 +25,25 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("sft", "dpo", "reward", "grpo"):
         if getattr(recipe, name) is not None and recipe.stage != name:
             yield name, f"has no effect in stage {recipe.stage}; leave it out"
-    if recipe.data.decontaminate:
-        yield "data.decontaminate", "works on documents only; leave it out"
+    yield from _documents_only(recipe.data)
     if recipe.train.precision == "fp8":
         yield "train.precision", "fp8 trains from scratch only; use auto"
     yield from _sft(recipe)
     yield from _preference(recipe)
     yield from _lora(recipe)
+
+
+def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
+    """Keys of data that dialogues, and documents among them, know nothing of. `clean: none` is what they have."""
+    for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
+        if getattr(data, name) != Data.model_fields[name].default:
+            yield f"data.{name}", _DOCUMENTS_ONLY
+    if data.dedup.method == "near":
+        yield "data.dedup", "near works on documents only; dialogues know exact and none"
+    none = clean_or_none("none")
+    for name, field in Clean.model_fields.items():
+        if name != "mask" and getattr(data.clean, name) not in (field.default, none.get(name, field.default)):
+            yield f"data.clean.{name}", _DOCUMENTS_ONLY
 
 
 def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
