@@ -108,7 +108,11 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    keys = ("mode", "shots", "data", "world", "limit", "answers", "contamination")
     if options.suite == "perplexity":
+        given = [f"--{key.replace('_', '-')}" for key in (*keys, "write_lm_eval") if getattr(options, key) is not None]
+        if given:
+            raise UserError(f"{', '.join(given)}: only questions have that", fix="name them, for example --suite exam")
         checkpoint = rundir.complete_checkpoint(options.checkpoint)  # a wrong path is told before torch is loaded
         from finlm.evals import perplexity
 
@@ -117,8 +121,7 @@ def _eval(options: argparse.Namespace) -> int:
     else:
         from finlm.evals import lm_eval_task, suite
 
-        keys = ("suite", "mode", "shots", "data", "world", "limit", "answers", "contamination")
-        wanted = suite.Options(**{key: getattr(options, key) for key in keys})
+        wanted = suite.Options(options.suite, **{key: getattr(options, key) for key in keys})
         if options.write_lm_eval:
             print(lm_eval_task.write(options.checkpoint, wanted, options.write_lm_eval))
             return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from finlm.data.shards import Shards
 from finlm.evals import choice, contaminated, likelihood, lm_eval_task, prompts, questions, suite
 from finlm.evals.prompts import Prompt
 from finlm.evals.questions import Question, Suite
+from finlm.evals.styles import STYLES
 from finlm.recipe import recipe as recipes
 from finlm.record import report
 from finlm.train.opened import Opened, open_model
@@ -99,6 +102,39 @@ def test_examples_that_do_not_fit_are_left_out_one_by_one(run: RunDir, exam: Sui
     assert len({prompt.shots for prompt in asked}) > 1 and min(prompt.shots for prompt in asked) < 5
 
 
+@pytest.mark.parametrize("shots", [3, 5, 10])
+def test_the_shots_counted_are_those_shown(opened: Opened, exam: Suite, shots: int) -> None:
+    rich, poor, bare = list(exam.examples)[:3]
+    examples = {rich: exam.examples[rich], poor: exam.examples[poor][:2], bare: ()}
+    asked = [next(q for q in exam.questions if q.subject == subject) for subject in examples]
+    of = dataclasses.replace(exam, examples=examples)
+    texts = prompts.continuations(opened, of, asked, shots)
+    assert [prompt.shots for prompt in texts] == [min(shots, 5), 2, 0]
+    assert [prompt.text.count("\n答案：") - 1 for prompt in texts] == [prompt.shots for prompt in texts]
+    narrow = Opened(**(vars(opened) | {"context": 300, "tokenizer": copy.deepcopy(opened.tokenizer)}))
+    narrow.tokenizer.chat_template = TEMPLATE
+    chats = prompts.conversations(narrow, of, asked, shots)
+    assert [prompt.text.count("Assistant: ") for prompt in chats] == [prompt.shots for prompt in chats]
+    assert all(opened.tokenizer.decode(prompt.ids[0]).startswith("<s>") for prompt in chats), "only examples are cut"
+    assert chats[0].shots < 3 and max(len(prompt.ids[0]) for prompt in chats) <= 300 - 64
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--suite", "exam", "--shots", "-1"), "fewer than no examples"),
+        (("--suite", "exam", "--shots", "3", "--mode", "cloze"), "shows no examples"),
+        (("--suite", "exam", "--mode", "cloze", "--write-lm-eval", "out"), "leave out --mode cloze"),
+        (("--limit", "3", "--write-lm-eval", "out"), "--limit, --write-lm-eval: only questions"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert cli.main(["eval", str(run.path), *options]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_evaluation_that_was_killed_asks_only_what_is_left(opened: Opened, exam: Suite, tmp_path: Path) -> None:
     asked, ledger = exam.questions[:20], tmp_path / "answers.jsonl"
     whole = choice.answers(opened, exam, asked, "likelihood", 2, ledger)
@@ -156,6 +192,17 @@ def test_a_chat_answers_in_batches_as_it_does_alone(run: RunDir, exam: Suite, tm
     alone = [choice.answers(opened, exam, [q], "chat", 0, tmp_path / "c.jsonl")[0] for q in exam.questions[:5]]
     assert [answer.text for answer in together] == [answer.text for answer in alone]
     assert any(answer.text for answer in together)
+
+
+def test_padding_is_not_penalised_as_repetition(run: RunDir) -> None:
+    opened, rows = open_model(run.path), [(1, 300, 400), tuple(range(200, 230))]
+    style = dataclasses.replace(STYLES["exam"], repetition_penalty=9.0, max_tokens=1)
+    with torch.inference_mode():
+        likeliest = int(opened.model(torch.tensor(rows[:1])).logits[0, -1].argmax())
+    opened = Opened(**(vars(opened) | {"eos_ids": (likeliest,)}))
+    together = choice._generate(opened, rows, style)
+    assert together == [choice._generate(opened, [row], style)[0] for row in rows]
+    assert together[0] == opened.tokenizer.decode([likeliest]), "the end of an answer, with which rows were once padded"
 
 
 def test_the_command_reports_on_screen_as_json_and_in_the_run(

@@ -26,7 +26,7 @@ from finlm.evals.styles import STYLES, Style
 from finlm.train.opened import Opened
 
 Mode = Literal["likelihood", "chat", "cloze"]
-VERSION = 1  # of what decides an answer here
+VERSIONS: dict[Mode, int] = {"likelihood": 1, "chat": 2, "cloze": 1}  # of what decides an answer here
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 
@@ -51,7 +51,7 @@ def answers(
         )
     make = {"likelihood": prompts.continuations, "chat": prompts.conversations, "cloze": prompts.cloze}[mode]
     asked = make(opened, suite, questions, shots)
-    settings = [VERSION, mode, opened.fingerprint, repr(STYLES[suite.name]) if mode == "chat" else ""]
+    settings = [VERSIONS[mode], mode, opened.fingerprint, repr(STYLES[suite.name]) if mode == "chat" else ""]
     keys = {id(prompt): files.sha256_json([*settings, prompt.text]) for prompt in asked}
     known = {row["key"]: row for row in files.read_json_lines(ledger) if isinstance(row, dict) and "key" in row}
     left = [prompt for prompt in asked if keys[id(prompt)] not in known]
@@ -70,12 +70,12 @@ def answers(
                 files.append_json_line(ledger, row)
                 known[row["key"]] = row
             advance(len(rows))
-    of_question = {prompt.question.sha256: known[keys[id(prompt)]] for prompt in asked}
-    return [_read(of_question[question.sha256]) for question in questions]
+    of_question = {prompt.question.sha256: _read(known[keys[id(prompt)]], prompt) for prompt in asked}
+    return [of_question[question.sha256] for question in questions]
 
 
-def _read(row: dict[str, Any]) -> Answer:
-    return Answer(row["answer"], row["shots"], tuple(row.get("scores", ())), row.get("text", ""))
+def _read(row: dict[str, Any], prompt: Prompt) -> Answer:
+    return Answer(row["answer"], prompt.shots, tuple(row.get("scores", ())), row.get("text", ""))
 
 
 def _likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tuple[Prompt, Answer]]]:
@@ -90,11 +90,10 @@ def _likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tuple[Promp
 
 def _written(opened: Opened, asked: list[Prompt], style: Style) -> Iterator[list[tuple[Prompt, Answer]]]:
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
-    room = opened.context - style.max_tokens
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
     for start in range(0, len(by_length), size):
         batch = by_length[start : start + size]
-        texts = _generate(opened, [prompt.ids[0][-room:] if room > 0 else prompt.ids[0] for prompt in batch], style)
+        texts = _generate(opened, [prompt.ids[0] for prompt in batch], style)
         yield [
             (prompt, Answer(extraction.letter(text, prompt.question.options), prompt.shots, text=text))
             for prompt, text in zip(batch, texts, strict=True)
@@ -102,21 +101,31 @@ def _written(opened: Opened, asked: list[Prompt], style: Style) -> Iterator[list
 
 
 class _Decided(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row as soon as no further token can change its letter."""
+    """Ends a row as soon as no further token can change its letter; a long answer is looked at every eighth token."""
 
-    def __init__(self, tokenizer: Any, begin: int) -> None:
-        self.tokenizer, self.begin = tokenizer, begin
+    def __init__(self, opened: Opened, begin: int, rows: int) -> None:
+        self.tokenizer, self.ends, self.begin = opened.tokenizer, opened.eos_ids, begin
+        self.ended = [False] * rows
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         """ids: int64 [rows, tokens so far]."""
-        texts = self.tokenizer.batch_decode(ids[:, self.begin :], skip_special_tokens=True)
-        return torch.tensor([extraction.decided(text) is not None for text in texts], device=ids.device)
+        count = ids.shape[1] - self.begin
+        if count <= 16 or count % 8 == 0:
+            for row, tokens in enumerate(ids[:, self.begin :].tolist()):
+                if not self.ended[row]:
+                    text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                    self.ended[row] = tokens[-1] in self.ends or extraction.decided(text) is not None
+        return torch.tensor(self.ended, device=ids.device)
 
 
 def _generate(opened: Opened, rows: Sequence[tuple[int, ...]], style: Style) -> list[str]:
-    """The greedy continuation of each row of ids."""
-    width, pad = max(map(len, rows)), opened.eos_ids[0]
-    ids = torch.tensor([(pad,) * (width - len(row)) + row for row in rows], device=opened.device)
+    """The greedy continuation of each row of ids.
+
+    Rows are padded on the left with their own first token: attention does not see it, and the penalty on repetition,
+    which looks at all ids of a row, finds none that the row has not anyway.
+    """
+    width = max(map(len, rows))
+    ids = torch.tensor([row[:1] * (width - len(row)) + row for row in rows], device=opened.device)
     mask = torch.tensor([(0,) * (width - len(row)) + (1,) * len(row) for row in rows], device=opened.device)
     with torch.inference_mode():
         out = opened.model.generate(
@@ -126,10 +135,10 @@ def _generate(opened: Opened, rows: Sequence[tuple[int, ...]], style: Style) -> 
             temperature=None,
             top_p=None,
             top_k=None,
-            max_new_tokens=min(style.max_tokens, max(1, opened.context - width)),
+            max_new_tokens=prompts.answer_tokens(opened, style),  # the same whoever shares the batch
             repetition_penalty=style.repetition_penalty,
             eos_token_id=list(opened.eos_ids),
-            pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([_Decided(opened.tokenizer, width)]),
+            pad_token_id=opened.eos_ids[0],  # behind a row that has ended
+            stopping_criteria=StoppingCriteriaList([_Decided(opened, width, len(rows))]),
         )
     return [text.strip() for text in opened.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]

@@ -25,11 +25,13 @@ def write(checkpoint: Path, options: suite.Options, out: Path) -> Path:
     """The directory `out` with tasks and questions. Raises UserError for what lm-eval cannot ask."""
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
-    if options.mode == "chat":
-        raise UserError("only likelihoods are written as lm-eval tasks", fix="leave out --mode chat")
+    if options.mode not in (None, "likelihood"):
+        raise UserError(
+            "only likelihoods of letters are written as lm-eval tasks", fix=f"leave out --mode {options.mode}"
+        )
+    shots = suite.examples(options, "likelihood")
     opened = open_model(checkpoint)
     asked = questions.read(options.suite, options.data, suite.world(opened, options.world))
-    shots = questions.EXAMPLES if options.shots is None else options.shots
     by_subject: dict[str, list[dict[str, object]]] = {}
     for prompt in prompts.continuations(opened, asked, suite.chosen(asked.questions, options.limit), shots):
         row = {"prompt": prompt.text, "answer": LETTERS.index(prompt.question.answer), "id": prompt.question.sha256}

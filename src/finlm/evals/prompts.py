@@ -1,7 +1,7 @@
 """Questions as a model sees them: text to continue with a letter, or messages of a chat.
 
-Examples that do not fit the model's context are left out, the last first, and counted; a question that does not fit
-alone loses its beginning, as in lm-eval.
+Examples that do not fit the model's context are left out, the last first, and a prompt says how many it shows; a
+question that does not fit alone loses its beginning, as in lm-eval.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Prompt:
 
     question: Question
     text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
-    shots: int
+    shots: int  # examples shown
     ids: tuple[tuple[int, ...], ...]  # tokens: with each of the four letters behind, or those of the conversation
 
 
@@ -29,7 +29,7 @@ def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], s
     """Texts for base models. Raises nothing: what is too long is shortened."""
     style, prompts = STYLES[suite.name], list[Prompt]()
     for start in range(0, len(questions), 256):  # the tokenizer works on many texts at once
-        waiting = [(question, shots) for question in questions[start : start + 256]]
+        waiting = [(question, len(_examples(suite, question, shots))) for question in questions[start : start + 256]]
         while waiting:
             texts = [_continuation(style, suite, question, count) for question, count in waiting]
             four_each = [text + letter for text in texts for letter in LETTERS]
@@ -39,7 +39,7 @@ def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], s
                 four = ids[4 * number : 4 * number + 4]
                 longest = max(map(len, four))
                 # Whole examples go first; how many is a guess by length, tried again until it fits.
-                if longest > opened.context and min(count, len(suite.examples.get(question.subject, ()))):
+                if count and longest > opened.context:
                     again.append((question, min(count - 1, int(count * opened.context / longest))))
                     continue
                 cut = max(0, longest - opened.context)
@@ -48,9 +48,14 @@ def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], s
     return prompts
 
 
+def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, ...]:
+    """At most `shots` solved questions of the same subject: a set may have fewer, or none."""
+    return suite.examples.get(question.subject, ())[:shots]
+
+
 def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
     parts = [style.begin(question.subject)]
-    for example in suite.examples.get(question.subject, ())[:shots]:
+    for example in _examples(suite, question, shots):
         parts.append(style.ask(example.text, example.options) + style.cue + example.answer + "\n\n")
     return "".join(parts) + style.ask(question.text, question.options) + style.cue
 
@@ -84,18 +89,31 @@ def _answered(opened: Opened, asked: str, answer: str) -> str:
 
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Chats for assistants, in the model's own template; questions of any length."""
+    """Chats for assistants, in the model's own template, that leave room for the answer."""
     style, prompts = STYLES[suite.name], list[Prompt]()
+    room = opened.context - answer_tokens(opened, style)
     for question in questions:
-        messages = []
-        for example in suite.examples.get(question.subject, ())[:shots]:
-            messages.append({"role": "user", "content": _turn(style, example)})
-            messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
-        messages.append({"role": "user", "content": _turn(style, question)})
-        text = opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = opened.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        prompts.append(Prompt(question, text, shots, (tuple(ids),)))
+        for count in range(len(_examples(suite, question, shots)), -1, -1):
+            text = _conversation(opened, style, suite, question, count)
+            ids = opened.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) <= room:
+                break
+        prompts.append(Prompt(question, text, count, (tuple(ids[-room:]),)))
     return prompts
+
+
+def answer_tokens(opened: Opened, style: Style) -> int:
+    """How long an answer may be: as long as the suite's, but at most a quarter of the context."""
+    return max(1, min(style.max_tokens, opened.context // 4))
+
+
+def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
+    messages = []
+    for example in _examples(suite, question, shots):
+        messages.append({"role": "user", "content": _turn(style, example)})
+        messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
+    messages.append({"role": "user", "content": _turn(style, question)})
+    return str(opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _turn(style: Style, question: Question) -> str:

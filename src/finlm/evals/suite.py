@@ -70,7 +70,7 @@ def after_training(run: RunDir, suites: Sequence[Name], mode: Mode | None, start
 def _asked(opened: Opened, options: Options) -> dict[str, Any]:
     suite = questions.read(options.suite, options.data, world(opened, options.world))
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
-    shots = (questions.EXAMPLES if mode == "likelihood" else 0) if options.shots is None else options.shots
+    shots = examples(options, mode)
     selected = chosen(suite.questions, options.limit)
     directory = options.answers or (opened.run.path / "evals" if opened.run else DEFAULT_ANSWERS)
     ledger = directory / f"{suite.name}-{mode}-{opened.fingerprint[:12]}.jsonl"
@@ -81,6 +81,17 @@ def _asked(opened: Opened, options: Options) -> dict[str, Any]:
         found = contaminated.find(selected, options.contamination)
         result["contamination"] = contaminated.summary(found, right, options.contamination)
     return result
+
+
+def examples(options: Options, mode: Mode) -> int:
+    """How many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
+    if options.shots is None:
+        return questions.EXAMPLES if mode == "likelihood" else 0
+    if options.shots < 0:
+        raise UserError(f"--shots {options.shots}: fewer than no examples", fix="give 0 or more")
+    if options.shots and mode == "cloze":
+        raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
+    return options.shots
 
 
 def world(opened: Opened, path: Path | None) -> Synthetic | None:
@@ -115,7 +126,7 @@ def _result(
         "fingerprint": opened.fingerprint,
         "mode": mode,
         "shots": shots,
-        "fewer_shots": sum(answer.shots < shots for answer in answers),  # questions whose examples did not all fit
+        "fewer_shots": sum(answer.shots < shots for answer in answers),  # not that many there, or not all fitted
         **scores.summary(dict(sorted(counts.items()))),
         "unanswered": letters.count(None),
         "letters": {letter: letters.count(letter) for letter in LETTERS},
@@ -138,7 +149,10 @@ def show(result: dict[str, Any]) -> None:
     if result["unanswered"]:
         screen.say(f"{result['unanswered']:,} answers name no letter and count as wrong")
     if result["fewer_shots"]:
-        screen.say(f"{result['fewer_shots']:,} questions had room for fewer than {result['shots']} examples")
+        screen.say(
+            f"{result['fewer_shots']:,} questions had fewer than {result['shots']} examples before them: "
+            "the set has no more of their subject, or they did not fit the model's context"
+        )
     about = result["set"]
     if result["questions"] < about["questions"]:
         screen.say(f"a random {result['questions']:,} of {about['questions']:,} questions (--limit)")
