@@ -173,11 +173,11 @@ def _diagnosed(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> Ru
     from finlm.ops import diagnose  # only a failed run needs its signatures
 
     try:
-        found = diagnose.of_run(run.path)
+        found = diagnose.of_run(run.path, since=former)
     except OSError as error:
         failure.fix += f"\nthe logs could not be diagnosed: {error}"
         return failure
-    new = [finding for finding in found if finding.fatal and finding.line > former.get(finding.file, 0)]
+    new = [finding for finding in found if finding.fatal]
     if failure.exit_code != 128 + signal.SIGTERM:  # then it was this process that ended the other ranks
         new = [finding for finding in new if finding.cause != "sigterm_preempted"]
     if new:
