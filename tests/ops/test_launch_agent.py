@@ -5,6 +5,7 @@ Two directories stand for the run here and on the host; a program of a few lines
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,15 @@ from finlm.base.rundir import RunDir
 from finlm.ops.launch_session import Session
 from finlm.recipe.cluster import Host
 
+LAUNCHER = """
+import base64, json, signal, sys
+from pathlib import Path
+from finlm.base.rundir import RunDir
+world = json.loads(base64.urlsafe_b64decode(sys.argv[1].partition("=")[2]))
+blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+RunDir(Path(sys.argv[-1])).append_event("launched", step=1, world=world, blocked=blocked)
+"""
+
 Greet = Callable[[], Session]
 
 
@@ -28,7 +38,12 @@ def here(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def there(tmp_path: Path) -> RunDir:
-    (tmp_path / "there" / "logs").mkdir(parents=True)
+    launcher = tmp_path / "there" / "code" / "deepspeed" / "launcher" / "launch.py"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text(LAUNCHER)
+    for package in (launcher.parent, launcher.parent.parent):
+        (package / "__init__.py").touch()
+    (tmp_path / "there" / "logs").mkdir()
     return RunDir(tmp_path / "there")
 
 
@@ -50,6 +65,14 @@ def greet(here: RunDir, there: RunDir) -> Iterator[Greet]:
         session.release(time.monotonic() + 10)
 
 
+def launched(session: Session, here: RunDir, *, chosen: bool = False, **env: str) -> dict[str, Any]:
+    """What the program that stands for the launcher was given; as the head reads it once the agent has ended."""
+    world = {"n0": [0, 1], "n1": [0, 1]}
+    session.say(do="start", env=env, world=world, chosen=chosen, node=1, address="n0", port=1, shards=None)
+    assert session.release(time.monotonic() + 20)
+    return list(here.read_events("launched"))[-1]
+
+
 def steps(run: RunDir) -> list[Any]:
     return [row["step"] for row in run.read_events()]
 
@@ -66,3 +89,19 @@ def test_a_first_host_without_the_runs_events_takes_the_heads_copy_and_does_not_
     session.end()
     assert session.release(time.monotonic() + 10)
     assert steps(here) == [900]
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen", "devices"),
+    [
+        ("4, GPU-5f1c,6", False, ["4", "GPU-5f1c"]),
+        ("4,5", True, [0, 1]),  # by --include
+        ("4", False, [0, 1]),  # doctor says what is wrong with it
+    ],
+)
+def test_a_launcher_gets_the_devices_that_doctor_examined_and_no_signal_of_a_scheduler(
+    here: RunDir, greet: Greet, visible: str, chosen: bool, devices: list[Any]
+) -> None:
+    row = launched(greet(), here, chosen=chosen, CUDA_VISIBLE_DEVICES=visible)
+    assert row["world"] == {"n0": [0, 1], "n1": devices}
+    assert row["blocked"] == [signal.SIGINT, signal.SIGTERM]

@@ -128,6 +128,7 @@ def _start(
             do="start",
             env=env,
             world=world,
+            chosen=bool(session.host.devices),
             node=session.node,
             address=addresses[sessions[0].name],
             port=port,

@@ -135,7 +135,10 @@ def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> 
         link.unlink(missing_ok=True)
         link.symlink_to(start["shards"])
     rundir.write_host_env(run, host, start["env"])
-    world = base64.urlsafe_b64encode(json.dumps(start["world"]).encode()).decode()
+    devices = start["world"]
+    if not start["chosen"]:
+        devices[host] = _visible(devices[host], env.get("CUDA_VISIBLE_DEVICES"))
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     command = [
         *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"),
         *(f"--node_rank={start['node']}", f"--master_addr={start['address']}", f"--master_port={start['port']}"),
@@ -153,6 +156,12 @@ def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> 
             pass_fds=(lock,),
             preexec_fn=processes.die_with_parent,
         )
+
+
+def _visible(slots: list[int], visible: str | None) -> list[int] | list[str]:
+    """The devices of a host whose hostfile line says how many, but not which: the launcher sets the variable anew."""
+    named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
+    return named if visible and len(named) == len(slots) else slots
 
 
 def _follow(request: dict[str, Any], line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
