@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from finlm.base.rundir import RunDir
 from finlm.data import chat_api, self_qa, self_qa_draw, self_qa_text
 from finlm.local_model import Local
 from finlm.recipe import recipe
+from finlm.recipe.schema_self_qa import SelfQA
 
 from helpers import QUICKSTART, ROOT, sets
 
@@ -166,6 +168,22 @@ def test_three_stages_give_pairs_that_stand_alone_despite_a_bad_server(
     assert server.most_at_once <= 5, "four requests, and the one given up that the server still holds"
     written = "".join(path.read_text() for path in tmp_path.glob("qa.jsonl*")) + capsys.readouterr().err
     assert KEY not in written
+
+
+def test_what_ended_together_with_a_refused_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def ask(self, messages: chat_api.Messages, temperature: float, max_tokens: int) -> chat_api.Reply:
+            if "丁" in messages[0]["content"]:
+                raise UserError("does not accept the key")
+            return chat_api.Reply("没有问题。", "stop", 100, 20)
+
+    monkeypatch.setattr(self_qa, "wait", lambda futures, return_when: wait(futures))  # all end together
+    settings = SelfQA(endpoint="http://127.0.0.1:1/v1", model="m", output=str(tmp_path / "out"), concurrency=10)
+    missing = [self_qa_draw.Passage(company, "news", company) for company in COMPANIES]
+    with pytest.raises(UserError, match="does not accept the key"):
+        list(self_qa._asked(missing, settings, Model(), tmp_path / "ledger", "key", Counter()))
+    kept = {row["document"] for row in files.read_json_lines(tmp_path / "ledger")}
+    assert kept == {company for company in COMPANIES if "丁" not in company}
 
 
 def test_a_killed_run_goes_on_without_asking_twice(server: Server, overrides: list[str], tmp_path: Path) -> None:

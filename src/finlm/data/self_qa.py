@@ -113,12 +113,15 @@ def _asked(
                 if not under_way:
                     return
                 ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    row = {"key": key, **future.result()}
+                rows = [{"key": key, **future.result()} for future in ended if future.exception() is None]
+                for row in rows:  # all that was paid for, before anything is raised
                     advance(1)
                     spent.update({name: row[name] for name in _TOKENS})
                     if not row["failed"]:  # such a document is tried again by the next run
                         files.append_json_line(ledger, row)
+                for future in ended:
+                    future.result()
+                for row in rows:
                     yield row
                     failed_in_a_row = failed_in_a_row + 1 if row["failed"] else 0
                     if failed_in_a_row >= _STOP_AFTER:
