@@ -53,7 +53,8 @@ class Clean(Section):
     simplified: bool = Field(True, description="Convert documents written in traditional Chinese to simplified.")
     punctuation: bool = Field(False, description="Half-width punctuation between Chinese characters to full width.")
     mask: Masks = Field(
-        ("id_card", "phone", "bank_card"), description="Personal numbers replaced by placeholders; none = keep them."
+        ("id_card", "phone", "bank_card"),
+        description="Personal numbers replaced by placeholders, in dialogues too; none = keep them.",
     )
     garbled: bool = Field(True, description="Drop documents whose encoding was lost.")
     max_digits: Fraction = Field(0.7, description="Drop documents with a larger share of digits; 1 = keep all.")

@@ -116,4 +116,6 @@ class Data(Section):
         (), description="Stages of the run with the weights of the sources; absent = every row once an epoch."
     )
     cache_dir: str = Field("cache", description="Directory of prepared data, keyed by content.")
-    prepared: str | None = Field(None, description="Use these prepared shards instead of preparing the sources.")
+    prepared: str | None = Field(
+        None, description="Use these prepared shards, of the same stage and tokenizer, instead of the sources."
+    )
