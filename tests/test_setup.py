@@ -45,6 +45,20 @@ def test_no_python_is_said_with_the_ways_to_get_one(checkout: Path) -> None:
     assert "no Python 3.11" in result.stderr and "apt-get install python3.11" in result.stderr
 
 
+def test_the_interpreter_of_a_venv_stays_chosen(checkout: Path, tmp_path: Path) -> None:
+    for name in ("chosen/python3.12", "bin/python3.11"):
+        script = tmp_path / name
+        script.parent.mkdir()
+        script.write_text(f"#!/bin/sh\necho {script.parent.name}\n")
+        script.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    assert run(checkout, PATH=path).stdout.split() == ["bin", "bin"], "asked for its version, then run"
+    (checkout / ".venv/bin").mkdir(parents=True)
+    (checkout / ".venv/bin/python").symlink_to(tmp_path / "chosen/python3.12")
+    assert run(checkout, PATH=path).stdout.split() == ["chosen", "chosen"]
+    assert run(checkout, PATH=path, PYTHON="python3.11").stdout.split() == ["bin", "bin"]
+
+
 def test_no_compiler_is_said_before_anything_is_installed(checkout: Path, tmp_path: Path) -> None:
     path = path_of(tmp_path / "bin", "bash", "dirname", "sed", "cat")
     result = run(checkout, PATH=path, PYTHON=os.path.realpath(sys.executable))
