@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.data import contamination
+from finlm.data import contamination, documents
 
 QUESTIONS = (
     (
@@ -56,6 +56,17 @@ def test_a_question_is_found_wherever_it_stands_and_the_law_it_asks_about_is_not
         "",
     ]
     assert find(index, *texts) == {(1, 0), (2, 0), (3, 0), (4, 1), (4, 3), (5, 2)}
+
+
+def test_a_hit_shows_the_start_of_its_own_document(tmp_path: Path) -> None:
+    texts = [LAW, exam(3), LAW, exam(0) + LAW]
+    index = np.zeros(len(texts), dtype=documents.INDEX)
+    index["end"] = np.cumsum([len(text.encode()) for text in texts])
+    (tmp_path / "0.txt").write_text("".join(texts), encoding="utf-8")
+    np.save(tmp_path / "0.npy", index)
+    contamination.Index.of(list(contamination.read([benchmark(tmp_path)]))).save(tmp_path / "index.npz")
+    found = contamination.of_chunk(contamination.Task(tmp_path / "0.txt", tmp_path / "index.npz"))
+    assert [(hit["document"], hit["start"]) for hit in found] == [(1, exam(3)), (3, (exam(0) + LAW)[:120])]
 
 
 def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:

@@ -159,16 +159,14 @@ class Task:
 def of_chunk(task: Task) -> list[dict[str, Any]]:
     """The hits in a chunk with the start of the document. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
-    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-    return [
-        {
-            "document": hit.document,
-            "question": hit.question,
-            "share": round(hit.share, 3),
-            "start": data[starts[hit.document] :][:600].decode("utf-8", errors="ignore")[:120],
-        }
-        for hit in _index(task.index).find(data, ends)
-    ]
+    bounds = [0, *ends.tolist()]
+    found = []
+    for hit in _index(task.index).find(data, ends):
+        start, end = bounds[hit.document : hit.document + 2]
+        begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
+        about = {"document": hit.document, "question": hit.question, "share": round(hit.share, 3), "start": begins}
+        found.append(about)
+    return found
 
 
 @lru_cache(maxsize=1)
