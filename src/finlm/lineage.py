@@ -23,14 +23,12 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, locked
 from finlm.ops import gather
 from finlm.plan.plan import Plan
+from finlm.recipe import differences
 from finlm.recipe import recipe as recipes
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import HostAccess, Launch, Recipe
 
 WAYS = {"hosts": {}, "launch": Launch()}  # how hosts are reached and watched: may be mended between two launches
-# What only says how to train: sections, and keys of sections.
-HOW = ("description", "hosts", "launch", "hardware", "zero", "env", "checkpoint", "eval", "incidents", "expect")
-HOW_KEYS = {"batch": ("micro_batch",), "train": ("recompute", "compile", "cpu_ranks", "deterministic")}
 WHAT = (
     *("precision", "steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters"),
     "device",
@@ -89,8 +87,15 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
 
     Raises UserError when that run is running, or a host that holds a part of its checkpoint cannot give it.
     """
+    told = False
     for run, former in _open(wanted, shards, runs):
-        if is_trained(run) or _what(former) != _what(wanted):
+        if is_trained(run) or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
+            continue
+        keys = [key for key, _, _ in differences.differing(former, wanted)]
+        if what := [key for key in keys if not recipes.is_within(key, recipes.SAME_RUN)]:
+            if not told:  # of many former trials the newest is the one that may have been meant
+                screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
+            told = True
             continue
         planned = files.read_json(run.plan)
         if other := [key for key in WHAT if planned.get(key) != getattr(plan, key)]:
@@ -104,7 +109,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
         with locked(run):
             found = _proved(run, former, Plan.from_json(planned), accept_new)
         if found is not None:
-            changed = tuple(_differences(run, plan)) or ("the recipe's words on how to train",)
+            changed = tuple(_differences(run, plan)) or tuple(keys)
             step = Manifest.read(found).step
             screen.say(f"continuing {run.path} from step {step:,} in a new run directory (--new starts afresh)")
             screen.say(f"  changed: {'; '.join(changed)}; data, order and tokens a step are the same")
@@ -129,14 +134,6 @@ def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Re
             yield run, recipes.load(run.recipe).recipe
         except UserError:  # written by a version with other keys
             continue
-
-
-def _what(recipe: Recipe) -> dict[str, Any]:
-    """The recipe without what only says how to train."""
-    content = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in HOW}
-    for section, keys in HOW_KEYS.items():
-        content[section] = {key: value for key, value in content[section].items() if key not in keys}
-    return content
 
 
 def _differences(run: RunDir, plan: Plan) -> list[str]:

@@ -41,6 +41,8 @@ def test_equal_runs_are_equal_and_paths_and_times_do_not_count(tmp_path: Path) -
     a, b = (run_at(tmp_path / name, [3.0, 2.0, 1.5]) for name in "ab")
     found = compare.runs(a, b)
     assert found.equal and found.first is None
+    other = ["record.tracking=[tensorboard]", "checkpoint.every_steps=7", "data.num_proc=3", "hardware.network_gbit=1"]
+    files.write_text(b.recipe, recipe.dump(recipe.load(QUICKSTART, other).recipe))
     result = finlm("compare", a.path, b.path)
     assert result.returncode == 0 and "equal in all 3 steps" in result.stderr
 

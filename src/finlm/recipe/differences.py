@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from finlm.base.secrets import redact_key
-from finlm.recipe.recipe import Loaded, changes_training
+from finlm.recipe import recipe as recipes
+from finlm.recipe.recipe import Loaded
+from finlm.recipe.schema import Recipe
 
 ABSENT = "–"
-_LINEAGE = ("name", "description", "forked_from", "expect")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Difference:
 
 def between(a: Loaded, b: Loaded) -> list[Difference]:
     """Every key whose value differs, in the order of the schema; what a recipe is called and promises is left out."""
-    left, right = (loaded.recipe.model_dump(mode="json", exclude=set(_LINEAGE)) for loaded in (a, b))
     return [
         Difference(
             key,
@@ -35,10 +35,16 @@ def between(a: Loaded, b: Loaded) -> list[Difference]:
             redact_key(key, second),
             _origin(a, key),
             _origin(b, key),
-            changes_training([f"{key}="]),
+            not recipes.is_within(key, recipes.SAME_LOSS),
         )
-        for key, first, second in _differing(left, right, "")
+        for key, first, second in differing(a.recipe, b.recipe)
+        if not recipes.is_within(key, recipes.WORDS)
     ]
+
+
+def differing(a: Recipe, b: Recipe) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value, other value) of every difference as it is, credentials too."""
+    return _differing(a.model_dump(mode="json"), b.model_dump(mode="json"), "")
 
 
 def _differing(a: Any, b: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

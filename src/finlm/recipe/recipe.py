@@ -23,23 +23,18 @@ from finlm.recipe import mistakes, parents, rules, shipped
 from finlm.recipe.mistakes import Location
 from finlm.recipe.schema import Recipe
 
-_SAME_LOSS = (
-    *(
-        "name",
-        "description",
-        "forked_from",
-        "expect",
-        "launch",
-        "hosts",
-        "env",
-        "hardware",
-        "zero",
-        "checkpoint",
-        "incidents",
-        "record",
-    ),
-    *("data.cache_dir", "data.num_proc", "train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
+# What two recipes may say differently and still train the same, from words to how a run is carried out; each list holds
+# the one before it, and a key stands for all below it.
+WORDS = ("name", "description", "forked_from", "expect")
+SAME_NUMBERS = (
+    *(*WORDS, "hosts", "launch", "hardware", "checkpoint", "record", "self_qa"),
+    *("data.cache_dir", "data.num_proc"),
 )
+SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
+    *(*SAME_NUMBERS, "env", "zero", "incidents"),
+    *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
+)
+SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch")  # an unfinished run goes on when only these were changed
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
 
 def changes_training(overrides: Sequence[str]) -> bool:
     """True when an override may move the loss by more than rounding, so that the recipe's `expect` does not hold."""
-    keys = (text.partition("=")[0] for text in overrides)
-    return not all(any(f"{key}.".startswith(f"{same}.") for same in _SAME_LOSS) for key in keys)
+    return not all(is_within(text.partition("=")[0], SAME_LOSS) for text in overrides)
+
+
+def is_within(key: str, keys: Sequence[str]) -> bool:
+    """True for a dotted key that is one of the others, or below one."""
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
 def dump(recipe: Recipe) -> str:

@@ -15,13 +15,10 @@ from typing import Any
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
+from finlm.recipe.recipe import SAME_NUMBERS, is_within
 from finlm.record import history, report_details
 from finlm.record.history import Points
 
-_UNTOLD = (
-    *("name", "description", "forked_from", "expect", "hosts", "launch", "hardware"),
-    *("data.cache_dir", "data.num_proc"),
-)
 _PLAN = (
     *("device", "world_size", "precision", "zero_stage", "offload_optimizer", "offload_param", "recompute", "compiled"),
     *("attention", "micro_batch", "gradient_accumulation_steps", "tokens_per_step", "steps", "vocab_size"),
@@ -147,7 +144,7 @@ def spark(points: Points, low: float, high: float, width: int = 48) -> str:
 
 def _recipe(run: RunDir) -> dict[str, Any]:
     values = report_details.values(run) or report_details.unchecked_values(run)
-    return {key: value for key, value in values.items() if not any(f"{key}.".startswith(f"{k}.") for k in _UNTOLD)}
+    return {key: value for key, value in values.items() if not is_within(key, SAME_NUMBERS)}
 
 
 def _file(item: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
+from finlm.recipe.recipe import WORDS, is_within
 from finlm.record import curves, page, report_details
 from finlm.record import history as histories
 from finlm.record.history import History, Points, is_number
@@ -136,7 +137,7 @@ def _held_out(history: History) -> Points:
 
 def _differences(runs: Sequence[Run]) -> Html:
     """The keys of the resolved recipes that are not equal in all of them."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.recipe if key not in ("name", "description")))
+    keys = list(dict.fromkeys(key for run in runs for key in run.recipe if not is_within(key, WORDS)))
     rows = []
     for key in keys:
         values = [run.recipe.get(key) for run in runs]

@@ -1,0 +1,59 @@
+"""Which unfinished run another launch of a recipe goes on with, on run directories made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finlm import lineage
+from finlm.base import files
+from finlm.base.checkpoints import Manifest
+from finlm.base.rundir import RunDir
+from finlm.plan import planner
+from finlm.recipe import cluster, recipe, shape
+
+from helpers import QUICKSTART, TINY
+
+
+def earlier(tmp_path: Path, *overrides: str) -> lineage.Earlier | None:
+    """What the recipe with overrides would go on from, beside a run of the recipe that was stopped after step 10."""
+    run, shards = RunDir(tmp_path / "runs/quickstart-1"), tmp_path / "shards"
+    wanted, former = (recipe.load(QUICKSTART, (*TINY, *changed)).recipe for changed in (overrides, ()))
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
+    files.write_text(run.recipe, recipe.dump(former))
+    files.write_json(run.plan, plan.to_json())
+    files.write_json(run.manifest, {"shards": {"path": str(shards)}})
+    files.write_json(run.checkpoint(10) / "manifest.json", Manifest(10, 2, 1, "none", {}).to_json())
+    assert not overrides or lineage.unfinished(wanted, plan, shards, run.path.parent) is None
+    return lineage.earlier(wanted, plan, shards, run.path.parent)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("record.tracking=[tensorboard]", "record.online=true", "data.num_proc=8", "forked_from=a@b"),
+        *("self_qa={model: m}", "checkpoint.every_steps=5", "eval.every_steps=5", "batch.micro_batch=2", "env={A: b}"),
+    ],
+)
+def test_a_run_goes_on_when_only_how_it_is_carried_out_was_changed(
+    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = earlier(tmp_path, override)
+    assert found is not None and found.step == 10
+    assert override.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_continued_says_which_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert earlier(tmp_path, "optim.lr=1e-3", "record.tracking=[wandb]", "train.seed=3") is None
+    assert "quickstart-1 is not continued: optim.lr, train.seed differ\n" in capsys.readouterr().err
+
+
+def test_a_recipe_whose_name_begins_like_anothers_does_not_take_its_run(tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "runs/quickstart-sft-1")
+    earlier(tmp_path)
+    (tmp_path / "runs/quickstart-1").rename(other.path)
+    files.write_text(other.recipe, other.recipe.read_text().replace("name: quickstart", "name: quickstart-sft"))
+    wanted = recipe.load(QUICKSTART, TINY).recipe
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
+    assert lineage.earlier(wanted, plan, tmp_path / "shards", tmp_path / "runs") is None
