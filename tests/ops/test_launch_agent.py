@@ -91,6 +91,18 @@ def test_a_first_host_without_the_runs_events_takes_the_heads_copy_and_does_not_
     assert steps(here) == [900]
 
 
+def test_rows_of_while_the_line_was_down_come_home_with_the_next_greeting(
+    here: RunDir, there: RunDir, greet: Greet
+) -> None:
+    launched(greet(), here)
+    here.append_event("incident", step=1)
+    there.append_event("rollback", step=2)
+    session = greet()
+    assert steps(here) == [1, 1, 2]
+    launched(session, here)
+    assert steps(here) == [1, 1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("visible", "chosen", "devices"),
     [

@@ -54,11 +54,13 @@ def run_ranks(
     hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
     with locked(run):
         sessions = _sessions(run, recipe, hosts, accept_new)
-        seen = run.events.stat().st_size if run.events.exists() else 0
-        former = {str(path): _lines(path) for path in run.logs.glob("*.log")}
+        former: dict[str, int] = {}
         try:
             with launch_stop.noted() as stop, _ended(sessions):
-                _start(run, plan, recipe, hosts, sessions, network or {}, accept_new)
+                _greet(run, recipe, sessions, accept_new)
+                seen = run.events.stat().st_size if run.events.exists() else 0
+                former = {str(path): _lines(path) for path in run.logs.glob("*.log")}
+                _start(run, plan, recipe, hosts, sessions, network or {})
                 launch_follow.follow(run, plan, sessions, recipe.launch, seen, stop)
         except RunFailed as failure:
             raise _diagnosed(run, failure, former) from None
@@ -93,16 +95,8 @@ def _sessions(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> 
     return sessions
 
 
-def _start(
-    run: RunDir,
-    plan: Plan,
-    recipe: Recipe,
-    hosts: Cluster,
-    sessions: Sequence[Session],
-    network: Mapping[str, Mapping[str, str]],
-    accept_new: bool,
-) -> None:
-    """Start every agent, learn how the hosts are reached, then let them start their ranks."""
+def _greet(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new: bool) -> None:
+    """Start every agent and learn how the hosts are reached; what a former launch could not send home comes now."""
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
         access = session.host.access
@@ -118,6 +112,17 @@ def _start(
             evidence=f"launch.master_port: {wanted}: {port}",
             fix=f"`ss -ltnp 'sport = :{wanted}'` on {sessions[0].name} names the process; or choose another port",
         )
+
+
+def _start(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe,
+    hosts: Cluster,
+    sessions: Sequence[Session],
+    network: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Let every agent start its ranks."""
     addresses = _addresses(sessions)
     world = {host.name: list(host.devices or range(host.slots)) for host in hosts.hosts}
     for session in sessions:
@@ -131,7 +136,7 @@ def _start(
             chosen=bool(session.host.devices),
             node=session.node,
             address=addresses[sessions[0].name],
-            port=port,
+            port=sessions[0].hello["port"],
             shards=None if shards == run.shards else str(shards),
         )
 

@@ -83,14 +83,17 @@ def main() -> None:
     processes.adopt_orphans()
     run = rundir.RunDir(Path(request["run"]))
     lock = _lock(run, request["host"])
-    if request["events"] and lock is not None:
-        _take_events(run)
+    if request["events"] and lock is not None and _take_events(run):
+        request["sent"].pop(run.events.name, None)
+    names = [run.logs / f"{request['host']}.*.log", *([run.events] if request["events"] else [])]
+    sender = Sender(line, run.path, names if request["stream"] else [], request["sent"])
+    if lock is not None:
+        sender.send()  # what was written while the line was down comes home before anything new
     line.say("hello", locked=lock is not None, **launch_reach.facts(request["port"]))
     start = line.next(request["patience"])
     if lock is None or start is None or start["do"] != "start":
         os._exit(1)
-    names = [run.logs / f"{request['host']}.*.log", *([run.events] if request["events"] else [])]
-    sender = Sender(line, run.path, names if request["stream"] else [])
+    sender.start()
     try:
         launcher = _launch(run, request["host"], start, lock)
     except OSError as error:
@@ -117,12 +120,14 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
             time.sleep(0.1)
 
 
-def _take_events(run: rundir.RunDir) -> None:
+def _take_events(run: rundir.RunDir) -> bool:
     """The head's copy of events.jsonl becomes this host's where it has none: rank 0 takes up roll-backs from it."""
-    if run.lent_events.exists() and not run.events.exists():
-        whole = run.events.with_suffix(".copied")
-        shutil.copyfile(run.lent_events, whole)
-        os.replace(whole, run.events)
+    if run.events.exists() or not run.lent_events.exists():
+        return False
+    whole = run.events.with_suffix(".copied")
+    shutil.copyfile(run.lent_events, whole)
+    os.replace(whole, run.events)
+    return True
 
 
 def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> subprocess.Popen[bytes]:
@@ -217,20 +222,23 @@ def end_all(launcher: subprocess.Popen[bytes], ranks: launch_ranks.Ranks) -> Non
 
 
 class Sender(threading.Thread):
-    """Sends home what is appended to the files of some patterns; a slow line holds up nothing but itself."""
+    """Sends home what is appended to the files of some patterns; a slow line holds up nothing but itself.
 
-    def __init__(self, line: Line, root: Path, patterns: list[Path]) -> None:
+    sent: up to which byte the head has a file, where it knows; it has the others as they are now.
+    """
+
+    def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
         super().__init__(daemon=True)
         self.line, self.root, self.patterns = line, root, patterns
-        self.offsets = {path: path.stat().st_size for path in self._files()}  # what a former launch wrote is known
+        sizes = {path: path.stat().st_size for path in self._files()}
+        self.offsets = {path: min(size, sent.get(self._relative(path), size)) for path, size in sizes.items()}
         self.ending = threading.Event()
-        self.start()
 
     def run(self) -> None:
         """Look for more until told to finish, then once again."""
         while not self.ending.wait(0.2):
-            self._send()
-        self._send()
+            self.send()
+        self.send()
 
     def finish(self, seconds: float = 5.0) -> None:
         """Wait until all is sent, but not for a line that is stuck."""
@@ -240,14 +248,18 @@ class Sender(threading.Thread):
     def _files(self) -> list[Path]:
         return [path for pattern in self.patterns for path in sorted(pattern.parent.glob(pattern.name))]
 
-    def _send(self) -> None:
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def send(self) -> None:
+        """Send what is new."""
         for path in self._files():
             with path.open("rb") as file:
                 file.seek(self.offsets.get(path, 0))
                 while block := file.read(CHUNK_BYTES):
                     text = block.decode("utf-8", "surrogateescape")
-                    self.line.say("log", file=path.relative_to(self.root).as_posix(), text=text)
                     self.offsets[path] = file.tell()
+                    self.line.say("log", file=self._relative(path), text=text, end=self.offsets[path])
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Session:
         self.oom_kills: int | None = None  # processes the host's kernel has killed for memory since the ranks started
         self.states: dict[str, str] = {}
         self.exits: list[tuple[float, int, int]] = []  # when, rank, exit code (signals negative)
+        self.sent: dict[str, int] = {}  # up to which byte of the host's files what they say is here
         self.code: int | None = None  # the launcher's, once it has ended
         self.closed: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,6 +56,8 @@ class Session:
 
     def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new: bool) -> None:
         """Start the agent for the run directory that lies at `there` on the host."""
+        if self._sent_file(run).exists():
+            self.sent = files.read_json(self._sent_file(run))
         code = there / "code"
         agent = ["-u", "-m", "finlm.ops.launch_agent"]
         if self.local:
@@ -71,8 +74,8 @@ class Session:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,
-            preexec_fn=processes.shield,  # SIGTERM and Ctrl-C are this process's to handle
+            start_new_session=True,  # SIGTERM and Ctrl-C are this process's to handle
+            preexec_fn=None if self.local else processes.shield,  # ssh; an agent does it itself
         )
         self.heard = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()
@@ -84,6 +87,7 @@ class Session:
             stream=self.stream,
             events=self.node == 0,
             patience=self.patience,
+            sent=self.sent,
             do="hello",
         )
 
@@ -140,12 +144,15 @@ class Session:
         self._process.wait()
         return clean
 
+    def _sent_file(self, run: RunDir) -> Path:
+        return run.path / f".sent-{self.name}.json"
+
     def _listen(self, run: RunDir) -> None:
         assert self._process is not None and self._process.stdout is not None
         mark = launch_agent.MARK.encode()
         for line in self._process.stdout:
             self.heard = time.monotonic()
-            if line.startswith(mark):
+            if line.startswith(mark) and line.endswith(b"\n"):  # else cut short with the connection
                 self._take(run, json.loads(line[len(mark) :]))
         self.closed = time.monotonic()
 
@@ -158,6 +165,11 @@ class Session:
             path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
                 file.write(message["text"].encode("utf-8", "surrogateescape"))
+            if "end" in message:  # the code of an older run directory does not say
+                self.sent[message["file"]] = message["end"]
+                new = self._sent_file(run).with_suffix(".new")
+                new.write_text(json.dumps(self.sent), encoding="utf-8")  # several times a second: no fsync
+                os.replace(new, self._sent_file(run))
         elif kind == "beat":
             self.states, self.free_bytes = message["ranks"], message["free_bytes"]
             self.oom_kills = message["oom_kills"]
