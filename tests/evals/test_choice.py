@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,21 @@ def test_suites_at_the_end_of_a_run_ask_the_model_it_started_from_too(
     start, end = list(run.read_events("suite"))[before:]
     assert (start["step"], end["step"]) == (0, run.complete_checkpoints()[-1][0])
     assert start["mode"] == end["mode"] == "cloze" and start["micro"] == end["micro"]  # here they are the same weights
+
+
+def test_a_run_that_cannot_be_written_still_gives_its_result(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(run.events))
+
+    monkeypatch.setattr(RunDir, "append_event", refuse)
+    asked = ["eval", str(run.path), "--suite", "exam", "--limit", "4", "--shots", "0", "--json", "--answers"]
+    assert cli.main([*asked, str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["questions"] == 4 and "not recorded in the run" in printed.err
+    assert cli.main([*asked, str(run.recipe)]) == 2  # a file
+    assert "answers cannot be kept in" in capsys.readouterr().err
 
 
 def test_a_chat_answers_in_batches_as_it_does_alone(run: RunDir, exam: Suite, tmp_path: Path) -> None:

@@ -55,7 +55,15 @@ def answers(
     keys = {id(prompt): files.sha256_json([*settings, prompt.text]) for prompt in asked}
     known = {row["key"]: row for row in files.read_json_lines(ledger) if isinstance(row, dict) and "key" in row}
     left = [prompt for prompt in asked if keys[id(prompt)] not in known]
-    ledger.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        ledger.touch()
+    except OSError as error:
+        raise UserError(
+            f"answers cannot be kept in {ledger.parent}",
+            evidence=str(error),
+            fix="name another folder with --answers DIR",
+        ) from None
     if len(left) < len(asked):
         screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
     batches = _written(opened, left, STYLES[suite.name]) if mode == "chat" else _likeliest(opened, left)

@@ -7,12 +7,15 @@ on screen and under --json is the same result.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from finlm.base import screen
 from finlm.base.errors import UserError
@@ -44,11 +47,14 @@ class Options:
 
 
 def evaluate(checkpoint: Path, options: Options) -> dict[str, Any]:
-    """The result of a suite, also appended to the run's events. Raises UserError."""
+    """The result of a suite, also appended to the run's events where they can be written. Raises UserError."""
     opened = open_model(checkpoint)
     result = _asked(opened, options)
     if opened.run is not None:
-        opened.run.append_event("suite", step=opened.step, **result)
+        try:
+            opened.run.append_event("suite", step=opened.step, **result)
+        except OSError as error:  # somebody else's run
+            screen.say(f"not recorded in the run: {error}")
     return result
 
 
@@ -58,13 +64,18 @@ def after_training(run: RunDir, suites: Sequence[Name], mode: Mode | None, start
     Both are asked about the world of the run's recipe. Answers that the start gave before, in its own run, are kept
     there and not asked again.
     """
-    for checkpoint in (start, run.path):
-        if checkpoint is None:
-            continue
-        opened = open_model(checkpoint)
-        for name in suites:
-            result = _asked(opened, Options(name, mode, world=run.recipe))
-            run.append_event("suite", step=0 if checkpoint == start else opened.step, **result)
+    if start is not None:
+        _record(run, suites, mode, start, 0)
+        gc.collect()  # two models may not fit one GPU
+        torch.cuda.empty_cache()
+    _record(run, suites, mode, run.path, None)
+
+
+def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
+    opened = open_model(checkpoint)
+    for name in suites:
+        result = _asked(opened, Options(name, mode, world=run.recipe))
+        run.append_event("suite", step=opened.step if step is None else step, **result)
 
 
 def _asked(opened: Opened, options: Options) -> dict[str, Any]:
@@ -72,7 +83,8 @@ def _asked(opened: Opened, options: Options) -> dict[str, Any]:
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
     shots = examples(options, mode)
     selected = chosen(suite.questions, options.limit)
-    directory = options.answers or (opened.run.path / "evals" if opened.run else DEFAULT_ANSWERS)
+    in_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
+    directory = options.answers or (opened.run.path / "evals" if opened.run and in_run else DEFAULT_ANSWERS)
     ledger = directory / f"{suite.name}-{mode}-{opened.fingerprint[:12]}.jsonl"
     answers = choice.answers(opened, suite, selected, mode, shots, ledger)
     result = _result(opened, suite, selected, answers, mode, shots) | {"answers": str(ledger)}
