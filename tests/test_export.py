@@ -11,7 +11,7 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finlm import cli, import_gguf
+from finlm import cli, export, import_gguf
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.train import trained
@@ -79,6 +79,25 @@ def test_refusals_leave_nothing_behind(exported: tuple[RunDir, Path], tmp_path: 
     for arguments in ((str(run.path), str(out)), (str(run.path), str(tmp_path / "a"), "--shard-size", "much")):
         assert cli.main(["export", *arguments]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_its_checkpoint_and_its_export_continue_a_prompt_alike(
+    exported: tuple[RunDir, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = exported
+    for model in (run.path, run.complete_checkpoints()[-1][1], out):
+        assert cli.main(["sample", str(model), "净利润", "--tokens", "8", "--seed", "3"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("净利润") and others == [first] * 2
+    assert cli.main(["sample", str(out), "净利润" * 100]) == 2
+    assert "the model's context 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-16), (torch.bfloat16, 2**-7)])
+def test_the_proof_allows_roundings_and_nothing_else(dtype: torch.dtype, rounding: float) -> None:
+    logits = torch.linspace(-20, 30, 4096).to(dtype)
+    assert export._alike(logits * (1 + rounding), logits)
+    assert not export._alike(logits.roll(200), logits) and not export._alike(logits * torch.nan, logits)
 
 
 def test_only_a_gguf_file_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

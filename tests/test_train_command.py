@@ -145,6 +145,7 @@ def test_the_report_can_be_built_again(finished: tuple[RunDir, str], tmp_path: P
         (("eval", "runs/none/checkpoints/step-5"), "not a complete checkpoint"),
         (("report", "nowhere"), "not a run directory"),
         (("export", "nowhere", "out"), "not a complete checkpoint"),
+        (("sample", "runs/none", "x"), "no such directory"),
     ],
 )
 def test_mistakes_on_the_command_line_exit_2_without_a_traceback(arguments: Any, words: str) -> None:

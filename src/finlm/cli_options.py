@@ -141,8 +141,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", type=int, default=512, help="of an answer at most (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
 
-    command = add("sample", help="continue a prompt with an exported model")
-    command.add_argument("model", type=Path, help="directory written by export")
+    command = add("sample", help="continue a prompt")
+    command.add_argument("model", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     command.add_argument("prompt", help="text to continue")
     command.add_argument("--tokens", type=int, default=64, help="tokens at most (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
