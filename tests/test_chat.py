@@ -112,3 +112,6 @@ def test_a_base_model_is_sent_to_sample(finished: tuple[RunDir, str], capsys: py
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
     assert chat._harmless("a\x1b[2Jb\r\x07净\n\t") == "a[2Jb净\n\t"
+    assert chat._harmless("a\u202eb\u2066c\x9b\ud800") == "abc"
+    written = "表\u3000格\xa0%👩\u200d💻"  # ideographic and no-break space, joined emoji
+    assert chat._harmless(written) == written

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unicodedata import category
 
 from finlm.base import screen
 from finlm.base.errors import UserError
@@ -17,6 +18,7 @@ from finlm.train.generate import Talker
 from finlm.train.opened import open_model
 
 HELP = "/reset begins a new conversation, /exit ends the chat, Ctrl-C ends an answer"
+_DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's embeddings, overrides, isolates
 
 
 def run(
@@ -92,5 +94,9 @@ def _answer(talker: Talker, messages: list[dict[str, str]], sampling: tuple[floa
 
 
 def _harmless(text: str) -> str:
-    """Without what would steer the terminal."""
-    return "".join(character for character in text if character.isprintable() or character in "\n\t")
+    """Without what would steer the terminal: control characters, and those that reverse the direction of writing."""
+    return "".join(
+        character
+        for character in text
+        if character in "\n\t" or (category(character) not in ("Cc", "Cs") and character not in _DIRECTIONS)
+    )
