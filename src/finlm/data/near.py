@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finlm.data import near_signatures, ngrams
+from finlm.data import near_signatures
+from finlm.data.hashing import mix
 
 Ids = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.uint32]
@@ -137,7 +138,7 @@ def _runs(
             here = slice(first, first + len(keys))
             if source is not None:  # equal keys of different sources become different
                 both = keys | (source[here].astype(np.uint64) << np.uint64(32))
-                keys = (ngrams.mix(both) >> np.uint64(32)).astype(np.uint32)
+                keys = (mix(both) >> np.uint64(32)).astype(np.uint32)
             chosen = np.flatnonzero(wanted[here] & (keys % np.uint32(parts) == part))
             pieces.append(keys[chosen].astype(np.uint64) << np.uint64(32) | (chosen + first).astype(np.uint64))
         packed = np.concatenate(pieces)

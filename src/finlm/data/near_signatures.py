@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.data import documents, ngrams
+from finlm.data.hashing import GOLDEN, mix
 
 VERSION = 2
 SHINGLE = 5
@@ -61,9 +62,9 @@ def band_keys(signatures: Signatures) -> Keys:
     """Bands of equal rows have equal keys: uint32 [BANDS, documents]."""
     total = np.zeros((len(signatures), BANDS), dtype=np.uint64)
     for row in range(ROWS):
-        total *= np.uint64(0x9E3779B97F4A7C15)
+        total *= GOLDEN
         total += signatures[:, row * BANDS : (row + 1) * BANDS]
-    return np.ascontiguousarray((ngrams.mix(total) >> np.uint64(32)).astype(np.uint32).T)
+    return np.ascontiguousarray((mix(total) >> np.uint64(32)).astype(np.uint32).T)
 
 
 def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
@@ -86,7 +87,7 @@ def _densified(minima: npt.NDArray[np.uint32]) -> Signatures:
     full = minima != _EMPTY
     values = minima.astype(np.uint64)
     values += np.arange(1, BINS + 1, dtype=np.uint64) << np.uint64(32)  # equal minima of different bins differ
-    signatures: Signatures = np.maximum(ngrams.mix(values) >> np.uint64(48), 1).astype(np.uint16)
+    signatures: Signatures = np.maximum(mix(values) >> np.uint64(48), 1).astype(np.uint16)
     signatures[~full] = 0
     before = np.maximum.accumulate(np.where(full, np.arange(BINS, dtype=np.int16), np.int16(-1)), axis=1)
     before = np.where(before < 0, before[:, -1:], before)  # round the end; -1 where there is none at all

@@ -15,8 +15,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from finlm.data.hashing import GOLDEN, mix
+
 _BMP = 1 << 16
-_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,6 @@ def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
     first = (np.frombuffer(data, dtype=np.uint8) & 0xC0) != 0x80
     count = np.concatenate(([0], np.cumsum(first, dtype=np.int64)))
     return Characters(codes, count[np.concatenate(([0], np.asarray(ends, dtype=np.int64)))])
-
-
-def of_text(text: str) -> Characters:
-    """One document."""
-    data = text.encode()
-    return characters(data, np.array([len(data)]))
 
 
 def words_only(text: Characters) -> Characters:
@@ -84,19 +79,9 @@ def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
     total = np.zeros(size, dtype=np.uint64)
     wide = codes.astype(np.uint64)
     for place in range(n):
-        total *= _ODD
+        total *= GOLDEN
         total += wide[place : place + size]
     return mix(total)
-
-
-def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit integers whose output bits look independent (Stafford's mix 13 of MurmurHash3)."""
-    mixed = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 @cache

@@ -94,10 +94,10 @@ def in_memory(shards: Sequence[Shard], packing: Packing, sequence_length: int) -
     offset = 0  # of the source's first token over all shards
     for name in dict.fromkeys(shard.source for shard in shards):
         members = [shard for shard in shards if shard.source == name]
-        bounds = _bounds(members) + offset
-        parts.append(pieces(packing, bounds, sequence_length))
+        starts = document_bounds(members) + offset
+        parts.append(pieces(packing, starts, sequence_length))
         sources.append({"source": name, "rows": len(parts[-1].first) - 1, "tokens": int(parts[-1].length.sum())})
-        offset = int(bounds[-1])
+        offset = int(starts[-1])
     about = {"packing": packing, "sequence_length": sequence_length, "version": VERSION, "sources": sources}
     return joined(parts), about
 
@@ -201,8 +201,8 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
     )
 
 
-def _bounds(shards: Sequence[Shard]) -> Longs:
-    """Where each document of a source starts, and the end, counted from its first shard."""
+def document_bounds(shards: Sequence[Shard]) -> Longs:
+    """Where each document starts, and the end, counted from the first shard: [documents + 1]."""
     found, offset = [np.zeros(1, dtype=np.int64)], 0
     for shard in shards:
         found.append(np.asarray(shard.offsets[1:], dtype=np.int64) + offset)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from finlm.data.packing import Pieces
+from finlm.data import packing
 from finlm.data.shards import Shard
 
 Row = dict[str, npt.NDArray[np.int64]]
@@ -32,14 +32,11 @@ def prompts(shards: Sequence[Shard]) -> Iterator[Row]:
             yield {"prompt_ids": prompt, "answer_ids": answer}
 
 
-def single(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
+def single(shards: Sequence[Shard], documents_a_row: int) -> packing.Pieces:
     """Rows of one pair, or of one prompt, as packed rows: for what is said about a run's rows."""
-    bounds = [np.zeros(1, np.int64)]
-    for shard in shards:
-        bounds.append(shard.offsets[1:].astype(np.int64) + int(bounds[-1][-1]))
-    whole = np.concatenate(bounds)
-    first = np.arange(0, len(whole), documents_a_row, dtype=np.int64)
-    return Pieces(whole[:-1], np.diff(whole).astype(np.int32), first)
+    starts = packing.document_bounds(shards)
+    first = np.arange(0, len(starts), documents_a_row, dtype=np.int64)
+    return packing.Pieces(starts[:-1], np.diff(starts).astype(np.int32), first)
 
 
 def _documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from finlm.data import dedup, documents, step_documents, step_selection, step_sources
 from finlm.data.context import Context
+from finlm.data.hashing import GOLDEN, mix
 from finlm.data.steps import Cache
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_self_qa import SelfQA
@@ -41,7 +41,7 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
         chunks = list(documents.chunks(read.path, read.manifest))
         decision = dedup.read(chosen.path)
         hashes = np.concatenate([documents.read_index(chunk.path)["hash"] for chunk in chunks])
-        order = _mixed(hashes[:, 0], settings.seed)
+        order = mix(hashes[:, 0] ^ np.uint64(settings.seed * int(GOLDEN) % 2**64))
         order[decision != dedup.TRAIN] = np.iinfo(np.uint64).max
         count = min(settings.documents, int((decision == dedup.TRAIN).sum()))
         places = np.argsort(order, kind="stable")[:count]
@@ -66,11 +66,3 @@ def cut(text: str, longest: int, draw: int) -> str:
     part = text[begin : begin + longest]
     last = max(part.rfind(end) for end in _ENDS)
     return part[: last + 1].strip() if last > longest // 2 and begin + longest < len(text) else part.strip()
-
-
-def _mixed(hashes: Any, seed: int) -> Any:
-    """uint64 [documents]: an order of the draw that a document keeps when the corpus grows."""
-    value = hashes ^ np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finaliser
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    return value ^ (value >> np.uint64(31))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.data.hashing import GOLDEN, mix
 from finlm.data.stretches import within
 
 Ids = npt.NDArray[np.int64]
@@ -199,8 +200,8 @@ class Order:
         shape = np.shape(positions)
         flat = np.asarray(positions, dtype=np.uint64).ravel()
         epoch, value = np.divmod(flat, np.uint64(self.count))
-        base = _mix(np.array([self.seed % 2**64], dtype=np.uint64)) + epoch
-        keys = [_mix(base + _mix(np.array([number], dtype=np.uint64))) for number in range(self.ROUNDS)]
+        base = _splitmix(np.array([self.seed % 2**64], dtype=np.uint64)) + epoch
+        keys = [_splitmix(base + _splitmix(np.array([number], dtype=np.uint64))) for number in range(self.ROUNDS)]
         value = self._permute(value, keys)
         while (outside := np.flatnonzero(value >= self.count)).size:
             value[outside] = self._permute(value[outside], [key[outside] for key in keys])
@@ -210,13 +211,9 @@ class Order:
         mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
         left, right = value >> self._half_bits, value & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (_splitmix(right ^ key) & mask)
         return (left << self._half_bits) | right
 
 
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014); wraps modulo 2**64."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+def _splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    return mix(values + GOLDEN)

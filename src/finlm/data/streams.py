@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from isal import isal_zlib
 
@@ -26,15 +26,6 @@ _MEANINGLESS = ("\udcff", "surrogateescape")
 
 class Cut(Exception):
     """An archive ends too early or is damaged; says how."""
-
-
-class _Member(Protocol):
-    """What zlib's and zstandard's decompression objects share."""
-
-    eof: bool
-    unused_data: bytes
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def compression(path: Path) -> str:
