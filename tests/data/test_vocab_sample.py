@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from finlm.base import memory
 from finlm.base.errors import UserError
-from finlm.data import dedup, vocab_sample, workers
+from finlm.data import dedup, vocab_sample
 from finlm.data.vocab_sample import shares
 
 SOURCES = ("news", "reports")
@@ -54,7 +55,7 @@ def test_weights_name_sources_or_globs() -> None:
 
 
 def test_a_sample_beyond_memory_is_refused_with_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "available_memory", lambda: 60_000_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 60_000_000)
     table = fake_table()
     table.text_bytes[:] *= 50_000
     with pytest.raises(UserError, match="does not fit in memory") as caught:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from finlm.base import memory
 from finlm.base.errors import UserError
 from finlm.data import workers
 
@@ -37,7 +38,7 @@ def test_the_limits_of_this_machine_are_real_numbers() -> None:
     found = workers.limits(4)
     assert len(found) == 3 and min(found.values()) >= 1
     assert workers.available_cores() <= len(os.sched_getaffinity(0))
-    assert 0 < workers.available_memory() < 2**50
+    assert 0 < memory.available_bytes() < 2**50
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -9,7 +9,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     """MemAvailable, or what the limits of the cgroup and its ancestors leave when that is less (page cache is free)."""
     rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     least = int(rows["MemAvailable"].split()[0]) * 1024
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    own = proc / "self" / "cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, name = line.split(":", 2)
         old = "memory" in controllers.split(",")
         if controllers and not old:
@@ -33,4 +34,5 @@ def _left(directory: Path, limit: str, used: str, otherwise: int) -> int:
         return otherwise
     if most == "max":
         return otherwise
-    return int(most) - now + int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+    # In version 1 the use counts those below, and so must what of it is page cache.
+    return int(most) - now + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))

@@ -14,9 +14,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import units
+from finlm.base import memory, units
 from finlm.base.errors import UserError
-from finlm.data import workers
 from finlm.data.dedup import TRAIN, Decisions, Table
 
 # sentencepiece drops lines over 4,192 bytes without a word; a character has at most 4.
@@ -99,7 +98,7 @@ def _of_each(weights: Mapping[str, float], available: Mapping[str, int]) -> dict
 
 
 def _fits(sample_bytes: int) -> None:
-    needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, workers.available_memory()
+    needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, memory.available_bytes()
     if needed > available:
         raise UserError(
             f"training a tokenizer on {units.format_bytes(sample_bytes)} of text does not fit in memory",

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from finlm.base import units
+from finlm.base import memory, units
 from finlm.base.errors import UserError
 
 Task = TypeVar("Task")
@@ -46,11 +46,11 @@ def bounded(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
 def limits(asked: int) -> dict[str, int]:
     """{reason: workers at most} of this process, here and now."""
     cores = available_cores()
-    memory = available_memory()
+    free = memory.available_bytes()
     open_files = _allow_open_files(_FILES_IN_RESERVE + _open_now() + _FILES_PER_WORKER * min(asked, cores))
     return {
         f"this process may use {cores} core{'s' * (cores != 1)}": cores,
-        f"{units.format_bytes(memory)} of memory are available": int((memory - _GIB) // (_GIB // 2)),
+        f"{units.format_bytes(free)} of memory are available": int((free - _GIB) // (_GIB // 2)),
         f"this process may open {open_files:,} files": (open_files - _FILES_IN_RESERVE - _open_now())
         // _FILES_PER_WORKER,
     }
@@ -69,20 +69,6 @@ def available_cores() -> int:
     return max(1, int(cores))
 
 
-def available_memory() -> int:
-    """Bytes that can be allocated: the host's available memory and what the cgroup leaves."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    for directory in _cgroups():
-        limit = _words(directory / "memory.max") or _words(directory / "memory.limit_in_bytes")
-        used = _words(directory / "memory.current") or _words(directory / "memory.usage_in_bytes")
-        if limit and used and limit[0].isdigit():
-            stat = dict(line.split() for line in _text(directory / "memory.stat").splitlines())
-            cached = int(stat.get("inactive_file", 0))  # given back under pressure
-            available = min(available, int(limit[0]) - int(used[0]) + cached)
-    return max(0, available)
-
-
 @contextmanager
 def pool(count: int) -> Iterator[Executor | None]:
     """count spawned workers, or None for one: the work is then done in this process."""
@@ -96,7 +82,7 @@ def pool(count: int) -> Iterator[Executor | None]:
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed",
-            evidence=f"{count} workers, {units.format_bytes(available_memory())} of memory available now",
+            evidence=f"{count} workers, {units.format_bytes(memory.available_bytes())} of memory available now",
             fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
         ) from None
     finally:
