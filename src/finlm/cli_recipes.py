@@ -78,6 +78,10 @@ def hosts_of(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     from finlm.recipe import cluster
 
     calibration.read()
+    if "gpu_memory" in options:  # `finlm plan` alone; it comes second, so that what it says counts more
+        calibration.describe(
+            options.gpu, options.gpu_memory, options.gpu_flops, options.gpu_bandwidth, options.gpu_capability
+        )
     if options.hostfile:
         return cluster.load(options.hostfile, recipe.hardware, options.gpu, recipe.hosts)
     if options.local:
@@ -109,9 +113,6 @@ def plan(options: argparse.Namespace) -> int:
     if options.recipe is None:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
-    calibration.describe(
-        options.gpu, options.gpu_memory, options.gpu_flops, options.gpu_bandwidth, options.gpu_capability
-    )
     hosts = hosts_of(options, loaded.recipe)
     plan = make_plan(loaded.recipe, hosts)
     prepared = prepare.locate(loaded.recipe)

@@ -74,6 +74,8 @@ def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     wrong = planner.precision_problem(plan.precision, cluster.Cluster(hosts))
     if wrong is not None:
         yield "train.precision", wrong[0]
+    if plan.precision == "fp16" and plan.zero_stage == 0:
+        yield "zero.stage", "0 in fp16 is DeepSpeed's oldest optimizer, whose loss scale cannot be followed; use 1"
     if plan.precision == "fp16" and not recipe.train.fp16.min_loss_scale.is_integer():
         yield "train.fp16.min_loss_scale", f"{recipe.train.fp16.min_loss_scale:g}: DeepSpeed takes whole numbers only"
     if plan.zero_stage == 3:

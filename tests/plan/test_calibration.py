@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from finlm.base.errors import UserError
+from finlm.cli import main
 from finlm.plan import calibration, gpus
 from finlm.train import calibrate
+
+from helpers import QUICKSTART
 
 ROW = {
     "name": "NVIDIA A100-SXM4-80GB",
@@ -53,11 +56,20 @@ def test_what_is_stored_is_found_by_later_plans_under_the_printed_name() -> None
     assert gpus.find("Strange 9000").fp8_flops is None
 
 
+def test_what_the_command_line_says_of_a_kind_counts_more_than_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    calibration.store([calibration.calibrated(ROW | {"name": "Strange 9000"})])
+    command = ["plan", str(QUICKSTART), "--gpu", "Strange 9000", "--gpu-memory", "47GiB"]
+    assert main([*command, "--set", "hardware.hosts=[{name: a, slots: 1, gpu: Strange 9000}]"]) == 0
+    assert " of 47.0 GiB" in capsys.readouterr().err
+
+
 def test_a_broken_table_and_a_machine_without_gpus_are_the_users_to_know() -> None:
     calibration.path().parent.mkdir(parents=True)
     calibration.path().write_text("kinds: {X: {memory: 3}}")
     with pytest.raises(UserError, match="not a table of GPUs"):
         calibration.read()
+    calibration.store([calibration.calibrated(ROW)])  # the fix that the message names
+    assert calibration.read() == [ROW["name"]]
     with pytest.raises(UserError, match="--gpu NAME"):
         calibration.describe(None, "48GiB", None, None, None)
     with pytest.raises(UserError, match="--gpu-memory"):

@@ -72,6 +72,18 @@ def test_zero_plus_plus_relieves_the_network() -> None:
     assert quantized.overlapped == pytest.approx(plain.overlapped * 1.25 / 3, rel=0.05)
 
 
+def test_only_adapters_cross_the_network_and_are_stepped() -> None:
+    def two_hosts(**changes: Any) -> speed.StepTime:
+        layout = dataclasses.replace(BASE, world_size=16, zero_stage=2, **changes)
+        return step(LLAMA_2_7B, layout, [("A100-80G", 8), ("A100-80G", 8)])
+
+    share = 42_000_000 / LLAMA_2_7B.parameters
+    whole, adapters = two_hosts(), two_hosts(trainable=42_000_000)
+    assert adapters.overlapped == pytest.approx(share * whole.overlapped)
+    assert adapters.exposed == pytest.approx(share * whole.exposed)
+    assert adapters.optimizer < whole.optimizer
+
+
 def test_the_slowest_kind_binds() -> None:
     mixed = step(LLAMA_2_7B, MIXED, MIXED_HOSTS)
     slow = step(LLAMA_2_7B, MIXED, [("V100-32G", 2), ("V100-32G", 2)])

@@ -48,6 +48,29 @@ def test_a_checkpoint_holds_what_is_trained_and_what_else_is_a_parameter() -> No
     assert packed == pytest.approx(2 * 0.262e9 + 14 * 41_943_040, rel=0.01)
 
 
+TWO_KINDS = "hardware.hosts=[{name: a, slots: 2, gpu: A100-80G}, {name: b, slots: 2, gpu: V100-32G}]"
+
+
+def test_grpo_counts_its_other_models_and_takes_whole_groups() -> None:
+    grpo, gpu = RECIPES / "quickstart/grpo.yaml", "hardware.hosts=[{name: a, slots: 3, gpu: A100-80G}]"
+    plain = make(grpo, gpu, "grpo.beta=0")
+    assert plain.micro_batch * plain.gradient_accumulation_steps * 3 % 8 == 0  # grpo.generations
+    assert plain.padded_vocab_size == plain.vocab_size  # it samples from every row of the head
+    assert "reference model" not in plain.gpu_bytes_items
+    full = make(grpo, gpu, "grpo.beta=0.04", "grpo.reward=models/judge").gpu_bytes_items
+    assert full["reference model"] == full["reward model"] == 2 * plain.parameters
+    assert "reference model" not in make(grpo, gpu, "grpo.beta=0.04", "lora={rank: 4}").gpu_bytes_items
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward", "grpo"])
+def test_stages_with_rows_of_many_lengths_compile_nothing_and_weigh_ranks_alike(stage: str) -> None:
+    plan = make(RECIPES / f"quickstart/{stage}.yaml", TWO_KINDS, "train.precision=fp16")
+    assert not plan.compiled and len({host.micro_batch for host in plan.hosts}) == 1
+    for override in ("train.compile=true", "batch.micro_batch={a: 2, b: 1}"):
+        with pytest.raises(UserError):
+            recipe.load(RECIPES / f"quickstart/{stage}.yaml", (override,))
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -19,18 +19,20 @@ WORDS = (
 def test_it_says_what_was_planned_what_it_took_and_the_next_plan_that_fits() -> None:
     wanted = recipe.load(ROOT / "recipes/xuanyuan-6b/pretrain.yaml").recipe
     plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
-    taken = Taken(allocated=76 * GIB, reserved=78 * GIB, used=79 * GIB, total=79 * GIB)
+    taken = Taken(allocated=76 * GIB, reserved=78 * GIB, used=79 * GIB, total=79 * GIB, ram=1024 * GIB)
     error = explained(wanted, plan, taken, RuntimeError(WORDS))
     assert "Tried to allocate 1.50 GiB" in error.evidence
     assert "taken 78.0 GiB by torch (76.0 GiB in tensors at the peak), 1.0 GiB by everything else" in error.evidence
     better = next_plan(wanted, plan, taken)
     assert better is not None and better.gpu_bytes < plan.gpu_bytes
     assert "the next plan that fits" in error.fix and "--set " in error.fix
+    little = next_plan(wanted, plan, dataclasses.replace(taken, ram=64 * GIB))  # no room for the optimizer's states
+    assert little is None or little.layout.offload_optimizer == "none"
 
 
 def test_another_process_on_the_gpu_is_seen() -> None:
     wanted = recipe.load(ROOT / "recipes/xuanyuan-6b/pretrain.yaml").recipe
     plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
-    full = dataclasses.replace(Taken(5 * GIB, 5 * GIB, 79 * GIB, 79 * GIB))
+    full = Taken(5 * GIB, 5 * GIB, 79 * GIB, 79 * GIB, 1024 * GIB)
     error = explained(wanted, plan, full, RuntimeError(WORDS))
     assert "74.0 GiB by everything else" in error.evidence and "no layout of this recipe fits" in error.fix

@@ -36,19 +36,22 @@ def path() -> Path:
 
 def read() -> list[str]:
     """Declare every kind of the user's file; their names. Raises UserError when it cannot be understood."""
-    file = path()
-    if not file.exists():
-        return []
     try:
-        rows: dict[str, dict[str, Any]] = YAML(typ="safe").load(file.read_text(encoding="utf-8"))["kinds"]
-        found = [Gpu(name=name, **row) for name, row in rows.items()]
+        found = _stored()
     except Exception as error:
         raise UserError(
-            f"{file} is not a table of GPUs", evidence=str(error), fix="remove it, or run `finlm plan --calibrate`"
+            f"{path()} is not a table of GPUs", evidence=str(error), fix="remove it, or run `finlm plan --calibrate`"
         ) from None
     for gpu in found:
         gpus.declare(gpu)
     return [gpu.name for gpu in found]
+
+
+def _stored() -> list[Gpu]:
+    if not path().exists():
+        return []
+    rows: dict[str, dict[str, Any]] = YAML(typ="safe").load(path().read_text(encoding="utf-8"))["kinds"]
+    return [Gpu(name=name, **row) for name, row in rows.items()]
 
 
 def describe(
@@ -113,10 +116,11 @@ def _is_known(name: str) -> bool:
 
 def store(found: list[Gpu]) -> None:
     """Write these kinds into the user's file, beside those it has already."""
-    file, kept = path(), {}
-    if file.exists():
-        kept = YAML(typ="safe").load(file.read_text(encoding="utf-8"))["kinds"]
-    rows = kept | {gpu.name: {k: v for k, v in dataclasses.asdict(gpu).items() if k != "name"} for gpu in found}
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = _stored()
+    except Exception:  # damaged: read() says that measuring mends it
+        kept = []
+    rows = {gpu.name: {k: v for k, v in dataclasses.asdict(gpu).items() if k != "name"} for gpu in (*kept, *found)}
+    path().parent.mkdir(parents=True, exist_ok=True)
     # JSON is YAML, and says floats in full.
-    files.write_text(file, json.dumps({"kinds": rows}, indent=1) + "\n")
+    files.write_text(path(), json.dumps({"kinds": rows}, indent=1) + "\n")

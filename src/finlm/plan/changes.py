@@ -94,7 +94,7 @@ def _options(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cl
         recipe.model_copy(update={"batch": larger}),
         cluster,
     )
-    if "OMP_NUM_THREADS" in recipe.env and int(recipe.env["OMP_NUM_THREADS"]) < speed.THREADS:
+    if search.threads(recipe) < speed.THREADS:
         env = {name: value for name, value in recipe.env.items() if name != "OMP_NUM_THREADS"}
         few = recipe.env["OMP_NUM_THREADS"]
         yield f"OMP_NUM_THREADS: {speed.THREADS} instead of {few}", recipe.model_copy(update={"env": env}), cluster

@@ -1,8 +1,8 @@
 """Bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
 
 tests/plan/test_measured.py holds it to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed 0.19.8).
-Context and fragmentation come on top; host_memory.py says what the host needs. Not modelled: temporary copies while a
-checkpoint is loaded, and a model that is first built whole on the host.
+Context and fragmentation come on top; host_memory.py says what the host needs. Not modelled: copies while a checkpoint
+is loaded, a model that is first built whole on the host.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Layout:
     weight_bytes: float | None = None  # of a frozen weight, when it is quantized; None = as an activation's
     sequences: int = 1  # of a row: 2 where preferences are compared
     has_reference: bool = False  # a second, frozen model
+    has_judge: bool = False  # a reward model of the same shape, whole on every rank
     has_vocabulary_head: bool = True
 
     @property
@@ -163,11 +164,9 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         process = CPU_PROCESS_BYTES + (CPU_ZERO3_BYTES if layout.zero_stage == 3 else 0)
         return items | {"fragmentation": int(CPU_FRAGMENTATION * passing), "process": process}
     items["workspace"] = WORKSPACE_BYTES
-    allocated = sum(items.values())
-    items["context"] = CONTEXT_BYTES[layout.world_size > 1]
     cache = CACHE[layout.world_size > 1] + (0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0)
-    items["fragmentation"] = int(cache * allocated)
-    return items
+    fragmentation = int(cache * sum(items.values()))
+    return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": fragmentation}
 
 
 def squeezed(items: dict[str, int], limit: int | None) -> dict[str, int]:
@@ -204,6 +203,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     items |= {"matrix made whole": UNPACKED * shape.hidden * shape.ffn} if layout.weight_bytes is not None else {}
     if layout.has_reference:
         items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
+    items |= {"reward model": e * shape.parameters} if layout.has_judge else {}
     if layout.zero_stage == 3:
         sizes = buckets(3, layout.offload_optimizer, shape)
         if layout.world_size > 1 or not on_device:

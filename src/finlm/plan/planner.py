@@ -10,6 +10,7 @@ The memory and time are predictions (plan/memory.py, plan/speed.py state their e
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from finlm.base.units import format_count
@@ -95,7 +96,8 @@ def _plan(
         tokens_per_step=tokens_per_step,
         steps=steps,
         vocab_size=shape.vocab,
-        padded_vocab_size=shape.vocab if cluster.is_cpu else shape.padded_vocab,
+        # GRPO samples from every row of the head.
+        padded_vocab_size=shape.vocab if cluster.is_cpu or recipe.stage == "grpo" else shape.padded_vocab,
         parameters=shape.parameters,
         flops_per_token=shape.flops_per_token(layout.sequence_length),
         fits=chosen.fits,
@@ -177,9 +179,11 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Rows of an optimizer step over all ranks: whole micro-steps, nearest to what the recipe asks."""
+    """Rows of an optimizer step over all ranks: whole micro-steps and groups, nearest to what the recipe asks."""
     given = split.given(recipe, cluster)
     unit = split.rows(given, cluster) if given else cluster.world_size
+    if recipe.grpo is not None:
+        unit = math.lcm(unit, recipe.grpo.generations)
     wanted = recipe.batch.tokens_per_step / recipe.batch.sequence_length
     return max(1, round(wanted / unit)) * unit
 

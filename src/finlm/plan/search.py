@@ -121,8 +121,8 @@ def allowed(recipe: Recipe) -> Choices:
 
 
 def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
-    """torch.compile pays on GPUs; on CPU its compiler takes longer than small models train."""
-    is_worth = not cluster.is_cpu and not is_quantized(recipe)
+    """torch.compile pays on GPUs for rows of one length; on CPU its compiler takes longer than small models train."""
+    is_worth = not cluster.is_cpu and not is_quantized(recipe) and recipe.stage in rules.ROWS_OF_ONE_LENGTH
     return is_worth if recipe.train.compile == "auto" else recipe.train.compile
 
 
@@ -177,7 +177,8 @@ def _micro_batches(
     for rows in range(1, min(rows_per_rank, MAX_MICRO_BATCH[layout.device]) + 1):
         if rows_per_rank % rows == 0:
             yield (rows,) * hosts, rows_per_rank // rows
-    yield from _unequal(cluster, shape, layout, rows_per_step)
+    if recipe.stage in rules.ROWS_OF_ONE_LENGTH:  # the others weigh every rank alike
+        yield from _unequal(cluster, shape, layout, rows_per_step)
 
 
 def _unequal(

@@ -1,7 +1,8 @@
 """Tokens per second and days of a plan: arithmetic (compute.py), transfers between GPUs and hosts, the optimizer.
 
 One optimizer step takes max(compute, overlapped transfers) + exposed transfers + the optimizer itself. V = 2 N (w-1)/w
-bytes is one collective over all weights; it crosses the slowest of the GPU links and each host's network card once.
+bytes is one collective over all N weights; it crosses the slowest of the GPU links and each host's network card once.
+With adapters N is theirs; only stage 3 gathers all weights then.
 Stage 0 moves 2 V a step, 1 and 2 reduce and gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over
 10 Gb/s Ethernet is why a 7B model takes years. An offloaded optimizer steps on the host's cores: OMP_NUM_THREADS of the
 recipe's environment counts.
@@ -15,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finlm.plan import compute
+from finlm.plan import compute, memory
 from finlm.plan.gpus import Gpu
 from finlm.plan.memory import Layout
 from finlm.recipe.shape import ModelShape
@@ -86,11 +87,13 @@ def step_time(
     )
     link = LINK_EFFICIENCY * min(kind.gpu.link_bytes_per_second for kind in kinds)
     bandwidth = min(link, network_gbit * 1e9 / 8 * NETWORK_EFFICIENCY) if hosts > 1 else link
-    collective = layout.element_bytes * shape.parameters * (layout.world_size - 1) / layout.world_size
-    gather, second_gather, reduce = collective / bandwidth, collective / bandwidth, collective / bandwidth
+    trained = memory.trained(shape, layout)
+    sent = layout.element_bytes * (layout.world_size - 1) / layout.world_size  # bytes a parameter
+    reduce = sent * trained / bandwidth
+    gather = second_gather = sent * (shape.parameters if layout.zero_stage == 3 else trained) / bandwidth
     if layout.zero_stage == 3:
         if layout.hpz_partition_size > 1:
-            second_gather = collective / link
+            second_gather = sent * shape.parameters / link
         if quantized_weights:
             gather, second_gather = gather / 2, second_gather / 2
         if quantized_gradients:
@@ -105,7 +108,7 @@ def step_time(
         overlapped, exposed = 2 * reduce, 0.0
     if layout.zero_stage < 3 and layout.world_size > 1:
         times = accumulation if layout.zero_stage == 2 else 1
-        exposed += times * layout.element_bytes * shape.parameters / REDUCE_BYTES_PER_SECOND
+        exposed += times * layout.element_bytes * trained / REDUCE_BYTES_PER_SECOND
     pcie, optimizer = _offload_seconds(shape, layout, kinds, accumulation, threads)
     return StepTime(arithmetic, max(overlapped, pcie), exposed, optimizer + STEP_LAUNCH)
 
@@ -115,9 +118,11 @@ def _offload_seconds(
 ) -> tuple[float, float]:
     """(seconds on PCIe that overlap with compute, seconds of the optimizer step)."""
     ranks = layout.world_size if layout.zero_stage > 0 else 1
-    own = shape.parameters / ranks
+    own = memory.trained(shape, layout) / ranks
     pcie = min(kind.gpu.pcie_bytes_per_second for kind in kinds)
-    moved = 3 * accumulation * layout.element_bytes * own if layout.offload_param != "none" else 0.0
+    moved = 0.0
+    if layout.offload_param != "none":  # weights twice, gradients once
+        moved = accumulation * layout.element_bytes * (2 * shape.parameters / ranks + own)
     if layout.offload_optimizer == "none":
         bandwidth = STEP_BANDWIDTH_SHARE * min(kind.gpu.memory_bandwidth for kind in kinds)
         return moved / pcie, STEP_BYTES_PER_PARAMETER * own / bandwidth

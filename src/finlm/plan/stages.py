@@ -18,10 +18,12 @@ def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     """
     if recipe.stage == "pretrain":
         return {}
-    preference = getattr(recipe, "preference", None)
+    grpo = recipe.grpo
     fields: dict[str, Any] = {
         "sequences": 2 if recipe.stage in PAIRED else 1,
-        "has_reference": recipe.stage == "grpo" and bool(getattr(preference, "beta", 0.0)),
+        # With adapters the reference is the model without them.
+        "has_reference": grpo is not None and grpo.beta > 0 and recipe.lora is None,
+        "has_judge": grpo is not None and grpo.reward != "choice",
         "has_vocabulary_head": recipe.stage != "reward",
     }
     if recipe.lora is not None:

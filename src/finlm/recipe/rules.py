@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from finlm.recipe import rules_post
 from finlm.recipe.schema import Optim, Recipe, Zero
 
+ROWS_OF_ONE_LENGTH = ("pretrain", "sft")  # the other stages' batches are as long as their longest row
 FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
 
 

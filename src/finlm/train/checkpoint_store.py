@@ -129,6 +129,7 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.locked = device.type == "cuda"
+        self.device = torch.cuda.current_device() if self.locked else None
         self.memory: list[torch.Tensor] = []
         self.next = 0
         self.thread: threading.Thread | None = None
@@ -139,6 +140,8 @@ class Buffers:
         self.thread.start()
 
     def _allocate(self, sizes: Sequence[int]) -> None:
+        if self.device is not None:  # a thread begins on GPU 0, where locking would open a context of this rank
+            torch.cuda.set_device(self.device)
         for size in sizes:
             memory = torch.empty(size, dtype=torch.uint8)
             memory.zero_()  # touched, so that every page exists

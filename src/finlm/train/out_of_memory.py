@@ -5,6 +5,7 @@ The planner's prediction of every other layout is scaled by what this one took o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
-from finlm.plan import planner, search
+from finlm.plan import calibration, planner, search
 from finlm.plan.plan import Plan
 from finlm.plan.search import Candidate
 from finlm.recipe import recipe as recipes
@@ -27,12 +28,13 @@ ROOM = 0.97  # of what there is, for a plan to count as one that fits
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes on the device at the failure: tensors at their peak, torch's cache, everybody's, and what there is."""
+    """Bytes on the device at the failure: tensors at their peak, torch's cache, everybody's, what there is; the RAM."""
 
     allocated: int
     reserved: int
     used: int
     total: int
+    ram: int
 
     @property
     def others(self) -> int:
@@ -49,7 +51,8 @@ def report(run_path: Path, error: Exception) -> str:
 def now() -> Taken:
     """This rank's device."""
     free, total = torch.cuda.mem_get_info()
-    return Taken(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(), total - free, total)
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Taken(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(), total - free, total, ram)
 
 
 def explained(recipe: Recipe, plan: Plan, taken: Taken, error: Exception) -> UserError:
@@ -67,7 +70,9 @@ def explained(recipe: Recipe, plan: Plan, taken: Taken, error: Exception) -> Use
 
 def next_plan(recipe: Recipe, plan: Plan, taken: Taken) -> Candidate | None:
     """The fastest layout of the recipe, its own choices left open, that fits if predictions are off as much as here."""
-    cluster = Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
+    calibration.read()  # the kind may be known by measurement only
+    # This host's RAM stands for all.
+    cluster = Cluster(tuple(Host(host.name, host.slots, host.gpu, taken.ram) for host in plan.hosts))
     there_is = taken.total - taken.others
     off_by = max(1.0, there_is / plan.gpu_bytes)  # it needed more than there is
     found = planner.weighed(search.relaxed(recipe), cluster, shape_of(recipe, plan.vocab_size))

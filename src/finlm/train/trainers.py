@@ -31,6 +31,7 @@ from finlm.train import engine, interrupt, kernels
 from finlm.train.checkpoint import Checkpoints
 from finlm.train.entry import is_due, join, versions
 from finlm.train.events import Events
+from finlm.train.incidents import RECENT_STEPS
 
 
 @dataclass
@@ -135,7 +136,7 @@ class Recorded:
         """Train from the newest checkpoint to the last step; the process's exit code."""
         self.train()
         step, r = self.state.global_step, self.rank
-        status = "finished" if step >= r.plan.steps else "failed" if self.exit_code == 1 else "interrupted"
+        status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
         self.checkpoints.finish()
         seconds = round(time.monotonic() - r.started, 1)
         r.events.record("end", step=step, status=status, seconds=seconds, exit_code=self.exit_code)
@@ -174,6 +175,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.r: Rank = trainer.rank
         self.begun = 0.0
         self.lr = 0.0
+        self.skipped: list[int] = []  # the latest steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The start row, and what the model scores before the first step."""
@@ -196,6 +198,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         if not math.isfinite(loss):
             r.events.record("incident", step=step, what="loss is not finite", detail=f"loss {loss}, lr {self.lr:.3g}")
             self.trainer.exit_code = 1
+        if self.trainer.exit_code == 1:
             control.should_training_stop = True
             return
         if last or is_due(step, r.recipe.eval.every_steps):
@@ -223,7 +226,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         seconds = time.monotonic() - self.begun
         engine_, tokens = trainer.deepspeed, trainer.tokens_of_step(step - 1)
         if not engine_.was_step_applied():
-            r.events.record("incident", step=step, what="step skipped", detail="gradient overflow; loss scale lowered")
+            self._note_skipped(step)
         norm = engine_.get_global_grad_norm()
         r.events.record(
             "step",
@@ -240,6 +243,18 @@ class _Record(TrainerCallback):  # type: ignore[misc]
             **trainer.metrics_of_step(),
         )
         return loss, int(max(signals))
+
+    def _note_skipped(self, step: int) -> None:
+        """DeepSpeed left the weights alone; without a loss scale, which would be lowered, that may go on to the end."""
+        r = self.r
+        detail = "gradient overflow; loss scale lowered"
+        if r.plan.precision != "fp16":
+            self.skipped = [*(past for past in self.skipped if past > step - RECENT_STEPS), step]
+            detail = f"a gradient is not finite, {len(self.skipped)} of the last {RECENT_STEPS} steps"
+            if len(self.skipped) > r.recipe.incidents.stop_after:
+                detail += f", more than incidents.stop_after ({r.recipe.incidents.stop_after})"
+                self.trainer.exit_code = 1
+        r.events.record("incident", step=step, what="step skipped", detail=detail)
 
     def _mfu(self, seconds: float) -> float | None:
         plan = self.r.plan
