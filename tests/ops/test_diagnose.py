@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from finlm.base.rundir import RunDir
-from finlm.ops import diagnose, diagnose_pages, diagnose_signatures, doctor
-from finlm.ops.diagnose_match import PLACEHOLDER
+from finlm.ops import diagnose, diagnose_pages, diagnose_read, diagnose_signatures, doctor
+from finlm.ops.diagnose_match import DIED, PLACEHOLDER
 from finlm.ops.diagnose_match import diagnose as match
 from finlm.ops.diagnose_read import scan
 from finlm.recipe.schema import Recipe
@@ -40,6 +40,20 @@ def causes(*paths: Path) -> list[str]:
 def test_our_own_logs_are_diagnosed(log: Path) -> None:
     wanted = log.name.split(".")[0]
     assert causes(log)[:1] == ([] if wanted == "none" else [wanted])
+
+
+@pytest.mark.parametrize("kept", [diagnose_read.TAIL_BYTES, 300])
+def test_what_follows_a_hit_is_found_by_one_search_of_the_tail(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnose_read, "TAIL_BYTES", kept)
+    prefilter, seen = diagnose_signatures.Signatures().prefilter, set()
+    for path in LOGS:
+        with path.open("rb") as file:
+            log = scan(file, str(path), prefilter)
+        for hit in log.hits:
+            follows = DIED.search(log.rest(hit.last).encode()) is not None
+            assert log.is_followed_by(DIED, hit.last) == follows, (path.name, hit.line)
+            seen.add(follows)
+    assert seen == {True, False}
 
 
 def test_every_signature_has_a_log_texts_in_two_languages_and_known_names() -> None:

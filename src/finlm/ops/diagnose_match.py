@@ -23,13 +23,13 @@ LEVELS = ("cause", "symptom", "echo", "unknown", "hint")
 MAX_FINDINGS = 5
 GOES_ON_STEPS = 3  # different progress lines after a hit that prove it harmless; a bar flushed late is one
 
-_DIED = re.compile(
-    r"exits with return code = -?[1-9]|exitcode\s*: -?[1-9]|exited with (?:exit )?code -?[1-9]|ChildFailedError|"
-    r"terminate called after|Fatal Python error|[Ss]egmentation fault|core dumped|srun: error|death signal|^Killed$|"
-    r"^(?:\S{0,40}\s)?(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ",
+DIED = re.compile(
+    rb"exits with return code = -?[1-9]|exitcode\s*: -?[1-9]|exited with (?:exit )?code -?[1-9]|ChildFailedError|"
+    rb"terminate called after|Fatal Python error|[Ss]egmentation fault|core dumped|srun: error|death signal|^Killed$|"
+    rb"^(?:\S{0,40}\s)?(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ",
     re.MULTILINE,
 )
-_ENDED_WELL = re.compile(r"exits successfully|train_runtime|Training completed|'status': 'finished'")
+ENDED_WELL = re.compile(rb"exits successfully|train_runtime|Training completed|'status': 'finished'")
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
 _GOES_ON = re.compile(
     r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b"
@@ -138,8 +138,7 @@ def _near_end(hit: Hit, log: Log, lines: int) -> bool:
 
 def _harmless(hit: Hit, log: Log, level: str) -> bool:
     """Whether training went on, or ended well, after a hit; for a warning and a hint one step is enough."""
-    steps, rest = log.steps_after(hit.last), log.rest(hit.last)
-    ended_well = bool(_ENDED_WELL.search(rest))
+    steps, ended_well = log.steps_after(hit.last), log.is_followed_by(ENDED_WELL, hit.last)
     warning = bool(_WARNING.search(hit.text))
     if warning and level == "echo":
         return True  # connections close at the end of a healthy run too; a rank that failed also prints an error
@@ -147,7 +146,7 @@ def _harmless(hit: Hit, log: Log, level: str) -> bool:
         return steps > 0 or ended_well
     if level == "unknown" and IGNORED.search(_lines_before(log, hit)):
         return True
-    if _DIED.search(rest):
+    if log.is_followed_by(DIED, hit.last):
         return False
     enough = 2 if level == "unknown" or _GOES_ON.search(hit.text) else GOES_ON_STEPS
     return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one

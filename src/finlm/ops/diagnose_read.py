@@ -76,6 +76,7 @@ class Log:
     size: int = 0
     steps: list[tuple[int, str]] = field(default_factory=list)  # byte offset and text of training progress, the last
     tail: bytes = b""
+    ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
 
     def rest(self, offset: int) -> str:
         """The text behind the line at a byte offset, as far as the kept tail reaches back."""
@@ -83,6 +84,15 @@ class Log:
         if offset >= self.size - len(self.tail):
             behind = behind.partition(b"\n")[2]
         return behind.decode("utf-8", errors="replace")
+
+    def is_followed_by(self, expression: re.Pattern[bytes], offset: int) -> bool:
+        """Whether an expression matches in rest(offset). The tail, long as it is, is searched once for all offsets."""
+        first = self.size - len(self.tail)
+        if expression not in self.ends:
+            self.ends[expression] = max((first + match.end() for match in expression.finditer(self.tail)), default=-1)
+        newline = self.tail.find(b"\n", offset - first) if offset >= first else -1
+        behind = first + newline + 1 if newline >= 0 else self.size if offset >= first else first
+        return self.ends[expression] > behind
 
     def steps_after(self, offset: int) -> int:
         """Different progress lines behind a byte offset; a bar redrawn in place counts once."""
