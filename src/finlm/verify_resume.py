@@ -1,13 +1,15 @@
 """`finlm verify-resume`: the proof that a killed run, resumed, is the run that was never killed.
 
-Trains a recipe twice, once undisturbed, once with SIGKILL for its launcher and all ranks at random moments (every other
-kill while a checkpoint is being written) and the same command after each. Then the rows that were fed, the losses and
-the shards of the last checkpoint (weights, moments, loss scaler, generators) are compared: the rows must be equal
-everywhere, losses and shards where arithmetic is reproducible (CPU; GPUs with train.deterministic).
+Trains a recipe twice, once undisturbed, once with SIGKILL for `finlm train` and all its processes on this machine at
+random moments (every other kill while a checkpoint is being written) and the same command after each. Then the rows
+that were fed (pretraining records them), the losses and the shards of the last checkpoint (weights, moments, loss
+scaler, generators) are compared: the rows must be equal everywhere, losses and shards where arithmetic is reproducible
+(CPU; GPUs with train.deterministic). A recipe that it starts from is trained before, once and undisturbed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -20,12 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from finlm import lineage
 from finlm.base import screen
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, locked
+from finlm.base.rundir import RunDir
+from finlm.ops import launch_ranks
+from finlm.recipe import parents
+from finlm.recipe import recipe as recipes
 
 PATIENCE_SECONDS = 3600.0
+END_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared; differing steps are named by the first one."""
+    """What was compared; differing steps are named by the first one. rows_recorded: False = rows were not compared."""
 
     steps: int
     kills: tuple[Kill, ...]
+    rows_recorded: bool
     first_other_rows: int | None
     first_other_loss: int | None
     other_files: tuple[str, ...]
@@ -60,7 +68,7 @@ class Verdict:
 def run(recipe: str, sets: Sequence[str], kills: int, runs: Path | None, seed: int) -> Verdict:
     """Train undisturbed and killed below runs (None: a scratch directory) and compare.
 
-    Raises UserError when the undisturbed run fails, or when runs holds something already.
+    Raises UserError when a run does not get to its end, or when runs holds something already.
     """
     if runs is None:
         with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
@@ -71,47 +79,67 @@ def run(recipe: str, sets: Sequence[str], kills: int, runs: Path | None, seed: i
 
 
 def _run(recipe: str, sets: Sequence[str], kills: int, scratch: Path, seed: int) -> Verdict:
-    options = [part for one in sets for part in ("--set", one)]
-    whole = _train(recipe, options, scratch / "undisturbed")
-    reference = _only(scratch / "undisturbed")
-    if whole:
-        screen.say((scratch / "undisturbed.log").read_text(encoding="utf-8", errors="replace")[-4000:])
-        raise UserError(
-            "the undisturbed run failed, so there is nothing to compare with",
-            evidence=f"`finlm train` ended with {whole}",
-            fix="read its words above, or run `finlm train` on it",
-        )
-    assert reference is not None
-    steps = _steps(reference)
+    options = [part for one in [*sets, *_start(recipe, sets, scratch / "start")] for part in ("--set", one)]
+    reference = _trained(recipe, options, scratch / "undisturbed")
+    steps = len(_steps(reference))
     chance = random.Random(seed)
     found = []
     for number in range(kills):
-        moment = _killed(recipe, options, scratch / "killed", chance, len(steps), while_saving=number % 2 == 1)
+        moment = _killed(recipe, options, scratch / "killed", chance, steps, while_saving=number % 2 == 1)
         if moment is None:
             break  # it finished first
         found.append(moment)
         screen.say(f"kill {number + 1} of {kills}: {moment[0]}, after step {moment[1]}")
-    code = _train(recipe, options, scratch / "killed")
     other = _only(scratch / "killed")
-    if code or other is None:
-        raise UserError(
-            "the killed run did not end", evidence=f"`finlm train` ended with {code}", fix=f"read {scratch}"
-        )
-    return _compared(reference, other, steps, found)
+    if other is None or not lineage.is_trained(other):
+        other = _trained(recipe, options, scratch / "killed")
+    return compared(reference, other, found)
 
 
-def _compared(reference: RunDir, other: RunDir, steps: dict[int, Any], found: list[tuple[str, int]]) -> Verdict:
-    theirs = _steps(other)
+def _start(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
+    """Train the recipe that this one starts from, if it names one; what must be set to start from that."""
+    parent = recipes.load(recipe, sets).recipe.model.init_from
+    if parent is None or not parents.is_recipe(parent):
+        return []
+    screen.say(f"{recipe} starts from {parent}: that is trained first, once")
+    code = _train(parent, [], runs)
+    found = parents.find(recipes.load(parent).recipe, runs)
+    if found is None:
+        raise _failure(parent, code, runs)
+    return [f"model.init_from={found.absolute()}"]
+
+
+def _trained(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
+    """Train to the end, whatever numbers come out: missing the recipe's expect: is exit code 1 too."""
+    code, run = _train(recipe, options, runs), _only(runs)
+    if run is None or not lineage.is_trained(run):
+        raise _failure(recipe, code, runs)
+    return run
+
+
+def _failure(recipe: str, code: int, runs: Path) -> UserError:
+    screen.say(runs.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-4000:])
+    return UserError(
+        f"{recipe} was not trained to its end in {runs}, so there is nothing to compare",
+        evidence=f"`finlm train` ended with {code}; its last words are above",
+        fix="run `finlm train` on it",
+    )
+
+
+def compared(reference: RunDir, other: RunDir, found: Sequence[tuple[str, int]] = ()) -> Verdict:
+    """What differs between two finished runs. found: moment and last step of each kill of the other one."""
+    steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*one, start) for one, start in zip(found, starts, strict=False))
+    is_recorded = all("rows_crc" in row for row in steps.values())
     rows, losses = (
-        next((step for step in steps if step not in theirs or steps[step][key] != theirs[step][key]), None)
+        next((step for step in steps if step not in theirs or steps[step].get(key) != theirs[step].get(key)), None)
         for key in ("rows_crc", "loss")
     )
     last = max(steps)
     ours, its = (Manifest.read(each.checkpoint(last)).files for each in (reference, other))
     files = sorted(name for name in {*ours, *its} if ours.get(name) != its.get(name))
-    return Verdict(last, kills, rows, losses, tuple(files))
+    return Verdict(last, kills, is_recorded, rows, losses, tuple(files))
 
 
 def _steps(run: RunDir) -> dict[int, dict[str, Any]]:
@@ -133,10 +161,9 @@ def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
 def _killed(
     recipe: str, options: Sequence[str], runs: Path, chance: random.Random, steps: int, while_saving: bool
 ) -> tuple[str, int] | None:
-    """Train until a random moment, then SIGKILL the launcher; (moment, last step), None when the run ended before.
+    """Train until a random moment, then SIGKILL; (moment, last step), None when the run ended before.
 
-    The ranks die with the launcher: each has asked the kernel for it. The moment is a random time after a random step,
-    or after the appearance of a half-written checkpoint.
+    The moment is a random time after a random step, or after the appearance of a half-written checkpoint.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)
@@ -151,30 +178,33 @@ def _killed(
             if is_new and (saving is not None or not while_saving):
                 moment = f"while {saving.name[1:].removesuffix('.saving')} was being written" if saving else "training"
                 time.sleep(chance.uniform(0.0, 0.05 if saving else 0.3))
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                _wait_for_the_end(runs)
+                _kill(process)
                 return moment, _last_step(runs)
             time.sleep(0.002)
         return None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill(process)
 
 
-def _wait_for_the_end(runs: Path) -> None:
-    """Until the run's lock is free: its ranks have ended too."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            run = _only(runs)
-            if run is None:
-                return
-            with locked(run):
-                return
-        except UserError:
-            time.sleep(0.1)
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for a process and all below it, whatever their sessions: none may end another in good order."""
+    every = [*launch_ranks.descendants(process.pid), process.pid]
+    for pid in every:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    until = time.monotonic() + END_SECONDS
+    while any(map(_is_alive, every)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _is_alive(pid: int) -> bool:
+    """Not when only its exit code is left, which somebody else may never ask for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _last_step(runs: Path, since: float = 0.0) -> int:
@@ -186,9 +216,8 @@ def _last_step(runs: Path, since: float = 0.0) -> int:
 
 
 def _only(runs: Path) -> RunDir | None:
-    """The run below runs/, without those that recipes were trained for that this one starts from."""
-    found = sorted((path for path in runs.glob("*") if (path / "plan.json").exists()), key=lambda p: p.stat().st_mtime)
-    return RunDir(found[-1]) if found else None
+    """The run below runs."""
+    return next((RunDir(path.parent) for path in runs.glob("*/plan.json")), None)
 
 
 def show(verdict: Verdict) -> None:
@@ -201,7 +230,7 @@ def show(verdict: Verdict) -> None:
         ("rows fed, every step", verdict.first_other_rows),
         ("loss, every step", verdict.first_other_loss),
     )
-    for what, step in rows:
+    for what, step in rows[0 if verdict.rows_recorded else 1 :]:
         screen.say(f"{what:<52} {'equal' if step is None else f'differs first at step {step}'}")
     files = ", ".join(verdict.other_files)
     screen.say(

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from finlm import verify_resume
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.data import dialogue_rows, lint, mixture
@@ -161,6 +162,10 @@ def test_resuming_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_path: Pat
     rows = ranks.train(again)
     assert [row["step"] for row in rows][8:] == [5, 6, 7, 8], "it goes on after the checkpoint"
     assert [row["loss"] for row in rows][8:] == expected[4:]
+    verdict = verify_resume.compared(whole, again)
+    assert verdict.is_equal and verdict.steps == 8 and not verdict.rows_recorded
+    (again.checkpoint(8) / "manifest.json").write_text((again.checkpoint(4) / "manifest.json").read_text())
+    assert not verify_resume.compared(whole, again).is_equal
 
 
 def test_d7_zero_3_and_full_recompute_give_the_same_losses_and_a_whole_model(
