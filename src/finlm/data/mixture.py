@@ -91,8 +91,8 @@ def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, s
     shares = _shares(stages, run_rows * sequence_length)
     slices: list[tuple[float, npt.NDArray[np.float64]]] = []
     for stage, share in zip(stages, shares, strict=True):
-        first = _by_source(ranges, stage.weights or dict(stage.tokens or {}))
-        last = first if stage.to is None else _by_source(ranges, stage.to)
+        first = _normed(stage.weights or dict(stage.tokens or {}), ranges)
+        last = first if stage.to is None else _normed(stage.to, ranges)
         steps = 1 if stage.to is None else _RAMP
         for step in range(steps):
             along = step / max(1, steps - 1)
@@ -131,21 +131,30 @@ def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
     return [rest / missing if share is None else share for share in given]
 
 
-def _by_source(ranges: Mapping[str, range], weights: Mapping[str, float]) -> npt.NDArray[np.float64]:
-    """Weights [sources], sum 1; what a glob names shares its weight by size."""
-    found = np.zeros(len(ranges))
-    names = list(ranges)
+def _normed(weights: Mapping[str, float], ranges: Mapping[str, range]) -> npt.NDArray[np.float64]:
+    """Weights [sources], sum 1."""
+    sizes = {name: len(rows) for name, rows in ranges.items()}
+    found = np.array([*of_each(weights, sizes, "data.mixture").values()], dtype=np.float64)
+    return np.asarray(found / found.sum())
+
+
+def of_each(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) -> dict[str, float]:
+    """The weight of each source; what a glob names shares its weight by size.
+
+    Raises UserError, with the recipe's key of the weights, for a name or glob without text.
+    """
+    found = dict.fromkeys(sizes, 0.0)
     for pattern, weight in weights.items():
-        members = [number for number, name in enumerate(names) if fnmatchcase(name, pattern)]
-        sizes = np.array([len(ranges[names[number]]) for number in members], dtype=np.float64)
-        if sizes.sum() == 0:
+        members = [name for name in sizes if fnmatchcase(name, pattern)]
+        total = sum(sizes[name] for name in members)
+        if total == 0:
             raise UserError(
-                f"data.mixture: {pattern} {'has no row of training text' if members else 'is no source'}",
-                evidence=f"the sources are {', '.join(names)}",
-                fix="name a source or a glob of sources, or read all by size: --set data.mixture=[]",
+                f"{key}: {pattern} {'has nothing to train on' if members else 'is no source'}",
+                evidence=f"the sources are {', '.join(sizes)}",
+                fix=f"name a source or a glob of sources, or take it out; without {key} each is read by its size",
             )
-        found[members] += weight * sizes / sizes.sum()
-    found /= found.sum()
+        for name in members:
+            found[name] += weight * sizes[name] / total
     return found
 
 

@@ -9,13 +9,13 @@ would then make another tokenizer and encode everything again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 
 from finlm.base import memory, units
 from finlm.base.errors import UserError
+from finlm.data import mixture
 from finlm.data.dedup import TRAIN, Decisions, Table
 
 # sentencepiece drops lines over 4,192 bytes without a word; a character has at most 4.
@@ -40,7 +40,8 @@ def choose(
     number = np.array([names.index(name) for name in sources], dtype=np.int32)[table.source]  # source of each document
     text_bytes = np.bincount(number[is_train], table.text_bytes[is_train], minlength=len(names))
     available = {name: int(size) for name, size in zip(names, text_bytes, strict=True)}
-    wanted = shares(available, sample_bytes, weights and _of_each(weights, available))
+    weight = weights and mixture.of_each(weights, available, "tokenizer.sample_weights")
+    wanted = shares(available, sample_bytes, weight)
     _fits(sum(wanted.values()))
     chosen = np.zeros(len(decision), dtype=np.bool_)
     for place, share in enumerate(wanted.values()):
@@ -78,23 +79,6 @@ def lines(texts: Iterable[str]) -> Iterator[str]:
         for line in text.split("\n"):
             for start in range(0, len(line), _LINE_CHARACTERS):
                 yield line[start : start + _LINE_CHARACTERS]
-
-
-def _of_each(weights: Mapping[str, float], available: Mapping[str, int]) -> dict[str, float]:
-    """The weight of each source; what a glob names shares its weight by size."""
-    found = dict.fromkeys(available, 0.0)
-    for pattern, weight in weights.items():
-        members = [name for name in available if fnmatchcase(name, pattern)]
-        if not members:
-            raise UserError(
-                f"tokenizer.sample_weights: {pattern} is no source",
-                evidence=f"the sources are {', '.join(available)}",
-                fix="name a source or a glob of sources, or take it out",
-            )
-        size = max(1, sum(available[name] for name in members))
-        for name in members:
-            found[name] += weight * available[name] / size
-    return found
 
 
 def _fits(sample_bytes: int) -> None:
