@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,12 @@ def test_an_inconsistency_is_one_mistake_at_its_key(overrides: list[str], key: s
         ("data.packing=best_fit", "data.packing"),
         ("data.dedup=near", "data.dedup"),
         ("data.token_dtype=uint32", "data.token_dtype"),
+        ("data.sources[0].meta={site: site}", "data.sources[0].meta"),
     ],
 )
 def test_what_only_documents_know_is_refused_for_dialogues(override: str, key: str) -> None:
     path = QUICKSTART.with_name("sft.yaml")
-    with pytest.raises(UserError, match=f": {key}: .*works on documents only"):
+    with pytest.raises(UserError, match=f": {re.escape(key)}: .*works on documents only"):
         recipe.load(path, [override])
     recipe.load(path, ["data.clean=none", "data.dedup=none"])
 

@@ -178,6 +178,7 @@ def _add_preference(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, ro
     prompt = _masked(preference.prompt, mask)
     texts = [*(message["content"] for message in prompt), chosen, rejected]
     text_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    (preference.answer or "").encode("utf-8")  # raises here as those do, not within the tokenizer
     preference = preference._replace(prompt=prompt, chosen=chosen or None, rejected=rejected or None)
     pieces = pairs.pieces(encoder, preference, stage, encoder.rules.limit)
     found.counts["preferences"] += 1

@@ -38,6 +38,11 @@ def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
     for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
         if getattr(data, name) != Data.model_fields[name].default:
             yield f"data.{name}", _DOCUMENTS_ONLY
+    for index, source in enumerate(data.sources):
+        if source.text_field != "text":
+            yield f"data.sources[{index}].text_field", "dialogues are known by their keys; leave it out"
+        if source.meta:
+            yield f"data.sources[{index}].meta", _DOCUMENTS_ONLY
     if data.dedup.method == "near":
         yield "data.dedup", "near works on documents only; dialogues know exact and none"
     none = clean_or_none("none")
