@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finlm import cli
+from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan import planner
 from finlm.plan.plan import Plan
@@ -98,6 +102,44 @@ def test_watch_of_a_run_that_nobody_runs_ends_and_says_so(
     run.events.write_text("".join(long_ago))
     assert cli.main(["watch", str(run.path)]) == 1
     assert "nothing runs it any more; the last word was at step" in capsys.readouterr().err
+
+
+def test_watch_and_track_stay_with_a_run_that_starts_again(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "again")
+    files.write_text(run.recipe, recipe.dump(recipe.load(QUICKSTART).recipe))
+    files.write_json(run.plan, plan.to_json())
+    files.write_json(run.ds_config, {})
+    looks = 0
+
+    def launcher(_: float) -> None:
+        """Time goes on: the lock outlives the failure's row, is let go, then comes the restart."""
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            lock.close()
+        elif looks == 4:
+            run.append_event("restart", number=1, after="n1 went away", host="n1", seconds=600.0)
+        elif looks == 8:
+            run.append_event("start", step=10)
+            run.append_event("step", step=20, loss=4.0, tokens_per_second=1.0)
+            run.append_event("end", step=20, status="finished")
+        assert looks <= 8
+
+    monkeypatch.setattr(live, "time", SimpleNamespace(**vars(time) | {"sleep": launcher}))
+    for command in (["watch"], ["track", "--to", "tensorboard", "--follow"]):
+        looks = 0
+        run.events.unlink(missing_ok=True)
+        run.append_event("start", step=0)
+        run.append_event("step", step=12, loss=5.0, tokens_per_second=1.0)
+        run.append_event("end", step=12, status="failed")
+        with (run.path / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert cli.main([command[0], str(run.path), *command[1:]]) == 0
+        assert looks == 8
+    said = capsys.readouterr().err
+    assert "starts again: n1 went away\n" in said and "\nfinished at step 20\n" in said
 
 
 def test_watch_of_something_else_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,18 @@ def test_tensorboard_shows_every_number_of_a_finished_run(
         assert curves[f"eval/{source}/loss"][-1][0] == 20
 
 
+def test_two_modes_of_a_suite_at_one_step_are_two_curves(run: RunDir) -> None:
+    for mode, right in (("cloze", 0.5), ("chat", 0.25)):
+        run.append_event(
+            "suite", step=20, suite="exam", mode=mode, macro=right, micro=right, loose={"x": [float("nan")]}
+        )
+    assert [row["loose"] for row in run.read_events()] == [{"x": [None]}] * 2, "NaN is no JSON, however deep it stands"
+    assert "NaN" not in run.events.read_text()
+    tracking.follow(run, "tensorboard", lambda: True)
+    curves = shown(run)
+    assert curves["suite/exam/cloze/micro"] == [(20, 0.5)] and curves["suite/exam/chat/micro"] == [(20, 0.25)]
+
+
 def test_resumed_and_rolled_back_steps_appear_once_as_they_went_on(run: RunDir) -> None:
     run.append_event("start", step=0)
     steps(run, 1, 15, loss=5.0)

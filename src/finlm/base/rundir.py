@@ -68,8 +68,7 @@ class RunDir:
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Add one row {"kind": ..., "time": unix seconds, ...} to events.jsonl; NaN and infinity become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **finite})
+        files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_finite(fields)})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Rows of events.jsonl in order, all or of one kind."""
@@ -88,6 +87,15 @@ class RunDir:
     def continued_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of what this run goes on from: the checkpoint of a run with another plan, or nothing."""
         return _complete(self.path / "continued")
+
+
+def _finite(value: Any) -> Any:
+    """The value, whose containers are JSON's, with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _complete(directory: Path) -> list[tuple[int, Path]]:

@@ -125,7 +125,9 @@ def read(run: RunDir) -> History:
             history.last_time = now
             if is_open:
                 attempts[-1][1] = now
-        if kind == "end":
+        if kind == "restart":
+            history.end = None
+        elif kind == "end":
             history.end = row
             is_open = False  # the export and samples come after it
     history.wall_seconds = sum(last - first for first, last in attempts) if attempts else None

@@ -68,6 +68,9 @@ class State:
             return f"step {step:,}: {row['what']}: {row['detail']}"
         elif kind == "end":
             self.end = row
+        elif kind == "restart":  # which may be ten minutes away
+            self.end, self.last_time = None, row["time"] + (row.get("seconds") or 0)
+            return f"starts again: {row.get('after')}"
         return ""
 
     @property
@@ -193,25 +196,33 @@ def shown(plan: Plan) -> Iterator[View]:
 
 
 def watch(run: RunDir) -> int:
-    """Show a run until it ends; 0, or 1 when it ended otherwise than finished. Ctrl-C leaves it running."""
-    plan = Plan.read(run.plan)
-    rows = follow(run, 0)
-    with shown(plan) as view:
-        for row in next(rows):
-            view.feed(row, quiet=True)
-        if view.state.step:
-            screen.say(view.state.line(time.time()))
-        while view.state.end is None:
+    """Show a run until it ends, restarts and all; 0, or 1 when it did not finish. Ctrl-C leaves it running."""
+    with shown(Plan.read(run.plan)) as view:
+        for number, rows in enumerate(until_over(run, view.state)):
+            for row in rows:
+                view.feed(row, quiet=number == 0)
+            if number == 0 and view.state.step:
+                screen.say(view.state.line(time.time()))
             view.refresh()
-            if _is_abandoned(run, plan, view.state.last_time):
-                screen.say(f"nothing runs it any more; the last word was at step {view.state.step:,}")
-                return 1
-            time.sleep(POLL_SECONDS)
-            for row in next(rows):
-                view.feed(row)
+    if view.state.end is None:
+        screen.say(f"nothing runs it any more; the last word was at step {view.state.step:,}")
+        return 1
     status = view.state.end["status"]
     screen.say(f"{status} at step {view.state.step:,}" + (f"; {run.report}" if run.report.exists() else ""))
     return int(status != "finished")
+
+
+def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
+    """A run's rows, look by look, for the caller to feed to state, until nothing more is to come.
+
+    A run that failed is over when nobody holds it, seen twice: `finlm train` may be about to start it again.
+    """
+    looks, seen = follow(run, 0), 0
+    yield next(looks)
+    while seen < 2 and not (state.end and state.end["status"] == "finished"):
+        time.sleep(POLL_SECONDS)
+        yield next(looks)
+        seen = seen + 1 if _is_over(run, state) else 0
 
 
 def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
@@ -236,15 +247,21 @@ def spark(values: list[float], width: int) -> str:
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
-def _is_abandoned(run: RunDir, plan: Plan, last_time: float | None) -> bool:
-    """True when the run was this machine's alone and no process here holds it. Unknown counts as running."""
-    if [host.name for host in plan.hosts] != ["localhost"] or time.time() - (last_time or 0) < QUIET_SECONDS:
-        return False
+def _is_over(run: RunDir, state: State) -> bool:
+    """Whether it ended, or was this machine's alone and quiet, and no process here holds it. Unknown: it has no end."""
+    if state.end is not None:
+        return not _is_held(run)
+    is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS
+    return is_quiet and [host.name for host in state.plan.hosts] == ["localhost"] and _is_held(run) is False
+
+
+def _is_held(run: RunDir) -> bool | None:
+    """Whether a process of this machine holds the run; None where that cannot be seen."""
     try:
         inode = (run.path / ".lock").stat().st_ino
-        return f":{inode} " not in Path("/proc/locks").read_text()
+        return f":{inode} " in Path("/proc/locks").read_text()
     except OSError:
-        return False
+        return None
 
 
 def _number(value: float | None, form: str) -> str:

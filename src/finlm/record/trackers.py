@@ -164,7 +164,7 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     elif kind == "checkpoint":
         yield from ((f"checkpoint/{key}", row.get(key)) for key in ("bytes", "seconds", "stall_seconds"))
     elif kind == "suite":
-        yield from ((f"suite/{row.get('suite')}/{key}", row.get(key)) for key in ("macro", "micro"))
+        yield from ((f"suite/{row.get('suite')}/{row.get('mode')}/{key}", row.get(key)) for key in ("macro", "micro"))
 
 
 def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, open_run
+from finlm.plan.plan import Plan
 from finlm.record import live, trackers
 
 Row = dict[str, Any]
@@ -30,13 +31,13 @@ KINDS = ("step", "eval", "checkpoint", "suite")
 
 def current(rows: Iterator[Row]) -> list[Row]:
     """The rows with metrics that still count, in the order of their steps: those taken back are gone, none is twice."""
-    kept: dict[tuple[str, int, Any], Row] = {}
+    kept: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         step = int(row.get("step") or 0)
         if row["kind"] in ("start", "rollback"):
             kept = {key: former for key, former in kept.items() if key[1] <= step}
         elif row["kind"] in KINDS:
-            kept[(row["kind"], step, row.get("suite"))] = row
+            kept[(row["kind"], step, row.get("suite"), row.get("mode"))] = row
     return sorted(kept.values(), key=lambda row: int(row["step"]))
 
 
@@ -98,17 +99,15 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
     """`finlm track`: a run's metrics to trackers, as they are or until it ends. UserError when one is not installed."""
     trackers.check(names)
     if until_end:
+        state = live.State(Plan.read(run.plan))
         with beside(run, names):
-            while not _is_ended(run):
-                time.sleep(POLL_SECONDS)
+            for rows in live.until_over(run, state):
+                for row in rows:
+                    state.feed(row)
         return
     for name in names:
         steps = follow(run, name, lambda: True)
         screen.say(f"{name}: {steps:,} steps of {run.path.name}; {seen(run, name)}")
-
-
-def _is_ended(run: RunDir) -> bool:
-    return [row["kind"] for row in run.read_events() if row["kind"] in ("start", "step", "end")][-1:] == ["end"]
 
 
 def seen(run: RunDir, name: str) -> str:
