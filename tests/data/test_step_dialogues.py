@@ -128,9 +128,8 @@ def test_prepared_dialogues_are_used_by_the_recipe_that_they_fit_only(
     refused = {
         "made for stage sft, this is stage dpo": make(pairs, given, stage="dpo"),
         "made for stage pretrain, this is stage sft": make(rows, f"data.prepared={finished[0].shards}"),
-        "dialogues of at most 129 tokens, this recipe's have at most 257": make(
-            rows, given, "batch.sequence_length=256"
-        ),
+        "other settings": make(rows, given, "batch.sequence_length=256"),
+        "written by other settings": make(rows, given, "sft.assistant_only_loss=false"),
         "another tokenizer": make(rows, given, f"model.init_from={other}"),
         "another chat template than llama2": make(rows, given, "chat.template=llama2"),
     }

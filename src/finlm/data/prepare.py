@@ -132,16 +132,21 @@ def _given_documents(recipe: Recipe, shards: Shards, tokenizer: Path) -> None:
 
 
 def _given_dialogues(recipe: Recipe, shards: Shards) -> None:
-    """Raises UserError when the dialogues are those of another row length, tokenizer or chat template.
+    """Raises UserError when the dialogues were written by other settings, another tokenizer or chat template.
 
     The last two are looked at where the model that the recipe starts from lies on this machine.
     """
-    limit, wanted = shards.manifest.get("limit"), step_dialogues.limit_of(recipe)
-    if limit not in (None, wanted):
+    wanted = step_dialogues.settings(recipe)
+    former = shards.manifest.get("settings", wanted)
+    if former != wanted:
         raise UserError(
-            f"data.prepared holds dialogues of at most {limit:,} tokens, this recipe's have at most {wanted:,}",
-            evidence=f"{shards.directory}/manifest.json; batch.sequence_length is {recipe.batch.sequence_length:,}",
-            fix="set batch.sequence_length as it was, or drop data.prepared to encode again",
+            "data.prepared was written by other settings than this recipe's",
+            evidence="\n".join(
+                f"{name}: then {former.get(name)}, now {value}"
+                for name, value in wanted.items()
+                if former.get(name) != value
+            ),
+            fix="set these as they were, or drop data.prepared to encode again",
         )
     try:
         begin = start.directory(recipe, chain.RUNS, must_exist=False)

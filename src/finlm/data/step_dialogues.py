@@ -45,6 +45,12 @@ from finlm.recipe.schema_post import Sft
 
 VERSION = 2
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
+_SFT = {
+    "assistant_only_loss",
+    "answer_apart",
+    "mask_eos",
+    "tokenizer",
+}  # decide tokens, the rest is about rows
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ def run(context: Context, tokenizer: Path) -> Step:
     assert recipe.chat is not None
     sft = recipe.sft or Sft()
     inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in step_sources.inputs(context)]
-    rules = f"{recipe.chat.model_dump_json()}\n{_rules(sft)}"
-    limit = limit_of(recipe)
+    rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
+    limit = pairs.longest(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
     encoder = chat_encode.encoder(tokenizer, rules, limit)
     check_template(recipe.chat.template, encoder)
     mask = recipe.data.clean.mask
@@ -101,9 +107,10 @@ def run(context: Context, tokenizer: Path) -> Step:
     return step
 
 
-def limit_of(recipe: Recipe) -> int:
-    """Tokens of what is stored at most: of a dialogue, of a prompt, of both sequences of a pair."""
-    return pairs.longest(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """The sections of a recipe as far as they decide the tokens and masks of a row, for data.prepared."""
+    kept: dict[str, Any] = {"batch": {"sequence_length"}, "chat": {"system", "overlong"}, "sft": _SFT}
+    return recipe.model_dump(mode="json", include=kept | {"grpo": {"max_new_tokens"}, "data": {"clean": {"mask"}}})
 
 
 def check_template(name: str, encoder: chat_encode.Encoder) -> None:
@@ -246,7 +253,7 @@ def _manifest(
     return {
         "version": VERSION,
         "stage": recipe.stage,
-        "limit": encoder.rules.limit,
+        "settings": settings(recipe),
         "dtype": _dtype(tokenizer).name,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos[1] if tokenizer.bos else -1,
@@ -264,12 +271,6 @@ def _manifest(
 
 def _dtype(tokenizer: chat_tokens.Tokenizer) -> np.dtype[Any]:
     return np.dtype("<u2" if tokenizer.vocab_size <= 65536 else "<u4")
-
-
-def _rules(sft: Sft) -> str:
-    """The part of the section that decides tokens and masks; the rest is about rows."""
-    kept = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}
-    return sft.model_dump_json(include=kept)
 
 
 def _sentence(manifest: Mapping[str, Any]) -> str:
