@@ -9,7 +9,6 @@ length; padding goes to the right, where causal attention does not see it.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finlm.base import memory
 from finlm.evals.prompts import Prompt
 from finlm.train.opened import Opened
 
@@ -48,7 +48,7 @@ def scores(opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None)
             prefix = _prefix(opened, shared)
             for batch in _batches(opened, work, prefix, budget):
                 rows = [row for place in batch for row in work[place]]
-                sums = _forward(opened, rows, prefix)
+                sums = iter(_forward(opened, rows, prefix))
                 yield {
                     place: [sum(own) for own in zip(*islice(sums, len(work[place])), strict=True)] for place in batch
                 }
@@ -100,14 +100,11 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
     if prefix is None:
         return 1_000
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
-    if opened.device.type == "cuda":
-        free = torch.cuda.mem_get_info(opened.device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(opened.device)[0] if opened.device.type == "cuda" else memory.available_bytes()
     return max(1, min(1_000, int(_SHARE_OF_FREE_MEMORY * free / held)))
 
 
-def _forward(opened: Opened, rows: list[Row], prefix: Any) -> Iterator[list[float]]:
+def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
     """For each row the log-likelihood that it adds to each letter."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
@@ -119,10 +116,13 @@ def _forward(opened: Opened, rows: list[Row], prefix: Any) -> Iterator[list[floa
     # Logits of the few places that are read, not of all: a vocabulary is wider than the model.
     keep = torch.tensor(places, device=opened.device)
     logits = opened.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
-    logprobs = torch.log_softmax(logits.float(), dim=-1).cpu()  # [rows, places, vocabulary]
+    # Only the places that a row reads leave the model's precision: rows x places of a wide vocabulary are gigabytes.
     column = {at: number for number, at in enumerate(places)}
-    for number, row in enumerate(rows):
-        added = [0.0] * 4
-        for at, token, letter in row.targets:
-            added[letter] += float(logprobs[number, column[at], token])
-        yield added
+    targets = [(row, column[at], token, letter) for row, own in enumerate(rows) for at, token, letter in own.targets]
+    read = {pair: number for number, pair in enumerate(dict.fromkeys((row, at) for row, at, _, _ in targets))}
+    picked = torch.log_softmax(logits[tuple(zip(*read, strict=True))].float(), dim=-1)  # [read, vocabulary]
+    values = picked[[read[row, at] for row, at, _, _ in targets], [token for _, _, token, _ in targets]].tolist()
+    added = [[0.0] * 4 for _ in rows]
+    for (row, _, _, letter), value in zip(targets, values, strict=True):
+        added[row][letter] += value
+    return added
