@@ -108,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
         help="the likeliest letter, the letter in a written answer, or the likeliest option in full; "
         "default: chat for models with a chat template, else likelihood",
     )
-    command.add_argument("--shots", type=int, metavar="N", help="solved examples before a question (5; chat: 0)")
+    command.add_argument(
+        "--shots", type=int, metavar="N", help="solved examples before a question (default: 5; chat: 0; cloze: none)"
+    )
     command.add_argument("--limit", type=int, metavar="N", help="ask a random N questions, the same every time")
     command.add_argument(
         "--world", type=Path, metavar="RECIPE", help="the world of this recipe instead of the run's own"
