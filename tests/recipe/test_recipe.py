@@ -153,6 +153,12 @@ def test_a_mistake_in_the_base_is_shown_in_the_base(write: Path) -> None:
     assert mistakes("base: tiny.yaml\nname: child\n")[1].startswith("tiny.yaml:8: optim.lr: should be a number")
 
 
+def test_merged_keys_have_the_line_of_their_section(write: Path) -> None:
+    text = MINIMAL + "checkpoint: &common\n  every_steps: 5\neval: {<<: *common}\n"
+    loaded = load(text)
+    assert loaded.recipe.eval.every_steps == 5 and loaded.origins["eval.every_steps"] == "recipe.yaml:13"
+
+
 def test_a_base_of_a_base_is_refused(write: Path) -> None:
     (write / "middle.yaml").write_text("base: tiny.yaml\nname: middle\n")
     found = mistakes("base: middle.yaml\nname: child\n")
@@ -173,13 +179,22 @@ def test_set_reads_yaml_and_reaches_into_lists(write: Path) -> None:
     assert nested.recipe.data.sources[0].path == "b"
 
 
-@pytest.mark.parametrize("text", ["optim.lr", "=3", "data.sources[3].path=a", "train.steps.x=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("optim.lr", "=3", "data.sources[3].path=a", "train.steps.x=1"),
+        *("data.sources[²].path=1", "name=\x01", "name=&a [*a]"),
+    ],
+)
 def test_an_impossible_set_is_a_user_mistake(write: Path, text: str) -> None:
     assert mistakes(MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a}]"), text)[0].startswith("--set ")
 
 
 def test_files_that_are_no_recipes_are_user_mistakes(write: Path) -> None:
     assert "not valid YAML" in mistakes("name: [")[0]
+    assert mistakes(MINIMAL + "description: a\x00\n")[0] == "recipe.yaml:11: not valid YAML: a control character"
+    for text in ("name: 2026-13-45\n", "name: !!int abc\n", "name: " + 3000 * "["):
+        assert "not valid YAML" in mistakes(text)[0]
     assert "a recipe is a mapping" in mistakes("- 1\n")[0]
     with pytest.raises(UserError, match=r"cannot read the recipe gone\.yaml"):
         recipe.load("gone.yaml")

@@ -49,6 +49,8 @@ NVME = "zero.nvme_path=nvme"
         (["optim.min_lr=1"], "optim.min_lr", "above lr"),
         (["optim.warmup_steps=1"], "optim.warmup_steps", "at least 2 steps"),
         (["optim.schedule=constant"], "optim.min_lr", "has no effect"),
+        (["checkpoint={every_steps: 300, keep_every_steps: 1000}"], "checkpoint.keep_every_steps", "no multiple of"),
+        (["optim.lr=.inf"], "optim.lr", "a finite number"),
         (["zero.offload_param=cpu"], "zero.offload_param", "needs stage 3"),
         (["zero.stage=0", "zero.offload_optimizer=cpu"], "zero.offload_optimizer", "needs stage 1"),
         (["zero.stage=2", "zero.offload_optimizer=nvme", NVME], "zero.offload_optimizer", "nvme needs stage 3"),

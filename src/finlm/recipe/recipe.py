@@ -8,6 +8,7 @@ string, duplicate keys an error (PyYAML differs on all three).
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.reader import ReaderError
 
 from finlm.base.errors import UserError
 from finlm.recipe import mistakes, parents, rules, shipped
@@ -35,6 +37,8 @@ SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
     *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
 )
 SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch")  # an unfinished run goes on when only these were changed
+
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -138,14 +142,23 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
         raise UserError(problem, evidence=str(error), fix="recipes are in recipes/<family>/<stage>.yaml") from None
     try:
         root = YAML(typ="rt").load(text)
+        if not isinstance(root, CommentedMap):
+            raise UserError(f"{shown}:1: a recipe is a mapping of keys", evidence=f"found {type(root).__name__}")
+        document = _Document()
+        document.values = _plain(root, (), shown, document.lines)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{shown}:{line}: not valid YAML: {error.problem}", evidence=error.context or "") from None
-    if not isinstance(root, CommentedMap):
-        raise UserError(f"{shown}:1: a recipe is a mapping of keys", evidence=f"found {type(root).__name__}")
-    document = _Document()
-    document.values = _plain(root, (), shown, document.lines)
+    except ReaderError as error:  # its own sentence repeats the file
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{shown}:{line}: not valid YAML: a control character", evidence=_first_line(error)) from None
+    except (YAMLError, ValueError, RecursionError) as error:  # !!int abc, 2026-13-45; a list within itself
+        raise UserError(f"{shown}: not valid YAML", evidence=_first_line(error)) from None
     return document
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def relative(path: Path) -> str:
@@ -161,7 +174,8 @@ def _plain(node: Any, location: Location, file: str, lines: dict[Location, str])
     if isinstance(node, CommentedMap):
         result = {}
         for key, value in node.items():
-            lines[(*location, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
+            own = (node.lc.data or {}).get(key, [node.lc.line])  # those that << merges in have no line here
+            lines[(*location, key)] = f"{file}:{own[0] + 1}"
             result[str(key)] = _plain(value, (*location, str(key)), file, lines)
         return result
     if isinstance(node, CommentedSeq):
@@ -203,8 +217,10 @@ def _override(document: _Document, text: str) -> None:
         raise UserError(f"--set {text}: expected key=value", fix="for example --set optim.lr=3e-4")
     try:
         value = _plain(YAML(typ="rt").load(raw), (), "--set", {})
-    except MarkedYAMLError:
+    except (MarkedYAMLError, ValueError):
         value = raw  # a bare glob such as *.jsonl.gz is an alias to YAML, a string to its author
+    except (YAMLError, RecursionError) as error:
+        raise UserError(f"--set {key}: not valid YAML", evidence=_first_line(error)) from None
     parts = _split(key)
     node: Any = document.values
     try:
@@ -224,7 +240,7 @@ def _override(document: _Document, text: str) -> None:
 def _split(key: str) -> Location:
     """'data.sources[0].path' -> ('data', 'sources', 0, 'path'); 'data.sources.0.path' works too."""
     parts = key.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
 
 
 def _line(document: _Document, location: Location, path: str) -> str:

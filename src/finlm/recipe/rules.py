@@ -89,6 +89,9 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     steps = train.steps or (train.tokens // batch.tokens_per_step if train.tokens else None)
     if steps is not None:
         yield from warmup_problems(optim, steps)
+    every, always = recipe.checkpoint.every_steps, recipe.checkpoint.keep_every_steps
+    if every and always and always % every:
+        yield "checkpoint.keep_every_steps", f"{always:,} is no multiple of every_steps ({every:,}), so few are written"
     if optim.min_lr > optim.lr:
         yield "optim.min_lr", f"{optim.min_lr:g} is above lr ({optim.lr:g})"
     if optim.schedule == "constant" and optim.min_lr > 0:

@@ -13,7 +13,10 @@ def _steps(value: object) -> object:
     """Keys of a YAML mapping arrive as words."""
     if not isinstance(value, dict):
         return value
-    return {int(key) if isinstance(key, str) and key.isdigit() else key: loss for key, loss in value.items()}
+    return {
+        int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key: loss
+        for key, loss in value.items()
+    }
 
 
 Curve = Annotated[dict[int, float], BeforeValidator(_steps)]

@@ -34,4 +34,4 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A frozen part of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
