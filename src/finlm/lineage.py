@@ -69,13 +69,21 @@ def is_trained(run: RunDir) -> bool:
 
 
 def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
-    """The newest run of the same recipe, plan and data that is not trained, or not exported and examined to its end."""
+    """The newest run of the same recipe, plan and data that is not trained, or not exported and examined to its end.
+
+    What follows training may be asked for otherwise than before: an exam that failed is left out, and nothing is lost.
+    """
     for run, former in _open(wanted, shards, runs):
-        if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS) or _differences(run, plan):
+        if _differences(run, plan):
             continue
         if is_trained(run):
+            keys = [key for key, _, _ in differences.differing(former, wanted)]
+            if former.name != wanted.name or not all(recipes.is_within(key, recipes.SAME_RUN) for key in keys):
+                continue
             screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
             return run
+        if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
+            continue
         step = max((step for step, _ in (*run.continued_checkpoints(), *run.complete_checkpoints())), default=0)
         screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
         return run
