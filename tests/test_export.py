@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finlm import cli, export, import_gguf
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.evals import perplexity
 from finlm.train import trained
 
+from conftest import RunMaker
 from helpers import QUICKSTART
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,16 @@ def test_weights_are_cut_into_files_and_give_the_checkpoints_logits(exported: tu
     with torch.no_grad():
         assert torch.equal(model(ids).logits, source.model(ids).logits)
     assert model.get_input_embeddings().weight.shape[0] == source.plan.vocab_size
+
+
+def test_a_model_whose_head_is_its_embedding_scores_as_it_did_in_training(
+    make_run: RunMaker, ranks: Ranks, tmp_path: Path
+) -> None:
+    run = make_run("model.tie_embeddings=true", "train.steps=3", "optim.warmup_steps=2", "eval.every_steps=3", ranks=1)
+    ranks.train(run)
+    assert cli.main(["export", str(run.path), str(tmp_path / "model")]) == 0  # compares with the reloaded model
+    (last,) = list(run.read_events("eval"))[-1:]
+    assert perplexity.evaluate(run.path)["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
 def test_other_readers_find_what_they_look_for(exported: tuple[RunDir, Path]) -> None:

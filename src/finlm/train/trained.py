@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.initialization import no_init_weights
 
-from finlm.base import files
 from finlm.base.checkpoints import Manifest
 from finlm.base.rundir import RunDir, complete_checkpoint, open_run
 from finlm.data.shards import Shards
@@ -44,13 +44,14 @@ def load(checkpoint: Path) -> Trained:
     checkpoint = complete_checkpoint(checkpoint)
     run = open_run(checkpoint.resolve().parent.parent)
     plan, recipe = Plan.read(run.plan), recipes.load(run.recipe).recipe
-    shards = Shards(Path(files.read_json(run.manifest)["shards"]["path"]))
+    shards = Shards(run.shards)
     config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
     config.use_cache = True  # off in training, needed to generate
     kind = LlamaForCausalLM
     if recipe.stage == "reward":
         kind, config.num_labels, config.pad_token_id = LlamaForSequenceClassification, 1, padding_id(shards)
-    model = kind._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
+    with no_init_weights():  # drawing weights that are read next takes minutes of one core for 6B
+        model = kind._from_config(config, attn_implementation="sdpa", dtype=DTYPES[plan.precision])
     weights = _weights(checkpoint, plan)
     if recipe.lora is not None:
         if is_quantized(recipe):
@@ -62,9 +63,13 @@ def load(checkpoint: Path) -> Trained:
     for name in VOCABULARY:  # without the rows that padded it
         if name in weights:
             weights[name] = weights[name][: plan.vocab_size]
-    if tied := recipe.model.tie_embeddings:
+    has_own_head = not recipe.model.tie_embeddings or recipe.stage == "reward"
+    if not has_own_head:
         weights.pop("lm_head.weight", None)
-    model.load_state_dict(weights, strict=not tied)
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    if missing != ([] if has_own_head else ["lm_head.weight"]) or unknown:
+        raise RuntimeError(f"{checkpoint} is not of this model: without {missing}, with {unknown}")
+    model.tie_weights()
     if recipe.stage != "reward":
         # An assistant ends its turn with the template's token, a base model a document with its own.
         ends = list(dict.fromkeys((shards.manifest.get("end_of_turn_id", shards.eos_id), shards.eos_id)))
