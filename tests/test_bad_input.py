@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from finlm import cli
+
 from helpers import QUICKSTART, TINY, finlm, sets
 
 GOOD = "".join(
@@ -79,6 +81,16 @@ def test_a_mistake_gives_one_clear_screen_and_leaves_nothing(name: str, tmp_path
     assert len(result.stderr.splitlines()) <= 25, "one screen"
     assert not runs.exists()
     assert not list(cache.glob("**/*.tmp*")) and not list(cache.glob("shards-*"))
+
+
+@pytest.mark.parametrize("option", ["--include", "--exclude", "--gpu"])
+def test_a_choice_of_hosts_without_a_hostfile_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(QUICKSTART), option, "a100"]) == 2
+    assert "are about a hostfile's hosts, and there is none" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_broken_rows_are_kept_aside_and_their_limit_can_be_raised(tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ def _train(options: argparse.Namespace) -> int:
         hosts = cluster.load(hostfile, recipe.hardware, options.gpu, recipe.hosts, *ways)
         if not (options.gpu or options.adapter):  # another launcher's hosts may have no ssh
             hosts = doctor_kinds.ask(recipe, hosts, options.accept_new)
+    elif options.include or options.exclude or options.gpu:
+        raise UserError(
+            "--include, --exclude and --gpu are about a hostfile's hosts, and there is none",
+            evidence="neither --hostfile nor a host in hostfile.txt: this machine alone would train",
+            fix="give --hostfile; on this machine CUDA_VISIBLE_DEVICES=0,1 chooses GPUs",
+        )
     else:
         hosts = cluster.local(recipe.train.cpu_ranks)
     runs = Path(options.runs)
@@ -168,7 +174,7 @@ def _report(options: argparse.Namespace) -> int:
 
     runs = [open_run(directory) for directory in options.run_dir]
     if len(runs) == 1:
-        print(report.build(runs[0]))
+        print(report.build(runs[0], options.out))
     else:
         print(side_by_side.build(runs, options.out or runs[0].path.parent / "side-by-side.html"))
     return 0

@@ -181,7 +181,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("report", help="build a run's report.html, or one page of several runs")
     command.add_argument("run_dir", nargs="+", help="runs/<run>")
-    command.add_argument("--out", type=Path, help="page of several runs (default: side-by-side.html beside the first)")
+    command.add_argument(
+        "--out", type=Path, help="file; default: the run's report.html, or side-by-side.html beside the first"
+    )
     return root
 
 

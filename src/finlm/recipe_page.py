@@ -31,12 +31,14 @@ def write(path: Path, parent: Path) -> list[Path]:
     plan: Plan | None = None
     with contextlib.suppress(UserError):  # its data or its parent may not be here yet
         plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
+    has_settings = plan is not None and settings.parent.is_dir() and path.parent.parent == Path("recipes")
     page = path.parent / "README.md"
     before = page.read_text(encoding="utf-8").rstrip() + "\n\n#" if page.exists() else ""
     title = wanted.name if before else path.parent.name
-    files.write_text(page, f"{before}# {title}\n\n" + "\n".join(_lines(path, parent, settings, wanted, plan)) + "\n")
+    lines = _lines(path, parent, settings if has_settings else None, wanted, plan)
+    files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
     written = [page]
-    if plan is not None and settings.parent.is_dir() and path.parent.parent == Path("recipes"):
+    if plan is not None and has_settings:
         files.write_text(settings, json.dumps(config.deepspeed(wanted, plan), ensure_ascii=False, indent=2) + "\n")
         written.append(settings)
     return written
@@ -55,7 +57,7 @@ def train_command(path: Path) -> str:
     return f"bash {script} {path}" if script.is_file() else f"python -m finlm train {path}"
 
 
-def _lines(path: Path, parent: Path, settings: Path, wanted: Recipe, plan: Plan | None) -> Iterator[str]:
+def _lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe, plan: Plan | None) -> Iterator[str]:
     yield f"Made from `{parent}` by `finlm new`."
     yield f"`python -m finlm diff {path}` says what differs and what follows."
     yield from ("", "```", f"python -m finlm plan {path}", train_command(path), "```", "", "| | |", "|---|---|")
@@ -64,7 +66,8 @@ def _lines(path: Path, parent: Path, settings: Path, wanted: Recipe, plan: Plan 
     if plan is not None:
         yield from _planned(plan)
     yield "| measured | not yet |"
-    yield f"| DeepSpeed settings | `{settings}` |"
+    if settings is not None:
+        yield f"| DeepSpeed settings | `{settings}` |"
     yield ""
     yield f"Chosen by us: everything that differs from `{parent}`."
     yield "Say here why, what came out, and on which hardware."

@@ -14,7 +14,7 @@ from finlm.base.rundir import RunDir
 from finlm.data import synthetic
 from finlm.recipe import recipe
 from finlm.recipe.schema_expect import Expect
-from finlm.record import compare, expectations, history
+from finlm.record import compare, curves, expectations, history
 
 from helpers import QUICKSTART, finlm
 
@@ -120,7 +120,9 @@ def test_a_recipe_does_not_inherit_the_promise_of_its_base(tmp_path: Path) -> No
 
 
 def test_spark_shows_a_curve_in_eight_heights() -> None:
-    assert compare.spark([(step, 8.0 - step) for step in range(8)], 1.0, 8.0) == "█▇▆▅▄▃▂▁"
+    assert curves.spark([8.0 - step for step in range(8)], 1.0, 8.0) == "█▇▆▅▄▃▂▁"
+    assert curves.spark([1.0, 1.0], 1.0, 1.0) == "▁▁"
+    assert len(curves.spark([float(value) for value in range(1000)], 0.0, 999.0, 40)) == 40
 
 
 def test_reproduce_refuses_a_run_that_has_not_finished(tmp_path: Path) -> None:

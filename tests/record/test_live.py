@@ -74,12 +74,6 @@ def test_a_resume_takes_back_the_steps_after_it(plan: Plan) -> None:
     assert said == "step 10: back to step 5, without the data since"
 
 
-def test_a_curve_of_blocks_goes_down_with_the_loss() -> None:
-    assert live.spark([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 8) == "█▇▆▅▄▃▂▁"
-    assert live.spark([1.0, 1.0], 8) == "▁▁"
-    assert len(live.spark([float(value) for value in range(1000)], 40)) == 40
-
-
 def test_watch_of_a_finished_run_says_how_it_ended(
     finished: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

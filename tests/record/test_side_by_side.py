@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from finlm import cli
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
@@ -55,6 +56,14 @@ def test_too_many_runs_and_the_same_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot show 7 runs"):
         side_by_side.build([RunDir(tmp_path / str(number)) for number in range(7)], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
+
+
+def test_a_page_of_one_run_goes_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, out = run_of(tmp_path / "a", [1.0]), tmp_path / "elsewhere/a.html"
+    files.write_json(one.plan, {})
+    files.write_json(one.ds_config, {})
+    assert cli.main(["report", str(one.path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out) and out.exists() and not one.report.exists()
 
 
 def test_runs_are_called_by_what_tells_them_apart() -> None:

@@ -58,7 +58,7 @@ def painted(parts: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
-    """A progress bar with elapsed and remaining time; one line at the start and one at the end when not a terminal."""
+    """A progress bar with elapsed and remaining time; a line at each tenth when not a terminal."""
     if not sys.stderr.isatty():
         yield _plain_progress(description, total, unit)
         return

@@ -6,7 +6,6 @@ between any two runs and changes no number (paths, times, names of machines, how
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
 from finlm.recipe.recipe import SAME_NUMBERS, is_within
-from finlm.record import history, report_details
+from finlm.record import curves, history, report_details
 from finlm.record.history import Points
 
 _PLAN = (
@@ -25,7 +24,6 @@ _PLAN = (
     *("padded_vocab_size", "parameters"),
 )
 _ENVIRONMENT = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH", "OMP_", "MKL_", "DS_")
-BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -129,17 +127,8 @@ def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
     for name, points in zip(names, comparison.losses, strict=True):
         if points:
             ends = f"{points[0][1]:.4f} → {points[-1][1]:.4f}"
-            lines.append(f"  {spark(points, min(values), max(values))}  {ends}  {name}")
+            lines.append(f"  {curves.spark([loss for _, loss in points], min(values), max(values))}  {ends}  {name}")
     return lines
-
-
-def spark(points: Points, low: float, high: float, width: int = 48) -> str:
-    """A curve as blocks of eight heights: the mean of each of at most `width` parts."""
-    count = min(width, len(points))
-    ends = [round(number * len(points) / count) for number in range(count + 1)]
-    means = [sum(v for _, v in points[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def _recipe(run: RunDir) -> dict[str, Any]:

@@ -1,15 +1,27 @@
 """Curves small enough to mail: what report.js draws, from a run's history.
 
 100,000 steps become at most 3,000 points a curve: the lowest and the highest value of every bucket, so that no spike
-disappears. The moving average is taken before, over all steps.
+disappears. The moving average is taken before, over all steps. In a terminal a curve is a line of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finlm.record.history import History, Points, is_number
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
+    """A curve as blocks of eight heights between low and high: the mean of each of at most `width` parts."""
+    count = min(width, len(values))
+    ends = [round(number * len(values) / count) for number in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def charts(history: History) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,9 @@ from finlm.base import files, screen
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes, format_duration
 from finlm.plan.plan import Plan
+from finlm.record import curves
 
 Row = dict[str, Any]
-BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 50  # steps that speed and remaining time are taken from, with the evaluations and checkpoints between them
 LINE_SECONDS = 60.0
 POLL_SECONDS = 0.5
@@ -115,7 +115,9 @@ class State:
         last = self.recent[-1] if self.recent else {}
         rows = [("step", f"{self.step:,} of {self.plan.steps:,}")]
         if self.losses:
-            rows.append(("loss", f"{_number(last.get('loss'), '.4f')}  {spark([loss for _, loss in self.losses], 40)}"))
+            losses = [loss for _, loss in self.losses]
+            blocks = curves.spark(losses, min(losses), max(losses), 40)
+            rows.append(("loss", f"{_number(last.get('loss'), '.4f')}  {blocks}"))
         if self.evaluated:
             rows.append(
                 ("held-out", f"{_number(self.evaluated.get('loss'), '.4f')} at step {self.evaluated['step']:,}")
@@ -236,15 +238,6 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
         complete = block[: block.rfind(b"\n") + 1]
         offset += len(complete)
         yield list(files.parse_json_lines(complete.splitlines()))
-
-
-def spark(values: list[float], width: int) -> str:
-    """A curve in one line of text: means of equal stretches between the lowest and the highest of them."""
-    size = max(1, -(-len(values) // width))
-    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def _is_over(run: RunDir, state: State) -> bool:

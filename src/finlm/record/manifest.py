@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,10 @@ def version() -> str:
         return "unknown"
 
 
-def copy_code(destination: Path, recipe_files: Iterable[Path] = ()) -> str:
-    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); its tree hash.
-
-    Recipe files go to destination/recipes under their own names.
-    """
+def copy_code(destination: Path) -> str:
+    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); its tree hash."""
     for path in _source_files():
         target = destination / "finlm" / path.relative_to(PACKAGE)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    for path in recipe_files:
-        target = destination / "recipes" / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     copied = [path for path in (destination / "finlm").rglob("*") if path.is_file()]

@@ -117,6 +117,12 @@ def section(title: str, identity: str, *content: Any, note: str = "") -> Html:
     return element("section", element("h2", title), under, *content, id=identity)
 
 
+def charts() -> Html:
+    """Where report.js draws what page.data holds."""
+    note = "Drag across a chart to zoom, double-click to go back; all charts follow."
+    return section("Curves", "curves", element("div", "", id="charts"), note=note)
+
+
 def folded(title: str, *content: Any, is_open: bool = False) -> Html:
     """A part that opens on a click."""
     body = element("details", element("summary", title), *content)

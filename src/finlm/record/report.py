@@ -39,8 +39,8 @@ class Run:
     state: str
 
 
-def build(run: RunDir, *, ended: bool = False) -> Path:
-    """Write run.report. `ended` tells that no process of the run is left, so that a missing end row means a crash."""
+def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
+    """Write the page to `out`, or run.report. `ended`: no process is left, so that a missing end row means a crash."""
     history = histories.read(run)
     state = _state(history, ended)
     manifest = report_details.read(run.manifest)
@@ -70,8 +70,8 @@ def build(run: RunDir, *, ended: bool = False) -> Path:
         "data": page.data({"charts": list(curves.charts(history))}),
         "built": page.escape(page.moment(time.time())),
     }
-    files.write_text(run.report, page.fill("report.html", values))
-    path: Path = run.report
+    path: Path = out or run.report
+    files.write_text(path, page.fill("report.html", values))
     return path
 
 
@@ -181,8 +181,7 @@ def _held_out_row(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) 
 def _curves(run: Run) -> Html | None:
     if not run.history.steps["step"] and not run.history.evals:
         return None
-    note = "Drag across a chart to zoom, double-click to go back; all charts follow."
-    return page.section("Curves", "curves", element("div", "", id="charts"), note=note)
+    return page.charts()
 
 
 def _plan(run: Run) -> Html | None:

@@ -48,10 +48,9 @@ def build(runs: Sequence[RunDir], out: Path) -> Path:
         Run(name, run, histories.read(run), report_details.values(run))
         for name, run in zip(_names([path.name for path in paths]), runs, strict=True)
     ]
-    note = "Drag across a chart to zoom, double-click to go back; all charts follow."
     sections = [
         element("section", _outcomes(loaded), id="summary"),
-        page.section("Curves", "curves", element("div", "", id="charts"), note=note),
+        page.charts(),
         _differences(loaded),
     ]
     title = f"{len(loaded)} runs side by side"
