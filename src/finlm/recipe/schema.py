@@ -275,7 +275,10 @@ class Recipe(Section):
     incidents: Incidents = Field(default_factory=Incidents, description="Trouble in a step, and what is done about it.")
     record: Record = Field(default_factory=Record, description="Where metrics go besides the run directory.")
     expect: Expect | None = Field(None, description="Numbers that every run of this recipe is checked against.")
-    env: Environment = Field(default_factory=dict, description="Environment of every rank; recorded.")
+    env: Environment = Field(
+        default_factory=dict,
+        description="Environment of every rank; recorded in clear in the run directory, so no place for passwords.",
+    )
     hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
     launch: Launch = Field(default_factory=Launch, description="Starting and watching the ranks.")
     self_qa: SelfQA | None = Field(None, description="Questions and answers that `self-qa` makes of the documents.")
