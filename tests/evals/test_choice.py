@@ -218,7 +218,7 @@ def test_padding_is_not_penalised_as_repetition(run: RunDir) -> None:
     opened = Opened(**(vars(opened) | {"eos_ids": (likeliest,)}))
     together = choice._generate(opened, rows, style)
     assert together == [choice._generate(opened, [row], style)[0] for row in rows]
-    assert together[0] == opened.tokenizer.decode([likeliest]), "the end of an answer, with which rows were once padded"
+    assert together[0] == opened.tokenizer.decode([likeliest]), "the end of an answer, with which rows are padded"
 
 
 def test_the_command_reports_on_screen_as_json_and_in_the_run(

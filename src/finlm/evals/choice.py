@@ -22,11 +22,11 @@ from finlm.data.synthetic_exam import LETTERS
 from finlm.evals import extraction, likelihood, prompts
 from finlm.evals.prompts import Prompt
 from finlm.evals.questions import Question, Suite
-from finlm.evals.styles import STYLES, Style
+from finlm.evals.styles import Style
 from finlm.train.opened import Opened
 
 Mode = Literal["likelihood", "chat", "cloze"]
-VERSIONS: dict[Mode, int] = {"likelihood": 1, "chat": 2, "cloze": 1}  # of what decides an answer here
+VERSION = 1  # of what decides an answer here
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 
@@ -51,7 +51,8 @@ def answers(
         )
     make = {"likelihood": prompts.continuations, "chat": prompts.conversations, "cloze": prompts.cloze}[mode]
     asked = make(opened, suite, questions, shots)
-    settings = [VERSIONS[mode], mode, opened.fingerprint, repr(STYLES[suite.name]) if mode == "chat" else ""]
+    style = prompts.chat_style(opened, suite)
+    settings = [VERSION, mode, opened.fingerprint, repr(style) if mode == "chat" else ""]
     keys = {id(prompt): files.sha256_json([*settings, prompt.text]) for prompt in asked}
     known = {row["key"]: row for row in files.read_json_lines(ledger) if isinstance(row, dict) and "key" in row}
     left = [prompt for prompt in asked if keys[id(prompt)] not in known]
@@ -66,7 +67,7 @@ def answers(
         ) from None
     if len(left) < len(asked):
         screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
-    batches = _written(opened, left, STYLES[suite.name]) if mode == "chat" else _likeliest(opened, left)
+    batches = _written(opened, left, style) if mode == "chat" else _likeliest(opened, left)
     with screen.progress(f"{suite.name}, {mode}", len(left), "answered") as advance:
         for batch in batches:
             rows = []
@@ -127,13 +128,9 @@ class _Decided(StoppingCriteria):  # type: ignore[misc]
 
 
 def _generate(opened: Opened, rows: Sequence[tuple[int, ...]], style: Style) -> list[str]:
-    """The greedy continuation of each row of ids.
-
-    Rows are padded on the left with their own first token: attention does not see it, and the penalty on repetition,
-    which looks at all ids of a row, finds none that the row has not anyway.
-    """
-    width = max(map(len, rows))
-    ids = torch.tensor([row[:1] * (width - len(row)) + row for row in rows], device=opened.device)
+    """The greedy continuation of each row of ids; padding is masked, from the penalty on repetition too."""
+    width, pad = max(map(len, rows)), opened.eos_ids[0]
+    ids = torch.tensor([(pad,) * (width - len(row)) + row for row in rows], device=opened.device)
     mask = torch.tensor([(0,) * (width - len(row)) + (1,) * len(row) for row in rows], device=opened.device)
     with torch.inference_mode():
         out = opened.model.generate(
@@ -143,10 +140,10 @@ def _generate(opened: Opened, rows: Sequence[tuple[int, ...]], style: Style) -> 
             temperature=None,
             top_p=None,
             top_k=None,
-            max_new_tokens=prompts.answer_tokens(opened, style),  # the same whoever shares the batch
+            max_new_tokens=style.max_tokens,
             repetition_penalty=style.repetition_penalty,
             eos_token_id=list(opened.eos_ids),
-            pad_token_id=opened.eos_ids[0],  # behind a row that has ended
+            pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([_Decided(opened, width, len(rows))]),
         )
     return [text.strip() for text in opened.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]

@@ -7,7 +7,7 @@ question that does not fit alone loses its beginning, as in lm-eval.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finlm.data.synthetic_exam import LETTERS
 from finlm.evals.questions import Question, Suite
@@ -90,8 +90,8 @@ def _answered(opened: Opened, asked: str, answer: str) -> str:
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
     """Chats for assistants, in the model's own template, that leave room for the answer."""
-    style, prompts = STYLES[suite.name], list[Prompt]()
-    room = opened.context - answer_tokens(opened, style)
+    style, prompts = chat_style(opened, suite), list[Prompt]()
+    room = opened.context - style.max_tokens
     for question in questions:
         for count in range(len(_examples(suite, question, shots)), -1, -1):
             text = _conversation(opened, style, suite, question, count)
@@ -102,9 +102,10 @@ def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], s
     return prompts
 
 
-def answer_tokens(opened: Opened, style: Style) -> int:
-    """How long an answer may be: as long as the suite's, but at most a quarter of the context."""
-    return max(1, min(style.max_tokens, opened.context // 4))
+def chat_style(opened: Opened, suite: Suite) -> Style:
+    """The suite's, with answers of at most a quarter of the context: as long whoever shares the batch."""
+    style = STYLES[suite.name]
+    return replace(style, max_tokens=max(1, min(style.max_tokens, opened.context // 4)))
 
 
 def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
