@@ -11,13 +11,13 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import RunMaker
 from finlm import cli, export, import_gguf
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.evals import perplexity
 from finlm.train import trained
 
-from conftest import RunMaker
 from helpers import QUICKSTART
 from ranks import Ranks
 
