@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_run_goes_on_when_only_how_it_is_carried_out_was_changed(
     found = earlier(tmp_path, override)
     assert found is not None and found.step == 10
     assert override.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_only_other_hosts_have_is_brought_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier(tmp_path)
+    run = RunDir(tmp_path / "runs/quickstart-1")
+    shutil.rmtree(run.checkpoints)
+    for step in (10, 20):
+        run.append_event("checkpoint", step=step)
+
+    def gathered(run: RunDir, hosts: cluster.Cluster, step: int, accept_new: bool) -> None:
+        files.write_json(run.checkpoint(step) / "manifest.json", Manifest(step, 2, 1, "none", {}).to_json())
+
+    monkeypatch.setattr(lineage.gather, "checkpoint", gathered)
+    wanted = recipe.load(QUICKSTART, (*TINY, "batch.micro_batch=2")).recipe
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
+    found = lineage.earlier(wanted, plan, tmp_path / "shards", tmp_path / "runs")
+    assert found is not None and found.step == 20
 
 
 def test_a_run_that_is_not_continued_says_which_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir |
             return run
         if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
             continue
-        step = max((step for step, _ in (*run.continued_checkpoints(), *run.complete_checkpoints())), default=0)
+        step = max((step for step, _ in _checkpoints(run)), default=0)
         screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
         return run
     return None
@@ -151,6 +151,15 @@ def _differences(run: RunDir, plan: Plan) -> list[str]:
     return shown or [f"{key}" for key in new if old.get(key) != new[key]]
 
 
+def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """(step, directory) of what can be gone on from, oldest first; also the newest, where only other hosts have it."""
+    here = [*run.continued_checkpoints(), *run.complete_checkpoints()]
+    written = max((row["step"] for row in run.read_events("checkpoint")), default=0)
+    return (
+        here if written <= max((step for step, _ in here), default=0) else [*here, (written, run.checkpoint(written))]
+    )
+
+
 def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
     """The newest checkpoint of a run whose files are all here and whole; parts on other hosts are brought here."""
     hosts = Cluster(
@@ -159,7 +168,7 @@ def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Pat
             for host in planned.hosts
         )
     )
-    for step, directory in reversed([*run.continued_checkpoints(), *run.complete_checkpoints()]):
+    for step, directory in reversed(_checkpoints(run)):
         if directory.parent == run.checkpoints:
             gather.checkpoint(run, hosts, step, accept_new)
         found = disk.faults(directory, Manifest.read(directory).files, THREADS)
