@@ -153,11 +153,11 @@ def _differences(run: RunDir, plan: Plan) -> list[str]:
 
 def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
     """(step, directory) of what can be gone on from, oldest first; also the newest, where only other hosts have it."""
-    here = [*run.continued_checkpoints(), *run.complete_checkpoints()]
+    found = [*run.continued_checkpoints(), *run.complete_checkpoints()]
     written = max((row["step"] for row in run.read_events("checkpoint")), default=0)
-    return (
-        here if written <= max((step for step, _ in here), default=0) else [*here, (written, run.checkpoint(written))]
-    )
+    if written > max((step for step, _ in found), default=0):
+        found.append((written, run.checkpoint(written)))
+    return found
 
 
 def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:

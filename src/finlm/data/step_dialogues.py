@@ -45,12 +45,7 @@ from finlm.recipe.schema_post import Sft
 
 VERSION = 2
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
-_SFT = {
-    "assistant_only_loss",
-    "answer_apart",
-    "mask_eos",
-    "tokenizer",
-}  # decide tokens, the rest is about rows
+_SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decide tokens; the rest is about rows
 
 
 @dataclass(frozen=True)
