@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from finlm.base import memory
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
@@ -199,12 +200,12 @@ def default_hostfile() -> Path | None:
 def local(cpu_ranks: int) -> Cluster:
     """This machine: all visible GPUs, else cpu_ranks CPU ranks."""
     found = visible_gpus()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ram = memory.total_bytes()
     if not found:
-        return Cluster((Host("localhost", cpu_ranks, None, memory),))
+        return Cluster((Host("localhost", cpu_ranks, None, ram),))
     # The launcher counts the GPUs of the machine, so a choice by CUDA_VISIBLE_DEVICES must be told to it.
     devices = () if list(found) == list(range(len(found))) else tuple(found)
-    return Cluster((Host("localhost", len(found), next(iter(found.values())), memory, devices),))
+    return Cluster((Host("localhost", len(found), next(iter(found.values())), ram, devices),))
 
 
 def visible_gpus() -> dict[int, str]:

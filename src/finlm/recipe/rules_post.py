@@ -89,8 +89,8 @@ def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "train.compile", f"stage {recipe.stage} would compile anew for every length of a batch; use auto"
         if isinstance(recipe.batch.micro_batch, dict):
             yield "batch.micro_batch", f"stage {recipe.stage} weighs every rank alike: give one number for all"
-    if recipe.stage in ("dpo", "reward", "grpo") and recipe.data.mixture:
-        yield "data.mixture", f"stage {recipe.stage} reads every pair once an epoch; leave it out"
+        if recipe.data.mixture:
+            yield "data.mixture", f"stage {recipe.stage} reads every pair once an epoch; leave it out"
     if recipe.dpo is not None and recipe.dpo.label_smoothing and recipe.dpo.loss != "robust":
         yield "dpo.label_smoothing", f"has no effect with loss {recipe.dpo.loss}; choose robust or leave it out"
     if recipe.stage == "reward" and recipe.lora is not None:

@@ -40,6 +40,20 @@ class Incident:
     blame: bool = False
 
 
+class Skipped:
+    """The steps of late that left the weights alone."""
+
+    def __init__(self) -> None:
+        self._steps: deque[int] = deque()
+
+    def count(self, step: int) -> int:
+        """One more: how many of the last RECENT_STEPS they are now."""
+        self._steps.append(step)
+        while self._steps[0] <= step - RECENT_STEPS:
+            self._steps.popleft()
+        return len(self._steps)
+
+
 class Watch:
     """Judges the steps of a run, one after the other."""
 
@@ -47,7 +61,7 @@ class Watch:
         """scales_loss: a gradient that is not finite only means that fp16's dynamic loss scale is too high."""
         self.settings, self.scales_loss = settings, scales_loss
         self._losses: deque[float] = deque(maxlen=settings.spike.window)
-        self._skipped: deque[int] = deque()
+        self._skipped = Skipped()
         self._is_high = False
         self.limit = math.inf  # the loss above which the next step is a spike
 
@@ -92,10 +106,7 @@ class Watch:
 
     def _skip(self, step: int, what: str, detail: str, blame: bool) -> Incident:
         """The weights stayed as they were; too many of these end the run."""
-        self._skipped.append(step)
-        while self._skipped[0] <= step - RECENT_STEPS:
-            self._skipped.popleft()
-        count, most = len(self._skipped), self.settings.stop_after
+        count, most = self._skipped.count(step), self.settings.stop_after
         detail += f"; the weights were left alone; {count} of the last {RECENT_STEPS} steps"
         if count > most:
             return Incident(what, f"{detail} is more than incidents.stop_after ({most})", "stop", blame)

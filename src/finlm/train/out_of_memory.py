@@ -5,13 +5,13 @@ The planner's prediction of every other layout is scaled by what this one took o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from finlm.base import memory
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
@@ -51,8 +51,8 @@ def report(run_path: Path, error: Exception) -> str:
 def now() -> Taken:
     """This rank's device."""
     free, total = torch.cuda.mem_get_info()
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Taken(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(), total - free, total, ram)
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    return Taken(allocated, reserved, total - free, total, memory.total_bytes())
 
 
 def explained(recipe: Recipe, plan: Plan, taken: Taken, error: Exception) -> UserError:

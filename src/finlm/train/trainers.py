@@ -31,7 +31,7 @@ from finlm.train import engine, interrupt, kernels
 from finlm.train.checkpoint import Checkpoints
 from finlm.train.entry import is_due, join, versions
 from finlm.train.events import Events
-from finlm.train.incidents import RECENT_STEPS
+from finlm.train.incidents import RECENT_STEPS, Skipped
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.r: Rank = trainer.rank
         self.begun = 0.0
         self.lr = 0.0
-        self.skipped: list[int] = []  # the latest steps
+        self.skipped = Skipped()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The start row, and what the model scores before the first step."""
@@ -249,10 +249,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         r = self.r
         detail = "gradient overflow; loss scale lowered"
         if r.plan.precision != "fp16":
-            self.skipped = [*(past for past in self.skipped if past > step - RECENT_STEPS), step]
-            detail = f"a gradient is not finite, {len(self.skipped)} of the last {RECENT_STEPS} steps"
-            if len(self.skipped) > r.recipe.incidents.stop_after:
-                detail += f", more than incidents.stop_after ({r.recipe.incidents.stop_after})"
+            count, most = self.skipped.count(step), r.recipe.incidents.stop_after
+            detail = f"a gradient is not finite, {count} of the last {RECENT_STEPS} steps"
+            if count > most:
+                detail += f", more than incidents.stop_after ({most})"
                 self.trainer.exit_code = 1
         r.events.record("incident", step=step, what="step skipped", detail=detail)
 
