@@ -33,6 +33,7 @@ import numpy as np
 from finlm import config
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.ops.launch_env import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -52,6 +53,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours-zero2": ("zero.stage=2",),
     "ours-zero3": ("zero.stage=3",),
     "ours-documents": ("data.document_masks=true",),
+    "ours-stream": ("zero.offload_optimizer=stream", "train.recompute=none"),
     "ours-offload": ("zero.stage=3", "zero.offload_optimizer=cpu", "train.recompute=full"),
 }
 PEERS = ("reference", "hf-tuned", "pytorch")
@@ -95,7 +97,8 @@ def ours(overrides: tuple[str, ...], gpus: int, steps: int, work: Path) -> dict[
     files.write_json(run.ds_config, config.deepspeed(loaded, plan))
     files.write_json(run.manifest, {"shards": {"path": str(work / "shards")}})
     started = time.monotonic()
-    process = launched(["-m", "finlm.train", str(run.path)], run.path)
+    env = host_env(loaded, plan, cluster.local(gpus).hosts[0])
+    process = launched(["-m", "finlm.train", str(run.path)], run.path, env)
     first = None
     rows: list[dict[str, Any]] = []
     while process.poll() is None and len(rows) < steps and time.monotonic() - started < LIMIT_SECONDS:
@@ -144,14 +147,18 @@ def peer(name: str, overrides: tuple[str, ...], gpus: int, steps: int, work: Pat
     return found | {"tokens_per_second": plan.tokens_per_step / seconds, "step_seconds": seconds}
 
 
-def launched(arguments: list[str], directory: Path) -> subprocess.Popen[bytes]:
+def launched(arguments: list[str], directory: Path, more: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """A rank on every visible GPU through the DeepSpeed launcher, in a session of their own."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "DS_SKIP_CUDA_CHECK": "1",
-        "OMP_NUM_THREADS": "16",
-    }
+    env = (
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "DS_SKIP_CUDA_CHECK": "1",
+            "OMP_NUM_THREADS": "16",
+        }
+        | (more or {})
+    )
     launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]
     launcher.append(f"--master_port={free_port()}")
     if arguments[0] == "-m":

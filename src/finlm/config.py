@@ -18,7 +18,7 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.plan import memory, planner
+from finlm.plan import buckets, memory, planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, rules, shape
 from finlm.recipe import recipe as recipes
@@ -102,19 +102,19 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    sizes = memory.buckets(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
+    sizes = buckets.buckets(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: dict[str, Any] = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero
     zero |= {
-        "contiguous_gradients": memory.is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer),
+        "contiguous_gradients": buckets.is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer),
         "overlap_comm": plan.device == "cuda" and plan.world_size > 1,
         "reduce_scatter": True,
         "reduce_bucket_size": sizes.reduce,
         "allgather_partitions": True,
         "allgather_bucket_size": sizes.allgather,
     }
-    if plan.offload_optimizer != "none":
+    if plan.offload_optimizer in buckets.ON_HOST:
         zero["offload_optimizer"] = _offload(recipe, plan, plan.offload_optimizer, {"buffer_count": 4})
     if plan.zero_stage < 3:
         return zero
@@ -169,7 +169,7 @@ def _optimizer(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     if optim.optimizer == "adam":
         # Without it DeepSpeed's "Adam" is AdamW (engine.py, ADAM_W_MODE_DEFAULT).
         params["adam_w_mode"] = False
-    if plan.offload_optimizer == "none":
+    if plan.offload_optimizer not in buckets.ON_HOST:
         # torch's fused AdamW needs no compiler; DeepSpeed's FusedAdam is built at first use.
         params |= {"torch_adam": True, "fused": True}
     return {"type": "AdamW" if optim.optimizer == "adamw" else "Adam", "params": params}

@@ -90,6 +90,14 @@ def test_the_slowest_kind_binds() -> None:
     assert mixed.compute == slow.compute
 
 
+def test_a_streamed_optimizer_takes_the_time_of_pcie() -> None:
+    layout = dataclasses.replace(BASE, offload_optimizer="stream", zero_stage=1)
+    streamed, stays = (step(XUANYUAN_6B, one, [("H200", 1)]) for one in (layout, BASE))
+    assert streamed.compute == stays.compute
+    assert streamed.optimizer == pytest.approx(1.52, rel=0.03)  # measured: LOGBOOK.md of 2026-11-22
+    assert step(XUANYUAN_6B, layout, [("V100-32G", 1)]).optimizer > 4 * streamed.optimizer, "PCIe 3"
+
+
 def test_accumulation_amortises_the_optimizer_step() -> None:
     layout = dataclasses.replace(BASE, offload_optimizer="cpu", zero_stage=2)
     one, many = (step(XUANYUAN_6B, layout, [("H200", 1)], accumulation=n) for n in (1, 16))

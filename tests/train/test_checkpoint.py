@@ -241,14 +241,27 @@ def test_another_cluster_continues_with_the_same_rows_and_losses(
     assert first.complete_checkpoints()[-1][0] == 9, "the parent stays as it is"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "offload"])
-def test_other_precisions_and_an_optimizer_on_the_cpu_resume_bit_identical(
+@pytest.mark.parametrize("places", [("none", "stream"), ("stream", "none")], ids=" to ".join)
+def test_a_run_goes_on_when_its_optimizer_moves(
+    tiny: tuple[str, ...], tmp_path: Path, ranks: Ranks, whole: Whole, places: tuple[str, str]
+) -> None:
+    first = planned(tiny, tmp_path / "runs", "zero.stage=1", f"zero.offload_optimizer={places[0]}")
+    assert set(ranks.codes(first, "stopped", 12)) == {-9}
+    second = planned(tiny, tmp_path / "runs", "zero.stage=1", f"zero.offload_optimizer={places[1]}")
+    assert second.path != first.path
+    ranks.train(second)
+    assert curve(second) == curve(whole(1)), "the same bits"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "offload", "stream"])
+def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
     tiny: tuple[str, ...], tmp_path: Path, ranks: Ranks, kind: str
 ) -> None:
     overrides = {
         "bf16": ("train.precision=bf16", "zero.stage=3"),
         "fp16": ("zero.stage=1",),
         "offload": ("zero.stage=2", "zero.offload_optimizer=cpu"),
+        "stream": ("zero.stage=1", "zero.offload_optimizer=stream"),
     }[kind]
     run = planned(tiny, tmp_path / "whole", *overrides, "train.steps=8")
     if kind == "fp16":  # the planner refuses it on a CPU

@@ -107,6 +107,14 @@ def test_one_rank_and_another_micro_batch_give_the_same_loss_and_gradient(
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in first], rel=1e-3)
 
 
+def test_a_streamed_optimizer_gives_the_same_bits_under_trl(
+    whole: RunDir, model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    made = run(tmp_path, sft(tmp_path, model, source, "zero.stage=1", "zero.offload_optimizer=stream", FAST))
+    assert [row["loss"] for row in ranks.train(made)] == losses(whole)
+    assert '"offload_optimizer": "stream"' in made.plan.read_text()
+
+
 def test_the_loss_falls_as_in_stock_trl(model: Path, source: Path, ranks: Ranks, tmp_path: Path) -> None:
     """The same dialogues in the same order, one a row: trl by itself, with torch's AdamW and without DeepSpeed."""
     flat = ("optim.schedule=constant", "optim.warmup_steps=0", "optim.min_lr=0", "optim.lr=3e-3")

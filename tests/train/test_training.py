@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, locked
 from finlm.ops import launch
@@ -34,6 +35,8 @@ def expected(finished: tuple[RunDir, str]) -> list[float]:
         ("zero.stage=0",),
         ("zero.stage=2",),
         ("zero.stage=3",),
+        ("zero.stage=1", "zero.offload_optimizer=stream"),
+        ("zero.stage=2", "zero.offload_optimizer=stream"),
         ("zero.stage=2", "zero.offload_optimizer=cpu"),
         ("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
         ("train.recompute=full",),
@@ -46,6 +49,17 @@ def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
     assert expected[-1] < expected[0] - 0.3
     losses = [row["loss"] for row in ranks.train(make_run(*overrides))]
     assert losses == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(make_run: Any, ranks: Ranks, tmp_path: Path) -> None:
+    found = []
+    for where in ("none", "stream"):
+        run = make_run("train.steps=8", "zero.stage=1", f"zero.offload_optimizer={where}")
+        assert ranks.codes(run, "small_groups_and_fingerprints", 300_000, str(tmp_path / where)) == [0, 0]
+        hashes = [files.read_json(Path(f"{tmp_path / where}.{rank}")) for rank in (0, 1)]
+        found.append((hashes, [(row["loss"], row["grad_norm"]) for row in run.read_events("step")]))
+    assert found[0] == found[1]
+    assert len(set(found[0][0][0].values())) == 8, "every step changed the state"
 
 
 def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expected: list[float]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import finlm
 from finlm.base.units import format_bytes
 from finlm.plan.advice import checkpoint_bytes
+from finlm.plan.buckets import ON_HOST
 from finlm.plan.memory import ELEMENT_BYTES
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
@@ -176,7 +177,7 @@ def _limits(plan: Plan, facts: Mapping[str, Any]) -> Iterator[Fault]:
 def built_ops(plan: Plan) -> set[str]:
     """DeepSpeed's C++ ops that are compiled at first use under this plan; the others run on torch's own kernels."""
     places = {plan.offload_optimizer, plan.offload_param}
-    ops = {"cpu_adam"} if plan.offload_optimizer != "none" else set()
+    ops = {"cpu_adam"} if plan.offload_optimizer in ON_HOST else set()
     return ops | ({"async_io", "pin_memory"} if "nvme" in places else set())
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from finlm.plan import stages
-from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, buckets, gpu_items, share, trained
+from finlm.plan.buckets import buckets
+from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, gpu_items, share, trained
 from finlm.recipe.shape import ModelShape
 
 PROCESS_BYTES = 3 * GIB  # of a rank that drives a GPU; 2.0 to 3.1 GiB measured, 4 while it compiles
@@ -59,6 +60,8 @@ def offloaded(shape: ModelShape, layout: Layout) -> dict[str, int]:
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
         each = _rounding(shape, layout, 1) if layout.device == "cuda" else 1.0
         items["16-bit gradients"] = pin(e * own) if layout.zero_stage == 3 else int(e * own * each)
+    elif layout.offload_optimizer == "stream":
+        items = {"fp32 master": 4 * own, "Adam states": 8 * own}
     elif layout.offload_optimizer == "nvme":
         # Master, both moments and the gradient of one sub-group in memory, read and written in turn.
         group = min(own, buckets(3, "nvme", shape).sub_group)

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from finlm.plan.buckets import ON_HOST, STREAM_SETS, Offload, OffloadParam, buckets, is_contiguous, optimizer_group
 from finlm.recipe.shape import ModelShape
 
 GIB = 2**30
@@ -26,9 +27,6 @@ UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, co
 NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 LOGITS_SLICE_BYTES = {"cuda": 2**30, "cpu": 2**24}  # train/loss.py: logits that exist at once; on CPU they fit a cache
-OPTIMIZER_GROUP = 500_000_000  # parameters of a group that DeepSpeed's stages 1 and 2 step at once
-
-Offload = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Layout:
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: Offload
-    offload_param: Offload
+    offload_param: OffloadParam
     recompute: Literal["none", "selective", "full"]
     micro_batch: int
     sequence_length: int
@@ -63,33 +61,6 @@ class Layout:
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.sequence_length * self.sequences
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Element counts of DeepSpeed's buffers; config.py writes the same numbers into the JSON."""
-
-    reduce: int
-    allgather: int
-    prefetch: int
-    persistence: int
-    live: int
-    sub_group: int
-
-
-def buckets(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
-    """Large buckets where memory is not the point (stages 1, 2), DeepSpeed's defaults where it is; <= the model."""
-    cap = max(shape.parameters, 1)
-    reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
-    return Buckets(
-        reduce=min(reduce, cap),
-        allgather=min(500_000_000, cap),
-        # A layer is gathered as a whole and the next must fit: DeepSpeed's 50 million are a quarter of XuanYuan-6B's.
-        prefetch=min(max(50_000_000, int(1.1 * shape.layer_parameters)), cap),
-        persistence=min(10 * shape.hidden, cap),  # norms stay whole, matrices are partitioned; the rule of transformers
-        live=min(1_000_000_000, cap),
-        sub_group=100_000_000 if offload_optimizer == "nvme" else 1_000_000_000,
-    )
 
 
 def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -222,7 +193,7 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
     """What lives beside the states: at the loss; in the last layer's backward; a full bucket; the first layer's."""
     e, size = layout.element_bytes, trained(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
-    sent = layout.offload_optimizer != "none" and layout.zero_stage >= 2
+    sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2
     gradients = 0 if sent else e * share(size, layout, 2)
     before = gradients if layout.accumulates else 0
     kept = kept_bytes(shape, layout)
@@ -264,19 +235,10 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     e, size = layout.element_bytes, buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
-    stays = layout.zero_stage == 1 or (layout.zero_stage, layout.offload_optimizer) == (2, "none")
+    stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
     reduced = e * share(trained(shape, layout), layout, 1) if stays else 0
     layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
     return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)
-
-
-def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:
-    """Whether DeepSpeed copies gradients into buckets while the backward pass runs (contiguous_gradients).
-
-    On one GPU at stage 1 there is nothing to reduce, and the copy of all gradients would be made while activations
-    still live: 12 GiB of XuanYuan-6B.
-    """
-    return stage > 1 or (stage == 1 and (world_size > 1 or offload_optimizer != "none"))
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -287,7 +249,7 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     """
     e, own = layout.element_bytes, share(trained(shape, layout), layout, 1)
     to_fp32 = 4 if e == 2 else 0
-    if layout.offload_optimizer != "none":
+    if layout.offload_optimizer in ON_HOST:
         return 0
     if layout.zero_stage == 0:
         return (e + to_fp32) * own
@@ -296,5 +258,6 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return e * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
-    group = max(OPTIMIZER_GROUP, largest) // layout.world_size
-    return e * own + (e + to_fp32) * min(own, group)
+    group = min(own, max(optimizer_group(layout.offload_optimizer), largest) // layout.world_size)
+    passing = 12 * STREAM_SETS * group if layout.offload_optimizer == "stream" else 0
+    return e * own + (e + to_fp32) * group + passing

@@ -39,7 +39,7 @@ class Plan:
     world_size: int
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     zero_stage: Literal[0, 1, 2, 3]
-    offload_optimizer: Literal["none", "cpu", "nvme"]
+    offload_optimizer: Literal["none", "stream", "cpu", "nvme"]
     offload_param: Literal["none", "cpu", "nvme"]
     recompute: Literal["none", "selective", "full"]
     compiled: bool

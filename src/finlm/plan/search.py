@@ -114,7 +114,7 @@ def allowed(recipe: Recipe) -> Choices:
         stages = (3,)
     return Choices(
         stages=stages if zero.stage == "auto" else (zero.stage,),
-        offload_optimizer=("none", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
+        offload_optimizer=("none", "stream", "cpu") if zero.offload_optimizer == "auto" else (zero.offload_optimizer,),
         offload_param=params if zero.offload_param == "auto" else (zero.offload_param,),
         recompute=RECOMPUTE if recipe.train.recompute == "auto" else (recipe.train.recompute,),
     )
@@ -142,6 +142,7 @@ def candidates(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
     ):
         is_refused = (param != "none" and stage < 3) or (optimizer != "none" and stage == 0)
+        is_refused |= optimizer == "stream" and stage == 3
         is_refused |= precision == "fp8" and stage not in rules.FP8_STAGES
         # Parameters alone on the host save the least and cost the most transfers.
         is_pointless = param == "cpu" and optimizer == "none" and recipe.zero.offload_param == "auto"

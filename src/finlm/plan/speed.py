@@ -4,8 +4,8 @@ One optimizer step takes max(compute, overlapped transfers) + exposed transfers 
 bytes is one collective over all N weights; it crosses the slowest of the GPU links and each host's network card once.
 With adapters N is theirs; only stage 3 gathers all weights then.
 Stage 0 moves 2 V a step, 1 and 2 reduce and gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over
-10 Gb/s Ethernet is why a 7B model takes years. An offloaded optimizer steps on the host's cores: OMP_NUM_THREADS of the
-recipe's environment counts.
+10 Gb/s Ethernet is why a 7B model takes years. An offloaded optimizer steps on the host's cores, where the
+recipe's OMP_NUM_THREADS counts, or passes through the GPU, where PCIe does.
 
 tests/plan/test_measured.py holds it to runs on H200s. CPU ranks have no prediction.
 """
@@ -126,6 +126,9 @@ def _offload_seconds(
     if layout.offload_optimizer == "none":
         bandwidth = STEP_BANDWIDTH_SHARE * min(kind.gpu.memory_bandwidth for kind in kinds)
         return moved / pcie, STEP_BYTES_PER_PARAMETER * own / bandwidth
+    if layout.offload_optimizer == "stream":  # master and moments, 12 bytes down while 12 go up
+        memory_binds = max(own * kind.slots / (_age(kind) * ADAM_PER_HOST) for kind in kinds)
+        return moved / pcie, max(12 * own / pcie, memory_binds)
     moved += 2 * layout.element_bytes * own
     # New weights come back in fp32, before anything else can go on; weights that live on the host stay there.
     back = 4 * own / pcie if layout.offload_param == "none" else 0.0
@@ -138,6 +141,10 @@ def _offload_seconds(
 
 def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
     """Seconds of Adam on a host's cores: `parameters` of each of its ranks, which share its memory."""
-    age = min(1.0, kind.gpu.pcie_bytes_per_second / NEW_HOST_PCIE)
-    rate = min(ADAM_PER_THREAD * threads, age * ADAM_PER_RANK, age * ADAM_PER_HOST / kind.slots)
+    rate = min(ADAM_PER_THREAD * threads, _age(kind) * ADAM_PER_RANK, _age(kind) * ADAM_PER_HOST / kind.slots)
     return (ZERO3_PASSES if stage == 3 else 1.0) * parameters / rate
+
+
+def _age(kind: Rank) -> float:
+    """Memory bandwidth of a host over that of one beside H200s."""
+    return min(1.0, kind.gpu.pcie_bytes_per_second / NEW_HOST_PCIE)

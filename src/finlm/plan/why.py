@@ -43,7 +43,7 @@ def choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterat
             speeds = [one.tokens_per_second or 0.0 for one in kept if one.fits]
             yield f"offload: {chosen.tokens_per_second or 0.0:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
     if recipe.train.recompute == "auto":
-        others = [one for one in found if one.layout.recompute == "none"]
+        others = [one for one in found if one.layout.recompute == "none" and (one.is_roomy or not one.fits)]
         if layout.recompute == "none":
             yield "no recompute: the activations fit"
         elif speeds := [one.tokens_per_second for one in others if one.fits and one.tokens_per_second]:
@@ -145,7 +145,7 @@ def nothing_fits(
     if not found:
         return PlanError(
             "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
-            fix="offload_param needs stage 3, offload_optimizer stage 1 or more",
+            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2",
         )
     nearest = min(found, key=lambda one: one.over)
     layout = nearest.layout
@@ -154,7 +154,10 @@ def nothing_fits(
     evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
     free = search.relaxed(recipe)
     others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_step) if one.fits]
-    if others:
+    waiting = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": False})})
+    if any(one.fits for one in search.candidates(waiting, cluster, shape, precision, rows_per_step)):
+        fix = "set checkpoint.asynchronous: false, which needs no copy of the states in host memory"
+    elif others:
         fix = "set " + _changes(layout, min(others, key=lambda one: (_distance(layout, one), one.complexity)))
     else:
         fix = _more_hosts(free, cluster, shape, precision, rows_per_step)

@@ -117,8 +117,10 @@ def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param:
     """What DeepSpeed refuses or ignores at a ZeRO stage; also asked about the stage and offload the planner chose."""
     if stage < 3 and offload_param in ("cpu", "nvme"):
         yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {stage}"
-    if stage == 0 and offload_optimizer in ("cpu", "nvme"):
+    if stage == 0 and offload_optimizer in ("stream", "cpu", "nvme"):
         yield "zero.offload_optimizer", "needs stage 1, 2 or 3"
+    elif stage == 3 and offload_optimizer == "stream":
+        yield "zero.offload_optimizer", "stream needs stage 1 or 2; at stage 3 give cpu"
     elif stage < 3 and offload_optimizer == "nvme":
         yield "zero.offload_optimizer", f"nvme needs stage 3: DeepSpeed takes it for cpu at stage {stage}"
     for name, is_on in (

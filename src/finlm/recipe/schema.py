@@ -111,8 +111,10 @@ class Zero(Section):
     """DeepSpeed ZeRO."""
 
     stage: Literal[0, 1, 2, 3, "auto"] = Field("auto", description="ZeRO stage.")
-    offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = Field(
-        "auto", description="Where optimizer states live."
+    offload_optimizer: Literal["none", "stream", "cpu", "nvme", "auto"] = Field(
+        "auto",
+        description="Where optimizer states live: the GPU; the host, stepped by the GPU as they pass through it; the "
+        "host, stepped by its cores; a disk.",
     )
     offload_param: Literal["none", "cpu", "nvme", "auto"] = Field(
         "auto", description="Where parameters live (stage 3)."

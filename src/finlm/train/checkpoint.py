@@ -31,6 +31,7 @@ from finlm.base import memory
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.units import format_bytes
+from finlm.plan.buckets import ON_HOST
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Checkpoint
 from finlm.train import checkpoint_load, generators, groups
@@ -65,7 +66,7 @@ class Checkpoints:
         self._clean()
         self.threads = max(1, min(THREADS, (os.cpu_count() or 1) // groups.gathered(host_name()).count(host_name())))
         self.store = Store()
-        self.store.mmap = plan.device == "cuda" and plan.offload_optimizer == "none"
+        self.store.mmap = plan.device == "cuda" and plan.offload_optimizer not in ON_HOST
         engine.checkpoint_engine = self.store
         engine._copy_recovery_script = lambda *_: None  # it unpickles without weights_only; `finlm export` does its job
         # One rank a directory writes the model states: with DeepSpeed's use_node_local_storage one of every host would,

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from finlm.base.errors import UserError
+from finlm.train.streamed import page_locked
 
 SAFE = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
 SMALL_BYTES = 1 << 20  # below it a buffer that stays is not worth its page-locking
@@ -146,7 +147,7 @@ class Buffers:
             memory = torch.empty(size, dtype=torch.uint8)
             memory.zero_()  # touched, so that every page exists
             if self.locked:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+                memory = page_locked(memory)
             self.memory.append(memory)
 
     def begin(self) -> None:

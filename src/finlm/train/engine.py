@@ -9,15 +9,17 @@ import deepspeed
 import torch
 from torch import distributed
 
-from finlm.plan.memory import OPTIMIZER_GROUP, is_contiguous
+from finlm.plan.buckets import ON_HOST, is_contiguous, optimizer_group
 from finlm.plan.plan import Plan
+from finlm.train import streamed
 
 
 def initialize(model: torch.nn.Module, plan: Plan, ds_config: dict[str, Any]) -> Any:
     """The engine around the model. The process group exists."""
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model, plan), config=ds_config
-    )
+    with streamed.hosted(plan):
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model, plan), config=ds_config
+        )
     tune(optimizer, plan)
     return engine
 
@@ -26,7 +28,7 @@ def tune(optimizer: Any, plan: Plan) -> None:
     """What makes DeepSpeed's optimizer faster, or stop at what is not finite; before the first step."""
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)
-    if plan.zero_stage in (1, 2) and plan.offload_optimizer == "none":
+    if plan.zero_stage in (1, 2) and plan.offload_optimizer not in ON_HOST:
         optimizer.get_grad_norm_direct = partial(global_norm, optimizer)
         if not is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer):
             # The average over one rank: copying all gradients into buckets and back for it takes 18 ms at 6.4 B.
@@ -51,15 +53,15 @@ def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """The trained parameters in groups of at most OPTIMIZER_GROUP elements (or one parameter); one group at stage 3.
+    """The trained parameters in groups of at most optimizer_group() elements (or one parameter); one group at stage 3.
 
     DeepSpeed's stages 1 and 2 step group by group and hold the fp32 gradient of one group at a time; in one group it
     would be of all parameters, and set the peak of the whole step.
     """
     groups: list[list[torch.nn.Parameter]] = []
-    size = 0
+    size, most = 0, optimizer_group(plan.offload_optimizer)
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-        if not groups or (plan.zero_stage in (1, 2) and size + parameter.numel() > OPTIMIZER_GROUP):
+        if not groups or (plan.zero_stage in (1, 2) and size + parameter.numel() > most):
             groups.append([])
             size = 0
         groups[-1].append(parameter)
