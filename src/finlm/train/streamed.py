@@ -5,7 +5,7 @@ micro-batches drown in transfers, large ones need full recompute. Here gradients
 without offload, and each group's states then come down, are stepped by the same fused Adam and go back up, the two
 directions of PCIe at work together. The numbers are those of the run without offload, bit for bit.
 
-24 bytes a parameter over PCIe each step: XuanYuan-6B's step takes 1.6 s on an H200 (LOGBOOK.md), whatever the batch.
+24 bytes a parameter over PCIe each step: XuanYuan-6B's step takes 1.5 s on an H200 (LOGBOOK.md), whatever the batch.
 """
 
 from __future__ import annotations
