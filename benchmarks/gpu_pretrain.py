@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +147,15 @@ def peer(name: str, overrides: tuple[str, ...], gpus: int, steps: int, work: Pat
     return found | {"tokens_per_second": plan.tokens_per_step / seconds, "step_seconds": seconds}
 
 
-def launched(arguments: list[str], directory: Path, more: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """A rank on every visible GPU through the DeepSpeed launcher, in a session of their own."""
-    env = (
-        os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "DS_SKIP_CUDA_CHECK": "1",
-            "OMP_NUM_THREADS": "16",
-        }
-        | (more or {})
-    )
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "DS_SKIP_CUDA_CHECK": "1",
+        "OMP_NUM_THREADS": "16",
+        **more,
+    }
     launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]
     launcher.append(f"--master_port={free_port()}")
     if arguments[0] == "-m":

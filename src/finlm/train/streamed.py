@@ -11,7 +11,7 @@ directions of PCIe at work together. The numbers are those of the run without of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -59,14 +59,13 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._is_built = False
         super().__init__(*arguments, **named)
         self._is_built = True
-        self.is_cuda = torch.device(self.device).type == "cuda"
-        self.down: Any = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
-        self.up: Any = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self.backend = torch.get_device_module(self.device)  # torch.cuda, or torch.cpu, whose streams do nothing
+        self.down, self.up = self.backend.Stream(), self.backend.Stream()
         self.masters: list[torch.Tensor] = []  # during a step: where each group's master weights are meanwhile
         self.staged: list[list[torch.Tensor]] = []  # and the places on the GPU, for master and moments of a group each
         self.saved: list[Any] = []  # and when what was there has gone back up
         self.moments: list[dict[str, torch.Tensor]] = []
-        locked = page_locked if self.is_cuda else torch.Tensor.detach
+        locked = page_locked if self.backend is torch.cuda else torch.Tensor.detach
         for master in self.single_partition_of_fp32_groups:
             master.data = locked(master.data)
             self.moments.append({name: locked(torch.zeros_like(master.data)) for name in MOMENTS})
@@ -86,12 +85,12 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> Any:
         """DeepSpeed's, once the last step's copies have arrived."""
-        self._wait()
+        self.backend.synchronize()
         return super().state_dict()
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
         """DeepSpeed's, into the memory that is locked already."""
-        self._wait()
+        self.backend.synchronize()
         super().load_state_dict(*arguments, **named)
         for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
             for name, memory in moments.items():
@@ -105,22 +104,19 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         """DeepSpeed's step, for which the fp32 tensors seem to be on the GPU: one number in their shape."""
-        masters = [master.data for master in self.single_partition_of_fp32_groups]
-        number = torch.empty(1, dtype=masters[0].dtype, device=self.device)
-        size = max(len(memory) for memory in masters)
-        self.masters, self.saved = masters, [None] * STREAM_SETS
-        self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(min(STREAM_SETS, len(masters)))]
+        self.masters = [master.data for master in self.single_partition_of_fp32_groups]
+        size, sets = max(map(len, self.masters)), min(STREAM_SETS, len(self.masters))
+        self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(sets)]
+        self.saved = [self.backend.current_stream().record_event()] * sets
+        number = torch.empty(1, device=self.device)
         for master in self.single_partition_of_fp32_groups:
             master.data = number.expand(len(master))
-        if self.is_cuda:
-            self.down.wait_stream(torch.cuda.current_stream())
         try:
             super().step(closure)
         finally:
-            if self.is_cuda:
-                torch.cuda.current_stream().wait_stream(self.up)
+            self.backend.current_stream().wait_stream(self.up)
             self.staged = []
-            for master, memory in zip(self.single_partition_of_fp32_groups, masters, strict=True):
+            for master, memory in zip(self.single_partition_of_fp32_groups, self.masters, strict=True):
                 master.data = memory
 
     def _optimizer_step(self, group_no: int) -> None:
@@ -134,29 +130,22 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         which = group_no % len(self.staged)
         here = [buffer[: len(host[0])] for buffer in self.staged[which]]
         self._copy(self.down, self.saved[which], here, host)
-        if self.is_cuda:
-            torch.cuda.current_stream().wait_stream(self.down)
+        self.backend.current_stream().wait_stream(self.down)
         master.data = here[0]
         state = self.optimizer.state[master]
         state.update(zip(MOMENTS, here[1:], strict=True))
         state["step"] = state["step"].to(self.device)
         super()._optimizer_step(group_no)
         state.update(moments)
-        before = torch.cuda.current_stream().record_event() if self.is_cuda else None
-        self.saved[which] = self._copy(self.up, before, host, here)
+        self.saved[which] = self._copy(self.up, self.backend.current_stream().record_event(), host, here)
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """On a stream, once `before` has happened; the event that it is done, None on CPU."""
-        with torch.cuda.stream(stream) if self.is_cuda else nullcontext():
-            if before is not None:
-                stream.wait_event(before)
+        """On a stream, once `before` has happened; the event that it is done."""
+        with self.backend.stream(stream):
+            stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            return stream.record_event() if self.is_cuda else None
-
-    def _wait(self) -> None:
-        if self.is_cuda:
-            self.up.synchronize()
+            return stream.record_event()
 
     def _take_moments(self) -> None:
         """Give torch's Adam its moments, so that it allocates none on the GPU; its step counts stay."""
