@@ -34,6 +34,7 @@ from finlm import config
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.ops.launch_env import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe, shape
@@ -107,6 +108,7 @@ class Job:
         files.write_json(self.run.plan, self.plan.to_json())
         files.write_json(self.run.ds_config, config.deepspeed(loaded, self.plan))
         files.write_json(self.run.manifest, {"shards": {"path": str(work / "shards")}})
+        self.env = host_env(loaded, self.plan, Host("localhost", case.gpus))
         port = free_port()
         self.ranks = [self._rank(rank, port, trace) for rank in range(case.gpus)]
         self.used_by_driver = [0] * len(gpus)
@@ -121,10 +123,7 @@ class Job:
             "LOCAL_WORLD_SIZE": str(self.case.gpus),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "DS_SKIP_CUDA_CHECK": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1" if self.plan.device == "cpu" else "16" if self.case.is_offloaded else "4",
+            **self.env,
         }
         command = [sys.executable, str(ROOT / "benchmarks/gpu_plan_rank.py"), str(self.run.path), str(self.steps)]
         command += ["--trace"] if trace else []

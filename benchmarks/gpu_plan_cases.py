@@ -28,6 +28,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "fp16": ("train.precision=fp16",),
     "fp32": ("train.precision=fp32",),
     "offload": ("zero.offload_optimizer=cpu",),
+    "stream": ("zero.offload_optimizer=stream",),
     "offload-both": ("zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
 }
 GPU_CASES = (
@@ -74,6 +75,7 @@ GPU_CASES = (
     "300m 1 64x1x1024 eager",
     "300m 1 8x2x2048 z0 fp16",
     "17m 1 16x1x256 z3",
+    "6b 1 2x4x2048 stream",
     # two GPUs
     "6b 2 8x2x2048",
     "6b 2 6x2x2048 z3",
@@ -89,6 +91,7 @@ GPU_CASES = (
     "1.3b 2 8x2x2048 z3 eager",
     "17m 2 8x1x256",
     "1.3b 2 8x2x2048 z0",
+    "6b 2 2x4x2048 stream",
     # four GPUs
     "6b 4 12x2x2048",
     "6b 4 12x2x2048 z3",

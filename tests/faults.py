@@ -48,7 +48,7 @@ def fingerprints(path: str) -> None:
 
 def small_groups_and_fingerprints(elements: int, path: str) -> None:
     """Groups of at most so many parameters, which a large model has by itself; and the hashes."""
-    engine.optimizer_group = lambda _: elements
+    engine.optimizer_group = lambda *_: elements
     fingerprints(path)
 
 

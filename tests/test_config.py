@@ -55,6 +55,12 @@ def test_every_value_is_concrete_and_the_batch_adds_up() -> None:
         assert made["train_batch_size"] == rows
 
 
+def test_compiled_layers_multiply_without_deepspeeds_own_linear() -> None:
+    compiled, eager = (settings(QUICKSTART, "zero.stage=3", f"train.compile={yes}") for yes in ("true", "false"))
+    assert compiled["zero_optimization"]["memory_efficient_linear"] is False
+    assert "memory_efficient_linear" not in eager["zero_optimization"]
+
+
 def test_torch_adam_is_fused_without_offload_and_absent_with_it() -> None:
     assert settings(QUICKSTART)["optimizer"]["params"]["fused"] is True
     assert settings(QUICKSTART)["optimizer"]["params"]["torch_adam"] is True

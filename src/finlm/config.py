@@ -127,6 +127,10 @@ def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "stage3_max_reuse_distance": sizes.live,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
+    if plan.compiled:
+        # DeepSpeed's own F.linear frees weights that eager autograd would keep; compiled code keeps none. Traced by
+        # torch 2.11 it asks for a weight's number, so that every layer is compiled anew: a second each.
+        zero["memory_efficient_linear"] = False
     if plan.offload_param != "none":
         buffer = {
             "buffer_count": memory.NVME_PARAM_BUFFERS,

@@ -62,6 +62,20 @@ def test_the_optimizer_step_holds_one_group_in_fp32() -> None:
     assert memory.allocated_bytes(items) / GIB == pytest.approx(step, rel=0.01)
 
 
+def test_a_rank_keeps_the_gradients_of_every_matrix_it_has_a_part_of() -> None:
+    tiny = ModelShape(hidden=4, layers=1, heads=1, kv_heads=1, ffn=8, vocab=10, tied=False)
+    sizes = [40, 16, 16, 16, 16, 32, 32, 32, 4, 4, 4, 40]
+    assert (tiny.matrices, sum(sizes)) == (sizes, tiny.parameters)
+    assert buckets.most_reduced(tiny, 10**9, 1) == tiny.parameters
+    # Halves of 126 elements: the first ends in the first of three matrices of the feed-forward block.
+    assert buckets.most_reduced(tiny, 10**9, 2) == sum(sizes[5:])
+    # Each matrix a group, each rank a half of it and the whole gradient.
+    assert buckets.most_reduced(tiny, 1, 2) == tiny.parameters
+    # Groups of 70 million on four H200s: 51.16 GB allocated, 43.03 if each rank kept a quarter.
+    beyond = buckets.most_reduced(XUANYUAN_6B, 70_000_000, 4) - XUANYUAN_6B.parameters / 4
+    assert 2 * beyond == pytest.approx(51.16e9 - 43.03e9, rel=0.06)
+
+
 def test_activations_are_110_kb_a_token_and_layer_when_compiled() -> None:
     assert memory.layer_activation_bytes(XUANYUAN_6B, BASE) == pytest.approx(109_600, rel=0.01)
     eager = dataclasses.replace(BASE, compiled=False)

@@ -22,8 +22,8 @@ MEASURED: dict[str, tuple[float, int, dict[str, Any]]] = {
     "selective recompute": (13_360, 6, {"micro_batch": 8, "recompute": "selective"}),
     "ZeRO-1 on two": (30_277, 6, {"world_size": 2, "micro_batch": 8}),
     "ZeRO-1 on four": (61_489, 4, {"world_size": 4, "micro_batch": 12}),
-    "ZeRO-3 on two": (24_822, 6, {"world_size": 2, "micro_batch": 8, "zero_stage": 3}),
-    "ZeRO-3 on four": (50_881, 4, {"world_size": 4, "micro_batch": 12, "zero_stage": 3}),
+    "ZeRO-3 on two": (29_121, 4, {"world_size": 2, "micro_batch": 12, "zero_stage": 3}),
+    "ZeRO-3 on four": (58_376, 3, {"world_size": 4, "micro_batch": 16, "zero_stage": 3}),
     "uncompiled, recomputed": (9_257, 8, {"micro_batch": 6, "recompute": "full", "compiled": False}),
 }
 

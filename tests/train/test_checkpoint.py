@@ -253,6 +253,24 @@ def test_a_run_goes_on_when_its_optimizer_moves(
     assert curve(second) == curve(whole(1)), "the same bits"
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_goes_on_when_its_optimizer_has_other_groups(
+    tiny: tuple[str, ...], tmp_path: Path, ranks: Ranks, stage: int
+) -> None:
+    run = planned(tiny, tmp_path / "whole", f"zero.stage={stage}", "train.steps=8")
+    ranks.train(run)
+    resumed = copy_at(run, tmp_path)
+    os.truncate(resumed.events, 0)
+    settings = files.read_json(resumed.ds_config)
+    settings["zero_optimization"]["sub_group_size"] = 100_000
+    files.write_json(resumed.ds_config, settings)
+    assert ranks.codes(resumed, "small_groups_and_fingerprints", 300_000, str(tmp_path / "hashes")) == [0, 0]
+    assert [row["step"] for row in resumed.read_events("resharded")] == [6]
+    found, expected = curve(resumed), curve(run)[6:]
+    assert [loss for _, loss, _, _ in found] == pytest.approx([loss for _, loss, _, _ in expected], abs=1e-6)
+    assert [norm for _, _, norm, _ in found] == pytest.approx([norm for _, _, norm, _ in expected], rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "offload", "stream"])
 def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
     tiny: tuple[str, ...], tmp_path: Path, ranks: Ranks, kind: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finlm.base.rundir import RunDir
 from finlm.data.shards import IGNORED
 from finlm.ops import launch
 from finlm.plan import planner
@@ -145,3 +147,35 @@ def test_two_gpus_with_unequal_micro_batches_train_as_equal_ones(make_run: Any, 
     print([a["loss"] - b["loss"] for a, b in zip(equal, unequal, strict=True)])
     assert [row["tokens"] for row in unequal] == [row["tokens"] for row in equal]
     assert [row["loss"] for row in unequal] == pytest.approx([row["loss"] for row in equal], abs=1e-4)
+
+
+# 0.2 billion parameters in twelve layers: four groups of a streamed optimizer.
+DEEP = tuple(f"model.{setting}" for setting in ("hidden_size=1024", "layers=12", "heads=8", "ffn_size=4096"))
+
+
+def trained(run: RunDir) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every step this launch of the run trains, on one GPU."""
+    before = len(list(run.read_events("step"))) if run.events.exists() else 0
+    launch.run_ranks(run, Plan.read(run.plan))
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in run.read_events("step")][before:]
+
+
+def test_a_streamed_optimizer_has_the_bits_of_one_that_stays_and_resumes_with_them(make_run: Any) -> None:
+    steps = ("train.steps=8", "checkpoint.every_steps=4", "zero.stage=1", "train.deterministic=true")
+    found = {}
+    for where in ("none", "stream"):
+        settings = (*DEEP, *steps, f"zero.offload_optimizer={where}")
+        run = make_run(*settings, ranks=1, gpu=torch.cuda.get_device_name())
+        found[where] = trained(run)
+    assert found["stream"] == found["none"]
+    shutil.rmtree(run.checkpoint(8))
+    assert trained(run) == found["none"][4:]
+
+
+def test_layers_under_zero_3_are_compiled_once(make_run: Any) -> None:
+    steps = ("train.steps=3", "optim.warmup_steps=2", "env={TORCH_LOGS: recompiles}")
+    settings = (*DEEP, *steps, "zero.stage=3", "train.compile=true")
+    run = make_run(*settings, ranks=1, gpu=torch.cuda.get_device_name())
+    assert len(trained(run)) == 3
+    log = "".join(path.read_text(encoding="utf-8") for path in run.logs.glob("*.log"))
+    assert log.count("Recompiling function _layer") <= 1, "once for training, once for evaluation"

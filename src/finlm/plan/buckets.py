@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, TypeVar
 
 from finlm.recipe.shape import ModelShape
 
 Offload = Literal["none", "stream", "cpu", "nvme"]
 OffloadParam = Literal["none", "cpu", "nvme"]
 
+Member = TypeVar("Member")
+
 ON_HOST = ("cpu", "nvme")  # offload whose optimizer steps on the host's cores; with "stream" the GPU steps
-OPTIMIZER_GROUP = 500_000_000  # parameters of a group that DeepSpeed's stages 1 and 2 step at once
-STREAM_GROUP = 70_000_000  # of one that passes through the GPU: a matrix or four of a 7B model
+OPTIMIZER_GROUP = 500_000_000  # parameters that a rank steps at once at DeepSpeed's stages 1 and 2
+STREAM_GROUP = 70_000_000  # that pass through its GPU together: a matrix or four of a 7B model
 STREAM_SETS = 3  # groups on the GPU at once: one comes, one is stepped, one goes
 
 
@@ -43,9 +47,38 @@ def buckets(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Bucket
     )
 
 
-def optimizer_group(offload_optimizer: Offload) -> int:
-    """Most parameters of a group at stages 1 and 2, unless a single matrix has more."""
-    return STREAM_GROUP if offload_optimizer == "stream" else OPTIMIZER_GROUP
+def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
+    """Most parameters of a group, of which each rank steps its part, unless a single matrix has more."""
+    return world_size * (STREAM_GROUP if offload_optimizer == "stream" else OPTIMIZER_GROUP)
+
+
+@cache
+def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
+    """Elements of the gradients that the fullest rank keeps after their reduction at stages 1 and 2.
+
+    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
+    """
+    kept = [0] * world_size
+    for members in grouped(shape.matrices, group, lambda size: size):
+        part, start = -(-sum(members) // world_size), 0
+        for size in members:
+            for rank in range(start // part, (start + size - 1) // part + 1):
+                kept[rank] += size
+            start += size
+    return max(kept)
+
+
+def grouped(members: Iterable[Member], most: int, size: Callable[[Member], int]) -> list[list[Member]]:
+    """The members in order, in groups of at most so many elements, or of one member."""
+    groups: list[list[Member]] = []
+    total = 0
+    for member in members:
+        if not groups or total + size(member) > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(member)
+        total += size(member)
+    return groups
 
 
 def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:

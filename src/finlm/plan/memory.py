@@ -12,7 +12,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from finlm.plan.buckets import ON_HOST, STREAM_SETS, Offload, OffloadParam, buckets, is_contiguous, optimizer_group
+from finlm.plan.buckets import (
+    ON_HOST,
+    STREAM_SETS,
+    Offload,
+    OffloadParam,
+    buckets,
+    is_contiguous,
+    most_reduced,
+    optimizer_group,
+)
 from finlm.recipe.shape import ModelShape
 
 GIB = 2**30
@@ -236,9 +245,15 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
     stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
-    reduced = e * share(trained(shape, layout), layout, 1) if stays else 0
+    reduced = e * _most_reduced(shape, layout) if stays else 0
     layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
     return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)
+
+
+def _most_reduced(shape: ModelShape, layout: Layout) -> int:
+    if layout.trainable is not None:
+        return share(layout.trainable, layout, 1)
+    return most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -258,6 +273,6 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return e * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
-    group = min(own, max(optimizer_group(layout.offload_optimizer), largest) // layout.world_size)
+    group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
     passing = 12 * STREAM_SETS * group if layout.offload_optimizer == "stream" else 0
     return e * own + (e + to_fp32) * group + passing

@@ -29,6 +29,7 @@ RECOMPUTE = ("none", "selective", "full")
 AUTO = {"stage": "auto", "offload_optimizer": "auto", "offload_param": "auto"}
 MARGIN = 0.02  # of a GPU's memory that a choice leaves free where it can; predictions err by as much
 OFFLOAD_DOUBT = 0.1  # by which offload must be faster to be chosen where the states fit without
+ZERO3_DOUBT = 0.05  # and ZeRO-3, whose hooks wait for the host: 2.4 s a step on a busy one, 1.8 planned
 NEARLY_EQUAL = 0.02  # speeds closer than this are equal, and the simpler candidate wins
 
 
@@ -81,9 +82,10 @@ class Candidate:
 
     @property
     def worth(self) -> float:
-        """Tokens/s; less with offload, whose speed depends most on the host, which the plan knows least about."""
+        """Tokens/s; less with offload and ZeRO-3, whose speed depends most on the host, which the plan knows least."""
         is_offloaded = self.layout.offload_optimizer != "none" or self.layout.offload_param != "none"
-        return (1 - OFFLOAD_DOUBT * is_offloaded) * (self.tokens_per_second or 0.0)
+        doubt = OFFLOAD_DOUBT * is_offloaded + ZERO3_DOUBT * (self.layout.zero_stage == 3)
+        return (1 - doubt) * (self.tokens_per_second or 0.0)
 
     @property
     def complexity(self) -> tuple[int, ...]:

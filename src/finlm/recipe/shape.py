@@ -40,6 +40,15 @@ class ModelShape:
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
     @property
+    def matrices(self) -> list[int]:
+        """Elements of every parameter in the model's order: embedding, layers, norm, head."""
+        kv_width = self.hidden // self.heads * self.kv_heads
+        attention = [self.hidden * self.hidden, *[self.hidden * kv_width] * 2, self.hidden * self.hidden]
+        layer = [*attention, *[self.hidden * self.ffn] * 3, self.hidden, self.hidden]
+        embedding = [self.embedding_parameters]
+        return [*embedding, *layer * self.layers, self.hidden, *([] if self.tied else embedding)]
+
+    @property
     def matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
         return self.layers * (self.layer_parameters - 2 * self.hidden)

@@ -152,11 +152,12 @@ def optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> 
         flat = [_cut_one(optimizer, group, size, shards) for group, size in groups]
         state["single_partition_of_fp32_groups"], base = [group["fp32"] for group in flat], "base_optimizer_state"
     is_torch = type(optimizer.optimizer).__module__.startswith("torch.")  # DeepSpeed's CPU Adam counts in integers
-    step = torch.tensor(shards.step(), dtype=torch.float32) if is_torch else int(shards.step())
-    moments = [{key: group[key] for key in KEYS[1:]} for group in flat]
+    moments: list[dict[str, Any]] = [{key: group[key] for key in KEYS[1:]} for group in flat]
+    for each in moments:  # torch counts in place: a tensor that groups share would count each of them
+        each["step"] = torch.tensor(shards.step(), dtype=torch.float32) if is_torch else int(shards.step())
     former = _base(old)["param_groups"][0]
     state[base] = {
-        "state": {number: {"step": step, **group} for number, group in enumerate(moments)},
+        "state": dict(enumerate(moments)),
         "param_groups": [
             {**group, **{key: former[key] for key in ("lr", "step") if key in former and key in group}}
             for group in state[base]["param_groups"]

@@ -87,8 +87,9 @@ def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
     """Bring a proved checkpoint into the engine, cut for its number of ranks and ZeRO stage, and the generators."""
     layout, own = manifest.layout, (c.world_size, c.plan.zero_stage, c.plan.offload_optimizer)
     folder, tag = str(directory.parent), directory.name
-    if layout == own or manifest.zero_stage == c.plan.zero_stage == 0:
-        c.store.given = {disk.MANIFEST: c.store.load(c.engine._get_ckpt_name(folder, tag))}
+    state = c.store.load(c.engine._get_ckpt_name(folder, tag)) if layout == own else {}
+    if manifest.zero_stage == c.plan.zero_stage == 0 or (state and _has_groups(c.engine, state["param_shapes"])):
+        c.store.given = {disk.MANIFEST: state or c.store.load(c.engine._get_ckpt_name(folder, tag))}
     else:
         shards = checkpoint_layout.Shards(directory, manifest)
         shard = Path(c.engine._get_zero_ckpt_name(folder, tag)).name
@@ -105,6 +106,11 @@ def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
         replay_powers(c.engine.basic_optimizer)
     if (file := directory / f"loop_rank_{c.rank}.pt").exists() and manifest.world_size == c.world_size:
         generators.restore(c.store.load(str(file))["generators"])
+
+
+def _has_groups(engine: Any, saved: list[dict[str, Any]]) -> bool:
+    """Whether the optimizer's groups are the saved ones; their size is not the same in every version."""
+    return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
 
 def replay_powers(optimizer: Any) -> None:

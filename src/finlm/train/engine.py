@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from torch import distributed
 
-from finlm.plan.buckets import ON_HOST, is_contiguous, optimizer_group
+from finlm.plan.buckets import ON_HOST, grouped, is_contiguous, optimizer_group
 from finlm.plan.plan import Plan
 from finlm.train import streamed
 
@@ -58,15 +58,11 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]
     DeepSpeed's stages 1 and 2 step group by group and hold the fp32 gradient of one group at a time; in one group it
     would be of all parameters, and set the peak of the whole step.
     """
-    groups: list[list[torch.nn.Parameter]] = []
-    size, most = 0, optimizer_group(plan.offload_optimizer)
-    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-        if not groups or (plan.zero_stage in (1, 2) and size + parameter.numel() > most):
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.numel()
-    return [{"params": group} for group in groups]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if plan.zero_stage not in (1, 2):
+        return [{"params": trained}]
+    most = optimizer_group(plan.offload_optimizer, plan.world_size)
+    return [{"params": group} for group in grouped(trained, most, torch.nn.Parameter.numel)]
 
 
 def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
