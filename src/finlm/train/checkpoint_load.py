@@ -14,7 +14,7 @@ import torch
 from finlm.base import checkpoints as disk
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
-from finlm.train import checkpoint_layout, generators, groups
+from finlm.train import checkpoint_layout, checkpoint_store, generators, groups
 
 if TYPE_CHECKING:
     from finlm.train.checkpoint import Checkpoints
@@ -84,12 +84,12 @@ def _damage(c: Checkpoints, directory: Path, manifest: Manifest) -> str:
 
 
 def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
-    """Bring a proved checkpoint into the engine, cut for its number of ranks and ZeRO stage, and the generators."""
+    """Bring a proved checkpoint into the engine, cut for its ranks, ZeRO stage and groups, and the generators."""
     layout, own = manifest.layout, (c.world_size, c.plan.zero_stage, c.plan.offload_optimizer)
     folder, tag = str(directory.parent), directory.name
-    state = c.store.load(c.engine._get_ckpt_name(folder, tag)) if layout == own else {}
-    if manifest.zero_stage == c.plan.zero_stage == 0 or (state and _has_groups(c.engine, state["param_shapes"])):
-        c.store.given = {disk.MANIFEST: state or c.store.load(c.engine._get_ckpt_name(folder, tag))}
+    name = c.engine._get_ckpt_name(folder, tag)
+    if manifest.zero_stage == c.plan.zero_stage == 0 or (layout == own and _has_groups(c.engine, Path(name))):
+        c.store.given = {disk.MANIFEST: c.store.load(name)}
     else:
         shards = checkpoint_layout.Shards(directory, manifest)
         shard = Path(c.engine._get_zero_ckpt_name(folder, tag)).name
@@ -108,8 +108,9 @@ def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
         generators.restore(c.store.load(str(file))["generators"])
 
 
-def _has_groups(engine: Any, saved: list[dict[str, Any]]) -> bool:
-    """Whether the optimizer's groups are the saved ones; their size is not the same in every version."""
+def _has_groups(engine: Any, model_states: Path) -> bool:
+    """Whether a checkpoint's optimizer has the engine's groups; other versions cut other ones."""
+    saved = checkpoint_store.load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
 
