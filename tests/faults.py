@@ -53,9 +53,9 @@ def small_groups_and_fingerprints(elements: int, path: str) -> None:
 
 
 def nan_loss_and_fingerprints(rank: int, micro_steps: list[int], path: str) -> None:
-    """Both."""
+    """Both, in several groups."""
     nan_loss(rank, micro_steps)
-    fingerprints(path)
+    small_groups_and_fingerprints(300_000, path)
 
 
 def sigterm(rank: int, step: int) -> None:

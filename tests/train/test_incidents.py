@@ -39,11 +39,11 @@ def logs(run: RunDir) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage, where", [(1, "none"), (1, "stream"), (3, "none")])
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
-    make_run: Any, ranks: Any, tmp_path: Path, stage: int
+    make_run: Any, ranks: Any, tmp_path: Path, stage: int, where: str
 ) -> None:
-    run = make_run(f"zero.stage={stage}", "batch.micro_batch=4", "train.steps=6")
+    run = make_run(f"zero.stage={stage}", f"zero.offload_optimizer={where}", "batch.micro_batch=4", "train.steps=6")
     # The first of the two micro-steps of step 4, on rank 1 only.
     codes = ranks.codes(run, "nan_loss_and_fingerprints", 1, [6], str(tmp_path / "hash"))
     assert codes == [0, 0], logs(run)
