@@ -70,8 +70,10 @@ def test_allocated_memory() -> None:
 
 
 def test_memory_that_the_driver_reports() -> None:
-    """What the allocator keeps beside is a matter of chance, so this may be a little further off than what it needs."""
-    held(errors("used_bytes"), median=0.03, worst=0.10, low=-0.05)
+    """What the allocator keeps beside is a matter of chance, so a little more may be missing than of what it needs."""
+    found = errors("used_bytes")
+    assert 0.08 < found.pop("1.3b 2 8x2x2048 z3 eager") < 0.10, "the one that is planned too large"
+    held(found, median=0.03, worst=0.08, low=-0.05)
 
 
 def test_step_time() -> None:

@@ -65,7 +65,7 @@ def test_the_optimizer_step_holds_one_group_in_fp32() -> None:
 def test_a_rank_keeps_the_gradients_of_every_matrix_it_has_a_part_of() -> None:
     tiny = ModelShape(hidden=4, layers=1, heads=1, kv_heads=1, ffn=8, vocab=10, tied=False)
     sizes = [40, 16, 16, 16, 16, 32, 32, 32, 4, 4, 4, 40]
-    assert (tiny.matrices, sum(sizes)) == (sizes, tiny.parameters)
+    assert (tiny.sizes, sum(sizes)) == (sizes, tiny.parameters)
     assert buckets.most_reduced(tiny, 10**9, 1) == tiny.parameters
     # Halves of 126 elements: the first ends in the first of three matrices of the feed-forward block.
     assert buckets.most_reduced(tiny, 10**9, 2) == sum(sizes[5:])

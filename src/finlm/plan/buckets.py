@@ -59,7 +59,7 @@ def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
     Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
     """
     kept = [0] * world_size
-    for members in grouped(shape.matrices, group, lambda size: size):
+    for members in grouped(shape.sizes, group, lambda size: size):
         part, start = -(-sum(members) // world_size), 0
         for size in members:
             for rank in range(start // part, (start + size - 1) // part + 1):

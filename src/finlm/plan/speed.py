@@ -24,7 +24,7 @@ from finlm.recipe.shape import ModelShape
 NETWORK_EFFICIENCY = 0.8  # share of line rate NCCL reaches over TCP or RDMA; assumed
 LINK_EFFICIENCY = 0.75  # share of a GPU link's rate that collectives reach
 REDUCE_BYTES_PER_SECOND = 155e9  # copies into buckets and what of a reduction hides behind nothing: two and four H200
-ZERO3_ARITHMETIC = {True: 0.074, False: 0.17}  # share of it that ZeRO-3 adds beside transfers: compiled, eager
+ZERO3_ARITHMETIC = {True: 0.074, False: 0.17}  # of the arithmetic, added by ZeRO-3: compiled, eager
 ZERO3_LAYER = 0.6e-3  # and seconds of hooks a layer and micro-step
 STEP_BYTES_PER_PARAMETER = 43  # fused AdamW 28 + flatten, upcast, clip, copy; the norm reads 2
 STEP_BANDWIDTH_SHARE = 0.5  # 275 GB take 0.115 s on one H200

@@ -33,20 +33,22 @@ class ModelShape:
         return self.vocab * self.hidden
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention, SwiGLU, two RMSNorms."""
-        kv_width = self.hidden // self.heads * self.kv_heads
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width
-        return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+    def layer_sizes(self) -> list[int]:
+        """Elements of a decoder layer's parameters in the model's order: attention, SwiGLU, two RMSNorms."""
+        square, kv_width = self.hidden * self.hidden, self.hidden // self.heads * self.kv_heads
+        attention = [square, self.hidden * kv_width, self.hidden * kv_width, square]
+        return [*attention, *[self.hidden * self.ffn] * 3, self.hidden, self.hidden]
 
     @property
-    def matrices(self) -> list[int]:
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        return sum(self.layer_sizes)
+
+    @property
+    def sizes(self) -> list[int]:
         """Elements of every parameter in the model's order: embedding, layers, norm, head."""
-        kv_width = self.hidden // self.heads * self.kv_heads
-        attention = [self.hidden * self.hidden, *[self.hidden * kv_width] * 2, self.hidden * self.hidden]
-        layer = [*attention, *[self.hidden * self.ffn] * 3, self.hidden, self.hidden]
         embedding = [self.embedding_parameters]
-        return [*embedding, *layer * self.layers, self.hidden, *([] if self.tied else embedding)]
+        return [*embedding, *self.layer_sizes * self.layers, self.hidden, *([] if self.tied else embedding)]
 
     @property
     def matrix_parameters(self) -> int:
