@@ -70,7 +70,7 @@ def test_a_rank_that_goes_nowhere_is_named_with_its_stack(hosts: Cluster, line: 
     assert "sitecustomize.py:2 in <lambda>" in said
     # In whichever collective of the loop comes next after the place where the signal arrived.
     waiting = re.search(r"the others wait at (\w+\.py):\d+ in \w+", said)
-    assert waiting and (Path(finlm.train.__file__).with_name(waiting[1])).is_file()
+    assert waiting and Path(finlm.train.__file__).with_name(waiting[1]).is_file()
     assert "launch.stall_minutes" in said
 
 
