@@ -46,11 +46,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared; differing steps are named by the first one. rows_recorded: False = rows were not compared."""
+    """What was compared; differing steps are named by the first one."""
 
     steps: int
     kills: tuple[Kill, ...]
-    rows_recorded: bool
     first_other_rows: int | None
     first_other_loss: int | None
     other_files: tuple[str, ...]
@@ -131,7 +130,6 @@ def compared(reference: RunDir, other: RunDir, found: Sequence[tuple[str, int]] 
     steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*one, start) for one, start in zip(found, starts, strict=False))
-    is_recorded = all("rows_crc" in row for row in steps.values())
     rows, losses = (
         next((step for step in steps if step not in theirs or steps[step].get(key) != theirs[step].get(key)), None)
         for key in ("rows_crc", "loss")
@@ -139,7 +137,7 @@ def compared(reference: RunDir, other: RunDir, found: Sequence[tuple[str, int]] 
     last = max(steps)
     ours, its = (Manifest.read(each.checkpoint(last)).files for each in (reference, other))
     files = sorted(name for name in {*ours, *its} if ours.get(name) != its.get(name))
-    return Verdict(last, kills, is_recorded, rows, losses, tuple(files))
+    return Verdict(last, kills, rows, losses, tuple(files))
 
 
 def _steps(run: RunDir) -> dict[int, dict[str, Any]]:
@@ -230,7 +228,7 @@ def show(verdict: Verdict) -> None:
         ("rows fed, every step", verdict.first_other_rows),
         ("loss, every step", verdict.first_other_loss),
     )
-    for what, step in rows[0 if verdict.rows_recorded else 1 :]:
+    for what, step in rows:
         screen.say(f"{what:<52} {'equal' if step is None else f'differs first at step {step}'}")
     files = ", ".join(verdict.other_files)
     screen.say(

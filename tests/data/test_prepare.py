@@ -22,7 +22,7 @@ import pytest
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.data import encode, prepare, readers, steps, vocab
-from finlm.data.shards import Shards
+from finlm.data.shards import Rows, Shards
 from finlm.recipe import recipe
 from finlm.recipe.schema import Recipe
 from finlm.record import report_data
@@ -104,7 +104,8 @@ def test_every_document_is_in_the_shards_once_and_decodes_to_itself(make: Make, 
     assert list(manifest["totals"]["train"]) == list(manifest["totals"]["held_out"]) == ["news", "reports"]
     for item in manifest["shards"]:
         assert files.sha256_file(directory / item["file"]) == item["sha256"]
-    assert prepare.sizes(directory, wanted) == (400, sum(shard.tokens for shard in shards.split("train")))
+    length = wanted.batch.sequence_length
+    assert prepare.sizes(directory, wanted) == (400, len(Rows(shards.split("train"), length)) * length)
     assert prepare.summary(directory)["documents"] == counts["sources"]
 
 

@@ -76,6 +76,17 @@ def test_code_is_compared_file_by_file_and_a_missing_step_is_a_difference(tmp_pa
     assert found.curve is not None and found.curve.field == "loss at step 3" and found.curve.b is None
 
 
+def test_rows_that_differ_come_before_the_losses_they_explain(tmp_path: Path) -> None:
+    a, b = (run_at(tmp_path / name, [3.0]) for name in "ab")
+    for run, crc in ((a, 7), (b, 8)):
+        run.append_event("step", step=2, loss=2.0, rows_crc=5)
+        run.append_event("step", step=3, loss=1.0 + crc, rows_crc=crc)
+    found = compare.runs(a, b, tolerance=9.0)
+    assert not found.equal and found.curve is None
+    assert str(found.first) == "rows: checksum of the rows of step 3: 7 | 8"
+    assert "rows part" in finlm("compare", a.path, b.path).stderr
+
+
 def test_a_rolled_back_stretch_does_not_count(tmp_path: Path) -> None:
     run = run_at(tmp_path / "a", [3.0, 2.0, 9.0])
     run.append_event("rollback", step=1, origin=3, data_step=3)

@@ -99,11 +99,13 @@ def test_a_resumed_dpo_run_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_
     shutil.rmtree(again.checkpoint(8))
     rows = ranks.train(again)[8:]
     assert [row["step"] for row in rows] == [5, 6, 7, 8]
-    assert [row["loss"] for row in rows] == values(whole, "loss")[4:]
+    for key in ("loss", "rows_crc"):
+        assert [row[key] for row in rows] == values(whole, key)[4:]
 
 
 def test_zero_3_on_one_rank_gives_the_same_dpo(whole: RunDir, made: Any, ranks: Ranks) -> None:
     rows = ranks.train(made("dpo", "zero.stage=3", "batch.micro_batch=4", ranks=1))
+    assert [row["rows_crc"] for row in rows] == values(whole, "rows_crc") and len(set(values(whole, "rows_crc"))) == 8
     assert [row["loss"] for row in rows] == pytest.approx(values(whole, "loss"), abs=1e-4)
     assert [row["margin"] for row in rows] == pytest.approx(values(whole, "margin"), abs=1e-3)
 
@@ -136,7 +138,8 @@ def test_grpo_earns_more_of_the_reward_models_reward_and_resumes(
     assert after > before
     shutil.rmtree(run.checkpoint(12))
     again = ranks.train(run)[12:]
-    assert [row["reward"] for row in again] == [row["reward"] for row in rows[6:]], "the same answers are sampled"
+    for key in ("reward", "rows_crc"):
+        assert [row[key] for row in again] == [row[key] for row in rows[6:]], "the same answers are sampled"
 
 
 def test_our_head_gives_trls_log_probabilities_and_gradients(model: Path) -> None:

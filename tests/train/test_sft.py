@@ -102,7 +102,8 @@ def test_one_rank_and_another_micro_batch_give_the_same_loss_and_gradient(
 ) -> None:
     rows = ranks.train(run(tmp_path, sft(tmp_path, model, source, "batch.micro_batch=4", FAST), ranks=1))
     first = list(whole.read_events("step"))
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in first]
+    for key in ("tokens", "rows_crc"):
+        assert [row[key] for row in rows] == [row[key] for row in first]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in first], abs=1e-4)
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in first], rel=1e-3)
 
@@ -171,7 +172,7 @@ def test_resuming_gives_the_same_bits(whole: RunDir, ranks: Ranks, tmp_path: Pat
     assert [row["step"] for row in rows][8:] == [5, 6, 7, 8], "it goes on after the checkpoint"
     assert [row["loss"] for row in rows][8:] == expected[4:]
     verdict = verify_resume.compared(whole, again)
-    assert verdict.is_equal and verdict.steps == 8 and not verdict.rows_recorded
+    assert verdict.is_equal and verdict.steps == 8
     (again.checkpoint(8) / "manifest.json").write_text((again.checkpoint(4) / "manifest.json").read_text())
     assert not verify_resume.compared(whole, again).is_equal
 

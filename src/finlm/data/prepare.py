@@ -65,8 +65,8 @@ def show_rows(recipe: Recipe, shards: Path, count: int) -> None:
 
 def sizes(shards: Path, recipe: Recipe) -> tuple[int, int]:
     """(pieces of the tokenizer, training tokens of an epoch) of a recipe's shards directory."""
-    manifest = files.read_json(shards / "manifest.json")
-    return manifest["vocab_size"], show.epoch_tokens(recipe, manifest)
+    found = Shards(shards)
+    return found.vocab_size, show.epoch_tokens(recipe, found)
 
 
 def summary(shards: Path, recipe: Recipe | None = None) -> dict[str, Any]:

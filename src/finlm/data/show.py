@@ -6,7 +6,7 @@ tokens whose label does not count between ⟦ and ⟧. Nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,12 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
         return train.steps * step
     if train.tokens is not None:
         return train.tokens
-    return int((train.epochs or 1) * epoch_tokens(recipe, shards.manifest))
+    return int((train.epochs or 1) * epoch_tokens(recipe, shards))
 
 
-def epoch_tokens(recipe: Recipe, manifest: Mapping[str, Any]) -> int:
+def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
     """Tokens of a pass over the training rows of prepared shards; rows that are not filled count as full."""
-    train: list[dict[str, int]] = list(manifest["totals"]["train"].values())
-    if recipe.stage == "pretrain" or (recipe.sft is not None and recipe.sft.packing):
-        return sum(row["tokens"] for row in train)
-    rows = sum(row["documents"] for row in train) // dialogue_rows.documents_a_row(recipe)
-    return rows * recipe.batch.sequence_length
+    return len(dialogue_rows.of(shards, recipe)) * recipe.batch.sequence_length
 
 
 def reading(recipe: Recipe, shards: Shards) -> dict[str, Any]:

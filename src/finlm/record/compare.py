@@ -16,7 +16,7 @@ from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
 from finlm.recipe.recipe import SAME_NUMBERS, is_within
 from finlm.record import curves, history, report_details
-from finlm.record.history import Points
+from finlm.record.history import History, Points
 
 _PLAN = (
     *("device", "world_size", "precision", "zero_stage", "offload_optimizer", "offload_param", "recompute", "compiled"),
@@ -41,21 +41,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every field that differs, most telling first; the first step whose loss differs, if one does."""
+    """Every field that differs, most telling first; the first steps whose rows and whose losses differ, if some do."""
 
     fields: tuple[Difference, ...]
     curve: Difference | None
     losses: tuple[Points, Points]
+    rows: Difference | None = None
 
     @property
     def equal(self) -> bool:
         """True when nothing differs."""
-        return not self.fields and self.curve is None
+        return self.first is None
 
     @property
     def first(self) -> Difference | None:
         """The first field that differs, else the first step."""
-        return self.fields[0] if self.fields else self.curve
+        return self.fields[0] if self.fields else self.rows or self.curve
 
     def to_json(self) -> dict[str, Any]:
         """The document of `compare --json`."""
@@ -63,6 +64,7 @@ class Comparison:
             "equal": self.equal,
             "first_difference": asdict(self.first) if self.first else None,
             "differences": [asdict(field) for field in self.fields],
+            "rows": asdict(self.rows) if self.rows else None,
             "curve": asdict(self.curve) if self.curve else None,
             "steps": [len(points) for points in self.losses],
         }
@@ -70,8 +72,9 @@ class Comparison:
 
 def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
     """Compare two run directories. tolerance: of the loss, in nats."""
-    losses = history.read(a).points("loss"), history.read(b).points("loss")
-    return Comparison(tuple(fields(a, b)), curve(*losses, tolerance), losses)
+    both = history.read(a), history.read(b)
+    losses = both[0].points("loss"), both[1].points("loss")
+    return Comparison(tuple(fields(a, b)), curve(*losses, tolerance), losses, rows(*both))
 
 
 def fields(a: RunDir, b: RunDir) -> Iterator[Difference]:
@@ -106,6 +109,15 @@ def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
     return None
 
 
+def rows(a: History, b: History) -> Difference | None:
+    """The first step of both that read other rows, by the checksum of what was read."""
+    other = dict(b.points("rows_crc"))
+    for step, crc in a.points("rows_crc"):
+        if crc != other.get(step, crc):
+            return Difference("rows", f"checksum of the rows of step {step:g}", crc, other[step])
+    return None
+
+
 def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
     """Lines for a person."""
     lines = []
@@ -117,6 +129,8 @@ def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
     else:
         lines.append("recipe, data, code, plan, packages and hardware are the same")
     steps = min(map(len, comparison.losses))
+    if comparison.rows is not None:
+        lines.append(f"rows part          {comparison.rows.field}: {comparison.rows.a} | {comparison.rows.b}")
     if not any(comparison.losses):
         lines.append("curves             nothing was trained")
     elif comparison.curve is None:

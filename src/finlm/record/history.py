@@ -23,7 +23,8 @@ Points = list[tuple[float, float]]
 _NUMBERS = (int, float)
 _DECODE = json.JSONDecoder(parse_constant=lambda _: None).decode  # NaN and Infinity are missing values
 STEP_KEYS = (
-    *("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_second", "mfu", "memory_bytes"),
+    *("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "rows_crc"),
+    *("tokens_per_second", "mfu", "memory_bytes"),
     *("accuracy", "margin", "reward"),  # of stages that learn from preferences
 )
 

@@ -113,11 +113,12 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         count = answers * plan.world_size // grpo.generations
         first = step // grpo.iterations * count
         numbers = np.repeat(self.order[np.arange(first, first + count, dtype=np.uint64)], grpo.generations)
-        own = numbers[self.rank.rank * answers : (self.rank.rank + 1) * answers].tolist()
+        own = [self.prompts[number] for number in numbers[self.rank.rank * answers :][:answers].tolist()]
+        self.crc += sum(zlib.crc32(np.array(prompt["prompt_ids"]).data) for prompt in own)
         seed = f"{self.rank.recipe.train.seed}/{step // grpo.iterations}/{self.rank.rank}"
         torch.manual_seed(zlib.crc32(seed.encode()))
         for _ in range(plan.gradient_accumulation_steps):
-            yield [self.prompts[number] for number in own]
+            yield own
 
     def _greedy(self) -> GenerationConfig:
         named = {

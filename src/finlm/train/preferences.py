@@ -6,6 +6,7 @@ micro-steps, then ranks. A batch is padded to its longest sequence. trl's metric
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from finlm.train.model import build, llama_config, padding_id
 from finlm.train.trainers import Rank, Recorded, Steps
 
 Pair = dict[str, Any]
+IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class PairTrainer(Recorded):
@@ -128,7 +130,9 @@ class PairTrainer(Recorded):
         sizes = self.rank.plan.rank_micro_batches
         first = sum(sizes[: self.rank.rank])
         for numbers in self._numbers(step)[:, first : first + sizes[self.rank.rank]]:
-            yield self.batch([self.pairs[number] for number in numbers.tolist()])
+            pairs = [self.pairs[number] for number in numbers.tolist()]
+            self.crc += sum(zlib.crc32(np.concatenate([pair[name] for name in IDS]).data) for pair in pairs)
+            yield self.batch(pairs)
 
 
 def collated(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]:

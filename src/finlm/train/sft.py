@@ -60,6 +60,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         """Rows, in a thread."""
         self.batches.read_ahead(step)
 
+    def take_crc(self) -> int:
+        """Of rows."""
+        return self.batches.take_crc()
+
     def metrics_of_step(self) -> dict[str, Any]:
         """The loss of each source."""
         return {"sources": self.by_source.take()}

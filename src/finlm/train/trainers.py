@@ -109,6 +109,8 @@ def arguments(kind: Any, r: Rank, **more: Any) -> Any:
 class Recorded:
     """A trl trainer that resumes, records and stops as `finlm train` does. Mixed in before the trainer's class."""
 
+    crc = 0
+
     def watch(self: Any, r: Rank) -> None:
         """Before train(): whose run this is."""
         self.rank = r
@@ -120,6 +122,11 @@ class Recorded:
     def tokens_of_step(self, step: int) -> int:
         """Tokens that count in the loss of a step (0-based) over all ranks; 0 where that is not known."""
         return 0
+
+    def take_crc(self) -> int:
+        """Sum of the CRC-32 of the token ids of every row that this rank read since the last call."""
+        crc, self.crc = self.crc, 0
+        return crc
 
     def metrics_of_step(self) -> dict[str, Any]:
         """What else the row of a step says, averaged over ranks by the caller's own means; all ranks call it."""
@@ -219,10 +226,11 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         memory = (
             torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        mine = torch.tensor([float(trainer.loss_of_step), memory, interrupt.received()], dtype=torch.float64)
+        own = [float(trainer.loss_of_step), memory, interrupt.received(), trainer.take_crc()]
+        mine = torch.tensor(own, dtype=torch.float64)
         gathered = [torch.empty_like(mine, device=r.device) for _ in range(r.plan.world_size)]
         distributed.all_gather(gathered, mine.to(r.device))
-        losses, memories, signals = torch.stack(gathered).T.tolist()
+        losses, memories, signals, crcs = torch.stack(gathered).T.tolist()
         loss = sum(losses) / len(losses)
         seconds = time.monotonic() - self.begun
         engine_, tokens = trainer.deepspeed, trainer.tokens_of_step(step - 1)
@@ -237,6 +245,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
             grad_norm=None if norm is None else float(norm),
             loss_scale=float(engine_.optimizer.cur_scale) if r.plan.precision == "fp16" else None,
             tokens=tokens,
+            rows_crc=int(sum(crcs)),
             seconds=round(seconds, 4),
             tokens_per_second=round(r.plan.tokens_per_step / seconds, 1),
             mfu=self._mfu(seconds),
