@@ -74,8 +74,9 @@ def test_a_run_that_was_cut_after_training_is_completed_not_trained_again(
     run = copied(finished[0], tmp_path, "end")
     shutil.rmtree(run.export)
     monkeypatch.setattr(launch_restart, "run_ranks", lambda *_, **__: pytest.fail("trained again"))
-    command = ["train", str(QUICKSTART), *sets((*tiny, "eval.mode=cloze")), "--runs", str(tmp_path)]
-    assert cli.main(command) == 0  # though it asks otherwise than before
+    # Though it asks otherwise than before, and would train otherwise: on one rank, with another micro-batch.
+    changed = (*tiny, "eval.mode=cloze", "train.cpu_ranks=1", "batch.micro_batch=4")
+    assert cli.main(["train", str(QUICKSTART), *sets(changed), "--runs", str(tmp_path)]) == 0
     assert (run.export / "config.json").exists() and list(tmp_path.iterdir()) == [run.path]
     assert [row["kind"] for row in run.read_events()][-4:] == ["end", "export", "sample", "prediction"]
 

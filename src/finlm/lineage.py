@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,21 +68,28 @@ def is_trained(run: RunDir) -> bool:
     return any(event["status"] == "finished" for event in run.read_events("end"))
 
 
+def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
+    """The hosts of a plan, reached as the recipe says."""
+    access = {host.name: recipe.hosts.get(host.name, HostAccess()) for host in planned.hosts}
+    return Cluster(tuple(Host(host.name, host.slots, host.gpu, access=access[host.name]) for host in planned.hosts))
+
+
 def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
     """The newest run of the same recipe, plan and data that is not trained, or not exported and examined to its end.
 
-    What follows training may be asked for otherwise than before: an exam that failed is left out, and nothing is lost.
+    Of a trained run the plan may be another one of the same training, and what follows may be asked for otherwise than
+    before: an exam that failed is left out, and nothing is lost.
     """
     for run, former in _open(wanted, shards, runs):
-        if _differences(run, plan):
-            continue
         if is_trained(run):
             keys = [key for key, _, _ in differences.differing(former, wanted)]
             if former.name != wanted.name or not all(recipes.is_within(key, recipes.SAME_RUN) for key in keys):
                 continue
+            if _other_training(files.read_json(run.plan), plan):
+                continue
             screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
             return run
-        if former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
+        if _differences(run, plan) or former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
             continue
         step = max((step for step, _ in _checkpoints(run)), default=0)
         screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
@@ -106,9 +113,8 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
             told = True
             continue
         planned = files.read_json(run.plan)
-        if other := [key for key in WHAT if planned.get(key) != getattr(plan, key)]:
-            shown = ", ".join(f"{key} {planned.get(key)} -> {getattr(plan, key)}" for key in other)
-            screen.say(f"{run.path} is not continued: {shown} trains something else")
+        if other := _other_training(planned, plan):
+            screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
             continue
         stages = planned["zero_stage"], plan.zero_stage
         if "nvme" in (planned["offload_optimizer"], plan.offload_optimizer) or (0 in stages and stages != (0, 0)):
@@ -144,6 +150,13 @@ def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Re
             continue
 
 
+def _other_training(planned: Mapping[str, Any], plan: Plan) -> list[str]:
+    """`key old -> new` where two plans do not train the same; the old one as JSON."""
+    return [
+        f"{key} {planned.get(key)} -> {getattr(plan, key)}" for key in WHAT if planned.get(key) != getattr(plan, key)
+    ]
+
+
 def _differences(run: RunDir, plan: Plan) -> list[str]:
     """`key old -> new` for the differing parts of two plans, those that matter most in words."""
     old, new = files.read_json(run.plan), json.loads(json.dumps(plan.to_json()))
@@ -162,15 +175,9 @@ def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
 
 def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
     """The newest checkpoint of a run whose files are all here and whole; parts on other hosts are brought here."""
-    hosts = Cluster(
-        tuple(
-            Host(host.name, host.slots, host.gpu, access=former.hosts.get(host.name, HostAccess()))
-            for host in planned.hosts
-        )
-    )
     for step, directory in reversed(_checkpoints(run)):
         if directory.parent == run.checkpoints:
-            gather.checkpoint(run, hosts, step, accept_new)
+            gather.checkpoint(run, hosts_of(planned, former), step, accept_new)
         found = disk.faults(directory, Manifest.read(directory).files, THREADS)
         if not found:
             return directory

@@ -1,7 +1,6 @@
 """`finlm train`: prepare -> plan -> doctor -> run directory -> launch -> export -> sample -> report.
 
-The one place that calls every other module in order. A run is found again by the hash of its resolved recipe: the same
-command resumes an unfinished run and does not repeat a finished one's preparation.
+The one place that calls every other module in order. The same command goes on with a run that is not at its end.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def train(
     shards, plan, ds_config = _planned(loaded, hosts)
     resumed = None if new else lineage.unfinished(wanted, plan, shards, runs)
     if resumed is not None and lineage.is_trained(resumed):
-        return _completed(resumed, plan, wanted, hosts, accept_new)
+        planned = Plan.read(resumed.plan)
+        return _completed(resumed, planned, wanted, lineage.hosts_of(planned, wanted), accept_new)
     labels = _linted(wanted, shards)
     # Of an unfinished run, whose checkpoints need no second room.
     facts = doctor_gather.gather(wanted, plan, hosts, resumed.path if resumed else runs, accept_new=accept_new)
