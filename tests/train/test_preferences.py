@@ -142,6 +142,21 @@ def test_grpo_earns_more_of_the_reward_models_reward_and_resumes(
         assert [row[key] for row in again] == [row[key] for row in rows[6:]], "the same answers are sampled"
 
 
+def test_bf16_learns_as_fp32_does_and_its_rewards_are_not_rounded(
+    whole: RunDir, judge: tuple[RunDir, Path], made: Any, ranks: Ranks
+) -> None:
+    losses = [row["loss"] for row in ranks.train(made("dpo", "train.precision=bf16"))]
+    assert losses == pytest.approx(values(whole, "loss"), abs=0.02) and losses[-1] < 0.6
+    rows = ranks.train(made("reward", "train.steps=16", "train.precision=bf16"))
+    assert [row["margin"] for row in rows] == pytest.approx(values(judge[0], "margin"), abs=0.1)
+    rounded = [torch.tensor(row["margin"]).bfloat16().item() == row["margin"] for row in rows]
+    assert sum(rounded) < 4
+    settings = f"grpo={{reward: {judge[1]}, generations: 4, max_new_tokens: 4, beta: 0.05}}"
+    few = ("train.steps=4", "checkpoint.every_steps=4", "eval.every_steps=4")
+    rows = ranks.train(made("grpo", settings, *few, "train.precision=bf16"))
+    assert all(row["reward_std"] > 0 for row in rows)
+
+
 def test_our_head_gives_trls_log_probabilities_and_gradients(model: Path) -> None:
     ours, theirs = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
     add_fused_lm_head(theirs)

@@ -168,6 +168,7 @@ def judged_by(path: str, r: Rank) -> Rewards:
             f"1 and {r.plan.vocab_size:,} are needed",
             fix="train it by a recipe of stage reward from the same start",
         )
+    model.score.__class__ = preferences.RewardHead
     model = model.to(r.device).eval().requires_grad_(False)
     pad = model.config.pad_token_id
 

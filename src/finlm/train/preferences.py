@@ -164,6 +164,14 @@ def drained(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str,
     return found
 
 
+class RewardHead(torch.nn.Linear):
+    """A reward model's head, whose rewards are fp32: bf16 has 8 bits, two answers often get the same then."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [..., hidden_size]."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+
+
 def swap_head(model: LlamaForCausalLM, vocab_size: int) -> None:
     """Let model(...).log_probs be those of the labels, as trl's own head gives them; after trl has put that in place.
 

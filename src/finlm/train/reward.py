@@ -17,7 +17,7 @@ from trl import RewardConfig, RewardTrainer
 from finlm.data import pair_rows
 from finlm.train import preferences
 from finlm.train.model import padding_id
-from finlm.train.preferences import PairTrainer
+from finlm.train.preferences import PairTrainer, RewardHead
 from finlm.train.trainers import Rank, arguments, train
 
 
@@ -55,7 +55,7 @@ def judge(model: Any, pad_id: int) -> LlamaForSequenceClassification:
         found = LlamaForSequenceClassification(config)
     weight = model.lm_head.weight
     found.model = model.model
-    found.score = torch.nn.Linear(config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+    found.score = RewardHead(config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
     # As trl's scripts draw it: rewards of about one standard deviation on normed states.
     torch.nn.init.normal_(found.score.weight, std=(config.hidden_size + 1) ** -0.5)
     return found
