@@ -81,6 +81,19 @@ def test_the_precision_section_follows_the_plan() -> None:
     assert fp16["min_loss_scale"] == 1
 
 
+def test_gradients_are_added_up_in_fp32_where_deepspeed_keeps_its_optimizer() -> None:
+    given = ("train.precision=bf16", "train.grad_accum_dtype=fp32")
+    for auto in ((), ("zero.offload_optimizer=none",), ("zero.offload_optimizer=cpu",)):
+        wanted, plan = planned(QUICKSTART, *given, "zero.stage=auto", *auto)
+        assert plan.fp32_gradients and plan.zero_stage == (3 if "zero.offload_optimizer=cpu" in auto else 2)
+        assert config.deepspeed(wanted, plan)["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in settings(QUICKSTART, given[1], "train.precision=fp32")
+    for refused in (("zero.stage=1",), ("zero.stage=2", "zero.offload_optimizer=cpu"), ("zero.stage=0",)):
+        with pytest.raises(UserError, match="1 mistake") as caught:
+            planned(QUICKSTART, *given, *refused)
+        assert "train.grad_accum_dtype: fp32 needs ZeRO stage 2" in caught.value.evidence
+
+
 def test_zero_plus_plus_and_nvme_keys_appear_only_when_asked() -> None:
     plain = settings(RECORD, TWO_HOSTS)["zero_optimization"]
     assert not any(key.startswith("zero_") for key in plain)

@@ -1,8 +1,7 @@
 """DeepSpeed's JSON from (Recipe, Plan): the only producer of DeepSpeed settings, concrete numbers only.
 
 Read against DeepSpeed 0.19.8. What it refuses or silently ignores is refused here, all at once. Left out on purpose:
-`activation_checkpointing` (read only by deepspeed.checkpointing; the trainer uses the model's own) and
-`data_types.grad_accum_dtype` (fp32 at ZeRO-1 switches to another optimizer and costs 4 bytes a parameter).
+`activation_checkpointing` (read only by deepspeed.checkpointing; the trainer uses the model's own).
 
 `python -m finlm.config` writes configs/ds/<family>-<stage>.json of every recipe on its own hardware; --check compares.
 """
@@ -53,6 +52,8 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         settings["bf16"] = {"enabled": True}
     elif plan.precision == "fp16":
         settings["fp16"] = _fp16(recipe)
+    if plan.fp32_gradients:  # never at stage 1, where DeepSpeed takes another optimizer for it
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if "nvme" in (plan.offload_optimizer, plan.offload_param):
         settings["aio"] = {
             "block_size": 1048576,

@@ -62,6 +62,13 @@ def test_the_optimizer_step_holds_one_group_in_fp32() -> None:
     assert memory.allocated_bytes(items) / GIB == pytest.approx(step, rel=0.01)
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 4), (3, 4)])
+def test_fp32_sums_of_gradients_take_two_bytes_more_for_a_ranks_share(stage: int, ranks: int) -> None:
+    each = (predicted(zero_stage=stage, world_size=ranks, fp32_gradients=is_fp32) for is_fp32 in (False, True))
+    sums, more = (memory.allocated_bytes(items) for items in each)
+    assert more - sums == pytest.approx(2 * XUANYUAN_6B.parameters / ranks, rel=0.01)
+
+
 def test_a_rank_keeps_the_gradients_of_every_matrix_it_has_a_part_of() -> None:
     tiny = ModelShape(hidden=4, layers=1, heads=1, kv_heads=1, ffn=8, vocab=10, tied=False)
     sizes = [40, 16, 16, 16, 16, 32, 32, 32, 4, 4, 4, 40]

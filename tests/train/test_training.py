@@ -62,6 +62,19 @@ def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(make_run: Any, rank
     assert len(set(found[0][0][0].values())) == 8, "every step changed the state"
 
 
+def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: Any, ranks: Ranks) -> None:
+    step = ("train.steps=3", "optim.warmup_steps=2", "batch.tokens_per_step=4096", "batch.micro_batch=1")
+    apart = {}
+    for dtype, stage in (("auto", 1), ("fp32", 2)):
+        norms = []
+        for zero, count in ((stage, 1), (3, 2)):
+            sums = ("train.precision=bf16", f"zero.stage={zero}", f"train.grad_accum_dtype={dtype}")
+            norms.append([row["grad_norm"] for row in ranks.train(make_run(*step, *sums, ranks=count))])
+        apart[dtype] = sum(abs(one - other) for one, other in zip(*norms, strict=True))
+    print(apart)
+    assert apart["fp32"] < 0.3 * apart["auto"]
+
+
 def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expected: list[float]) -> None:
     assert [row["loss"] for row in ranks.train(make_run())] == expected
 

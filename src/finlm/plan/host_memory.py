@@ -59,7 +59,7 @@ def offloaded(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items = {"fp32 master": masters, "Adam states": 8 * own, "fp32 gradients": masters}
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
         each = _rounding(shape, layout, 1) if layout.device == "cuda" else 1.0
-        items["16-bit gradients"] = pin(e * own) if layout.zero_stage == 3 else int(e * own * each)
+        items["sums of gradients"] = pin(layout.gradient_bytes * own) if layout.zero_stage == 3 else int(e * own * each)
     elif layout.offload_optimizer == "stream":
         items = {"fp32 master": 4 * own, "Adam states": 8 * own}
     elif layout.offload_optimizer == "nvme":

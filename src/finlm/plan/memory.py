@@ -53,6 +53,7 @@ class Layout:
     world_size: int
     hpz_partition_size: int = 1
     compiled: bool = False
+    fp32_gradients: bool = False  # sums of gradients, where the weights have 16 bits
     accumulates: bool = True  # more than one micro-step: gradients of the earlier ones live during the forward pass
     trainable: int | None = None  # parameters of adapters; None = all of the model's are trained
     weight_bytes: float | None = None  # of a frozen weight, when it is quantized; None = as an activation's
@@ -65,6 +66,11 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of a weight, a gradient or an activation."""
         return ELEMENT_BYTES[self.precision]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that waits for the step."""
+        return 4 if self.fp32_gradients else self.element_bytes
 
     @property
     def tokens(self) -> int:
@@ -203,7 +209,7 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
     e, size = layout.element_bytes, trained(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2
-    gradients = 0 if sent else e * share(size, layout, 2)
+    gradients = 0 if sent else layout.gradient_bytes * share(size, layout, 2)
     before = gradients if layout.accumulates else 0
     kept = kept_bytes(shape, layout)
     bucket, reduced, filled = _bucket_bytes(shape, layout)
@@ -212,7 +218,8 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
         kept += layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))  # measured
     head = (shape.vocab + layout.tokens) * shape.hidden * e
     coming = e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2)  # embedding, layer at work
-    late = 0 if layout.zero_stage == 2 else max(0, gradients - coming)  # stage 2 has them among the reduced ones
+    # Stage 2 has them among the reduced ones, if it does not add those to the sums at once.
+    late = 0 if layout.zero_stage == 2 and not layout.fp32_gradients else max(0, gradients - coming)
     return [
         {"gradients": before, "activations": kept, "logits and loss": logits_bytes(shape, layout), "buckets": bucket},
         {"gradients": before, "activations": kept, "backward of a layer": layer + head, "buckets": bucket},
@@ -270,9 +277,11 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return (e + to_fp32) * own
     if layout.zero_stage == 3:
         checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
-        return e * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
+        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
     passing = 12 * STREAM_SETS * group if layout.offload_optimizer == "stream" else 0
+    if layout.fp32_gradients:
+        return 4 * own + passing  # added up flat
     return e * own + (e + to_fp32) * group + passing

@@ -65,6 +65,7 @@ class Plan:
     gpu_allocated_bytes: int = 0
     host_bytes_items: dict[str, int] = dataclasses.field(default_factory=dict)
     nvme_bytes: int = 0
+    fp32_gradients: bool = False
     step_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property

@@ -112,6 +112,7 @@ def _plan(
         gpu_allocated_bytes=memory.allocated_bytes(chosen.gpu_items),
         host_bytes_items=chosen.host_items,
         nvme_bytes=host_memory.nvme_bytes(shape, layout, max(host.slots for host in cluster.hosts)),
+        fp32_gradients=layout.fp32_gradients,
         step_seconds=dataclasses.asdict(chosen.step) if chosen.step else {},
     )
 

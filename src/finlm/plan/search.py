@@ -139,13 +139,14 @@ def candidates(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> Iterator[Candidate]:
     """Every combination that the recipe allows and DeepSpeed accepts."""
-    choices = allowed(recipe)
+    choices, fp32_gradients = allowed(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
     for stage, optimizer, param, recompute in itertools.product(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
     ):
         is_refused = (param != "none" and stage < 3) or (optimizer != "none" and stage == 0)
         is_refused |= optimizer == "stream" and stage == 3
         is_refused |= precision == "fp8" and stage not in rules.FP8_STAGES
+        is_refused |= fp32_gradients and optimizer not in rules.FP32_GRADIENTS.get(stage, ())
         # Parameters alone on the host save the least and cost the most transfers.
         is_pointless = param == "cpu" and optimizer == "none" and recipe.zero.offload_param == "auto"
         if is_refused or is_pointless:
@@ -162,6 +163,7 @@ def candidates(
             world_size=cluster.world_size,
             hpz_partition_size=recipe.zero.hpz_partition_size,
             compiled=is_compiled(recipe, cluster),
+            fp32_gradients=fp32_gradients,
             **stages.layout(recipe, shape),
         )
         for micro_batches, accumulation in _micro_batches(recipe, cluster, shape, layout, rows_per_step):

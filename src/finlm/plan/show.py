@@ -97,7 +97,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
     rows = [
         ("hosts", hosts),
         ("model", f"{format_count(made.parameters)} parameters, vocabulary {made.vocab_size:,}"),
-        ("precision", made.precision),
+        ("precision", f"{made.precision}, gradients added up in fp32" if made.fp32_gradients else made.precision),
         ("ZeRO", f"stage {made.zero_stage}, offload {offload}"),
         ("batch", f"{made.tokens_per_step:,} tokens = {factors}"),
         ("recompute", made.recompute),

@@ -145,7 +145,8 @@ def nothing_fits(
     if not found:
         return PlanError(
             "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
-            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2",
+            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
+            "train.grad_accum_dtype: fp32 stage 2 or 3",
         )
     nearest = min(found, key=lambda one: one.over)
     layout = nearest.layout

@@ -35,6 +35,7 @@ SAME_NUMBERS = (
 SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
     *(*SAME_NUMBERS, "env", "zero", "incidents"),
     *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
+    "train.grad_accum_dtype",
 )
 SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch")  # an unfinished run goes on when only these were changed
 

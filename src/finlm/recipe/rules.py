@@ -12,6 +12,7 @@ from finlm.recipe import rules_post
 from finlm.recipe.schema import Optim, Recipe, Zero
 
 ROWS_OF_ONE_LENGTH = ("pretrain", "sft")  # the other stages' batches are as long as their longest row
+FP32_GRADIENTS = {2: ("none", "stream"), 3: ("none", "cpu")}  # ZeRO stage: where its optimizer may be for such sums
 FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
 
 
@@ -107,6 +108,14 @@ def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "zero.stage", f"fp8 runs at ZeRO stages 1 and 2; use one of them, or auto, instead of {zero.stage}"
         if recipe.train.compile is False:
             yield "train.compile", "fp8 without torch.compile is slower than bf16; use auto"
+    if recipe.train.grad_accum_dtype == "fp32" and recipe.train.precision != "fp32":
+        stages = set(FP32_GRADIENTS) if zero.stage == "auto" else {zero.stage} & FP32_GRADIENTS.keys()
+        places = {"auto", *(place for stage in stages for place in FP32_GRADIENTS[stage])}
+        if not stages or zero.offload_optimizer not in places:
+            yield (
+                "train.grad_accum_dtype",
+                "fp32 needs ZeRO stage 2 (offload_optimizer none or stream) or 3 (none or cpu)",
+            )
     if zero.stage != "auto":
         yield from zero_problems(zero, zero.stage, zero.offload_optimizer, zero.offload_param)
     if "nvme" in (zero.offload_param, zero.offload_optimizer) and zero.nvme_path is None:

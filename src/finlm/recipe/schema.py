@@ -136,6 +136,11 @@ class Train(Section):
         "auto",
         description="auto: bf16, fp16 or fp32 by hardware. fp8: bf16 whose linear layers multiply in float8 (Hopper).",
     )
+    grad_accum_dtype: Literal["auto", "fp32"] = Field(
+        "auto",
+        description="In what the gradients of a step's micro-batches are added up. auto: as the weights. fp32: at ZeRO "
+        "stages 2 and 3, for 2 bytes more a parameter of each rank's share.",
+    )
     fp16: Fp16 = Field(default_factory=Fp16, description="Loss scaling.")
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Activation checkpointing: nothing, the feed-forward blocks, or whole layers."
