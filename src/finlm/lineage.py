@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,12 @@ def is_trained(run: RunDir) -> bool:
 
 def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
     """The hosts of a plan, reached as the recipe says."""
-    access = {host.name: recipe.hosts.get(host.name, HostAccess()) for host in planned.hosts}
-    return Cluster(tuple(Host(host.name, host.slots, host.gpu, access=access[host.name]) for host in planned.hosts))
+    return Cluster(
+        tuple(
+            Host(host.name, host.slots, host.gpu, access=recipe.hosts.get(host.name, HostAccess()))
+            for host in planned.hosts
+        )
+    )
 
 
 def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
@@ -85,7 +89,7 @@ def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir |
             keys = [key for key, _, _ in differences.differing(former, wanted)]
             if former.name != wanted.name or not all(recipes.is_within(key, recipes.SAME_RUN) for key in keys):
                 continue
-            if _other_training(files.read_json(run.plan), plan):
+            if _changed(WHAT, files.read_json(run.plan), plan):
                 continue
             screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
             return run
@@ -113,7 +117,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
             told = True
             continue
         planned = files.read_json(run.plan)
-        if other := _other_training(planned, plan):
+        if other := _changed(WHAT, planned, plan):
             screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
             continue
         stages = planned["zero_stage"], plan.zero_stage
@@ -150,18 +154,16 @@ def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Re
             continue
 
 
-def _other_training(planned: Mapping[str, Any], plan: Plan) -> list[str]:
-    """`key old -> new` where two plans do not train the same; the old one as JSON."""
-    return [
-        f"{key} {planned.get(key)} -> {getattr(plan, key)}" for key in WHAT if planned.get(key) != getattr(plan, key)
-    ]
+def _changed(keys: Sequence[str], planned: Mapping[str, Any], plan: Plan) -> list[str]:
+    """`key old -> new` for the keys that two plans do not have alike; the old one as JSON."""
+    pairs = ((key, planned.get(key), getattr(plan, key)) for key in keys)
+    return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
 
 
 def _differences(run: RunDir, plan: Plan) -> list[str]:
     """`key old -> new` for the differing parts of two plans, those that matter most in words."""
     old, new = files.read_json(run.plan), json.loads(json.dumps(plan.to_json()))
-    shown = [f"{key} {old.get(key)} -> {new[key]}" for key in SHOWN if old.get(key) != new[key]]
-    return shown or [f"{key}" for key in new if old.get(key) != new[key]]
+    return _changed(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
 
 
 def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:

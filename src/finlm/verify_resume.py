@@ -131,7 +131,7 @@ def compared(reference: RunDir, other: RunDir, found: Sequence[tuple[str, int]] 
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*one, start) for one, start in zip(found, starts, strict=False))
     rows, losses = (
-        next((step for step in steps if step not in theirs or steps[step].get(key) != theirs[step].get(key)), None)
+        next((step for step in steps if step not in theirs or steps[step][key] != theirs[step][key]), None)
         for key in ("rows_crc", "loss")
     )
     last = max(steps)

@@ -71,7 +71,6 @@ def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: A
             sums = ("train.precision=bf16", f"zero.stage={zero}", f"train.grad_accum_dtype={dtype}")
             norms.append([row["grad_norm"] for row in ranks.train(make_run(*step, *sums, ranks=count))])
         apart[dtype] = sum(abs(one - other) for one, other in zip(*norms, strict=True))
-    print(apart)
     assert apart["fp32"] < 0.3 * apart["auto"]
 
 

@@ -218,7 +218,8 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
         kept += layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))  # measured
     head = (shape.vocab + layout.tokens) * shape.hidden * e
     coming = e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2)  # embedding, layer at work
-    # Stage 2 has them among the reduced ones, if it does not add those to the sums at once.
+    # Stage 2 has them among the reduced ones. Sums in fp32 are counted beside those, though DeepSpeed's source adds
+    # each bucket to them at once: not measured.
     late = 0 if layout.zero_stage == 2 and not layout.fp32_gradients else max(0, gradients - coming)
     return [
         {"gradients": before, "activations": kept, "logits and loss": logits_bytes(shape, layout), "buckets": bucket},

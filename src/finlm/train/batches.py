@@ -10,7 +10,7 @@ of the same step is worked out once: an order of many sources takes milliseconds
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,25 @@ from finlm.train import documents
 Arrays = tuple[npt.NDArray[Any], ...]
 
 
+class Checksum:
+    """Sum of the CRC-32 of the token ids of every row read since it was taken last.
+
+    Summed over ranks it is the same however a step is cut into ranks and micro-batches: proof of what was fed.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, rows: Iterable[npt.NDArray[Any]]) -> None:
+        """rows: contiguous, int64."""
+        self._sum += sum(zlib.crc32(row.data) for row in rows)
+
+    def take(self) -> int:
+        """The sum, which begins anew."""
+        found, self._sum = self._sum, 0
+        return found
+
+
 class Batches:
     """The micro-batches of one rank."""
 
@@ -42,7 +61,7 @@ class Batches:
         first = sum(plan.rank_micro_batches[:rank])
         self.own = slice(first, first + plan.rank_micro_batches[rank])
         self.device = torch.device(plan.device)
-        self._crc = 0
+        self.checksum = Checksum()
         self._reader = ThreadPoolExecutor(1, "rows")
         self._coming: tuple[int, Future[list[Arrays]]] | None = None
         self._row_ids = lru_cache(maxsize=2)(self._ordered)
@@ -63,20 +82,12 @@ class Batches:
         """
         coming, self._coming = self._coming, None
         for arrays in coming[1].result() if coming and coming[0] == step else self._arrays(step):
-            self._crc += sum(zlib.crc32(row.data) for row in np.ascontiguousarray(arrays[0]))
+            self.checksum.add(np.ascontiguousarray(arrays[0]))
             yield tuple(map(self._moved, arrays))
 
     def read_ahead(self, step: int) -> None:
         """Begin to read what read(step) gives."""
         self._coming = step, self._reader.submit(self._arrays, step)
-
-    def take_crc(self) -> int:
-        """Sum of the CRC-32 of the token ids of every row read since the last call.
-
-        Summed over ranks it is the same however a step is cut into ranks and micro-batches: proof of what was fed.
-        """
-        crc, self._crc = self._crc, 0
-        return crc
 
     def _arrays(self, step: int) -> list[Arrays]:
         found: list[Arrays] = []

@@ -114,7 +114,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         first = step // grpo.iterations * count
         numbers = np.repeat(self.order[np.arange(first, first + count, dtype=np.uint64)], grpo.generations)
         own = [self.prompts[number] for number in numbers[self.rank.rank * answers :][:answers].tolist()]
-        self.crc += sum(zlib.crc32(np.array(prompt["prompt_ids"]).data) for prompt in own)
+        self.checksum.add(np.array(prompt["prompt_ids"]) for prompt in own)
         seed = f"{self.rank.recipe.train.seed}/{step // grpo.iterations}/{self.rank.rank}"
         torch.manual_seed(zlib.crc32(seed.encode()))
         for _ in range(plan.gradient_accumulation_steps):

@@ -6,7 +6,6 @@ micro-steps, then ranks. A batch is padded to its longest sequence. trl's metric
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -131,7 +130,7 @@ class PairTrainer(Recorded):
         first = sum(sizes[: self.rank.rank])
         for numbers in self._numbers(step)[:, first : first + sizes[self.rank.rank]]:
             pairs = [self.pairs[number] for number in numbers.tolist()]
-            self.crc += sum(zlib.crc32(np.concatenate([pair[name] for name in IDS]).data) for pair in pairs)
+            self.checksum.add(np.concatenate([pair[name] for name in IDS]) for pair in pairs)
             yield self.batch(pairs)
 
 

@@ -150,7 +150,7 @@ def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float
         memory = torch.cuda.max_memory_allocated()
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    own = [loss.item(), memory, s.guard.stopwatch.take(), interrupt.received(), s.batches.take_crc()]
+    own = [loss.item(), memory, s.guard.stopwatch.take(), interrupt.received(), s.batches.checksum.take()]
     mine = torch.tensor(own, dtype=torch.float64, device=s.device)
     gathered = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
     distributed.all_gather(gathered, mine)

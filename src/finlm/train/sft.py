@@ -39,6 +39,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         if r.recipe.sft is not None and r.recipe.sft.hide_eos:
             faithful.hide(lora.base(self.model), r.shards.eos_id)
         self.watch(r)
+        self.checksum = batches.checksum
 
     def get_train_dataloader(self) -> Steps:
         """This rank's micro-batches from the step the run has reached."""
@@ -59,10 +60,6 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def read_ahead(self, step: int) -> None:
         """Rows, in a thread."""
         self.batches.read_ahead(step)
-
-    def take_crc(self) -> int:
-        """Of rows."""
-        return self.batches.take_crc()
 
     def metrics_of_step(self) -> dict[str, Any]:
         """The loss of each source."""

@@ -28,6 +28,7 @@ from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
 from finlm.train import engine, interrupt, kernels, streamed
+from finlm.train.batches import Checksum
 from finlm.train.checkpoint import Checkpoints
 from finlm.train.entry import is_due, join, versions
 from finlm.train.events import Events
@@ -109,12 +110,11 @@ def arguments(kind: Any, r: Rank, **more: Any) -> Any:
 class Recorded:
     """A trl trainer that resumes, records and stops as `finlm train` does. Mixed in before the trainer's class."""
 
-    crc = 0
-
     def watch(self: Any, r: Rank) -> None:
         """Before train(): whose run this is."""
         self.rank = r
         self.checkpoints: Checkpoints | None = None
+        self.checksum = Checksum()
         self.exit_code = 0
         self.loss_of_step: torch.Tensor | None = None
         self.add_callback(_Record(self))
@@ -122,11 +122,6 @@ class Recorded:
     def tokens_of_step(self, step: int) -> int:
         """Tokens that count in the loss of a step (0-based) over all ranks; 0 where that is not known."""
         return 0
-
-    def take_crc(self) -> int:
-        """Sum of the CRC-32 of the token ids of every row that this rank read since the last call."""
-        crc, self.crc = self.crc, 0
-        return crc
 
     def metrics_of_step(self) -> dict[str, Any]:
         """What else the row of a step says, averaged over ranks by the caller's own means; all ranks call it."""
@@ -226,7 +221,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         memory = (
             torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        own = [float(trainer.loss_of_step), memory, interrupt.received(), trainer.take_crc()]
+        own = [float(trainer.loss_of_step), memory, interrupt.received(), trainer.checksum.take()]
         mine = torch.tensor(own, dtype=torch.float64)
         gathered = [torch.empty_like(mine, device=r.device) for _ in range(r.plan.world_size)]
         distributed.all_gather(gathered, mine.to(r.device))
