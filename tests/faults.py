@@ -52,6 +52,36 @@ def small_groups_and_fingerprints(elements: int, path: str) -> None:
     fingerprints(path)
 
 
+def waits_and_sums(path: str) -> None:
+    """Write by step how often the host waited for the device's answer, and how often a product added to a gradient."""
+    found: dict[int, list[int]] = {}
+    now = [0, 0]
+
+    def counted(which: int, owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            now[which] += 1
+            return plain(*arguments, **named)
+
+        setattr(owner, name, called)
+
+    judge = guard.Guard.judge
+
+    def judged(self: guard.Guard, step: int, *arguments: Any) -> Any:
+        found[step] = list(now)
+        Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
+        then = judge(self, step, *arguments)
+        now[:] = 0, 0
+        return then
+
+    guard.Guard.judge = judged  # type: ignore[method-assign]
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        counted(0, torch.Tensor, name)
+    counted(0, get_accelerator(), "synchronize")
+    counted(1, torch.Tensor, "addmm_")
+
+
 def nan_loss_and_fingerprints(rank: int, micro_steps: list[int], path: str) -> None:
     """Both, in several groups."""
     nan_loss(rank, micro_steps)

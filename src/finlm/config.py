@@ -63,6 +63,8 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
             "overlap_events": True,
         }
     settings |= {"steps_per_print": NEVER, "wall_clock_breakdown": False}
+    # On by default: it waits for the GPU twice in every micro-step, which then stands still until the host catches up.
+    settings["timers"] = {"throughput": {"enabled": False}}
     return settings
 
 

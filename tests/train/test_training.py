@@ -16,6 +16,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, locked
 from finlm.ops import launch
 from finlm.plan.plan import Plan
+from finlm.recipe import recipe
 
 from ranks import Ranks
 
@@ -51,15 +52,43 @@ def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
     assert losses == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(make_run: Any, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(
+    make_run: Any, ranks: Ranks, tmp_path: Path, compiled: str
+) -> None:
     found = []
     for where in ("none", "stream"):
-        run = make_run("train.steps=8", "zero.stage=1", f"zero.offload_optimizer={where}")
+        step = ("train.steps=8", f"train.compile={compiled}")
+        run = make_run(*step, "zero.stage=1", f"zero.offload_optimizer={where}")
         assert ranks.codes(run, "small_groups_and_fingerprints", 300_000, str(tmp_path / where)) == [0, 0]
         hashes = [files.read_json(Path(f"{tmp_path / where}.{rank}")) for rank in (0, 1)]
         found.append((hashes, [(row["loss"], row["grad_norm"]) for row in run.read_events("step")]))
     assert found[0] == found[1]
     assert len(set(found[0][0][0].values())) == 8, "every step changed the state"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_compiled_layers_sums_and_optimizer_train_as_the_plain_ones(
+    make_run: Any, ranks: Ranks, tmp_path: Path, count: int, optimizer: str
+) -> None:
+    step = ("train.steps=6", "zero.stage=1", "batch.micro_batch=2", f"optim.optimizer={optimizer}")
+    curves = []
+    for compiled in ("false", "true"):
+        run = make_run(*step, f"train.compile={compiled}", ranks=count)
+        assert not any(ranks.codes(run, "waits_and_sums", str(tmp_path / compiled)))
+        curves.append([(row["loss"], row["grad_norm"]) for row in run.read_events("step")])
+        waits, sums = zip(*files.read_json(Path(f"{tmp_path / compiled}.0")).values(), strict=True)
+        micro_steps, matrices = (
+            Plan.read(run.plan).gradient_accumulation_steps,
+            7 * recipe.load(run.recipe).recipe.model.layers,
+        )
+        # The loss's, once a micro-step, on CPUs only; four a step, and DeepSpeed's own clipping, once a group. Before
+        # step 3 there are the evaluation and the checkpoint's measure.
+        assert set(waits[2:]) == {micro_steps + (4 if compiled == "true" else 5)}
+        assert micro_steps > 2 and set(sums) == {(micro_steps - 2) * matrices if compiled == "true" else 0}
+    for plain, compiled_row in zip(*curves, strict=True):
+        assert compiled_row == pytest.approx(plain, rel=1e-5)
 
 
 def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: Any, ranks: Ranks) -> None:

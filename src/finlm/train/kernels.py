@@ -16,6 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from finlm.plan.plan import Plan
@@ -104,6 +106,7 @@ def swap_loss(model: LlamaForCausalLM, vocab_size: int, by_row: bool = False) ->
     """
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row)
     model.forward = partial(_summed_loss, model)
+    modeling_llama.create_causal_mask = _causal_mask
 
 
 def _summed_loss(
@@ -114,8 +117,19 @@ def _summed_loss(
     **_: Any,  # what peft hands on
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     within = documents.arguments(bounds, input_ids.shape, model.config._attn_implementation)
+    if not within:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        places.begin_once = True  # type: ignore[attr-defined]
+        within = {"position_ids": places}
     hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
+
+
+def _causal_mask(**given: Any) -> Any:
+    """transformers' causal mask. To know whether a row's positions begin again it asks the GPU and waits for it."""
+    if getattr(given.get("position_ids"), "begin_once", False):
+        given["position_ids"] = None
+    return create_causal_mask(**given)
 
 
 def _head_loss(

@@ -11,33 +11,16 @@ the same; smaller ones add up the gradient norm in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from finlm.plan.buckets import STREAM_SETS
-from finlm.plan.plan import Plan
+from finlm.train.one_pass import OnePassZero
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OWN_PAGES_BYTES = 64 << 20  # glibc gives pages of their own to tensors from 32 MiB on at the latest
-
-
-@contextmanager
-def hosted(plan: Plan) -> Iterator[None]:
-    """Within it deepspeed.initialize makes the optimizer of a plan with zero.offload_optimizer: stream."""
-    if plan.offload_optimizer != "stream":
-        yield
-        return
-    plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
-    deepspeed.runtime.engine.DeepSpeedZeroOptimizer = StreamedZero
-    try:
-        yield
-    finally:
-        deepspeed.runtime.engine.DeepSpeedZeroOptimizer = plain
 
 
 def page_locked(memory: torch.Tensor) -> torch.Tensor:
@@ -107,6 +90,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """DeepSpeed's step, for which the fp32 tensors seem to be on the GPU: one number in their shape."""
         self.masters = [master.data for master in self.single_partition_of_fp32_groups]
         size, sets = max(map(len, self.masters)), min(STREAM_SETS, len(self.masters))
+        self.down.wait_stream(self.up)
         self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(sets)]
         self.saved = [self.backend.current_stream().record_event()] * sets
         number = torch.empty(1, device=self.device)
@@ -115,8 +99,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         try:
             super().step(closure)
         finally:
-            self.backend.current_stream().wait_stream(self.up)
-            self.staged = []
+            self._give_back((len(self.masters) - 1) % sets)
             for master, memory in zip(self.single_partition_of_fp32_groups, self.masters, strict=True):
                 master.data = memory
 
@@ -140,6 +123,16 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         state.update(moments)
         self.saved[which] = self._copy(self.up, self.backend.current_stream().record_event(), host, here)
 
+    def _give_back(self, last: int) -> None:
+        """Free the places on the GPU; the last group may still go up while the next forward pass begins."""
+        for number, (places, saved) in enumerate(zip(self.staged, self.saved, strict=True)):
+            if number == last and self.backend is torch.cuda:
+                for place in places:
+                    place.record_stream(self.up)
+            else:
+                self.backend.current_stream().wait_event(saved)
+        self.staged = []
+
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
         """On a stream, once `before` has happened; the event that it is done."""
         with self.backend.stream(stream):
@@ -157,3 +150,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._link_all_hp_params()
         self._hp_optimizer_states_linked = False  # DeepSpeed would link them in the first step, when they are elsewhere
         self._lazy_init_hp_params_optimizer_state()
+
+
+class StreamedOnePassZero(StreamedZero, OnePassZero):
+    """The same, with a group's step in one pass."""

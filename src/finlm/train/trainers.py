@@ -27,7 +27,7 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import engine, interrupt, kernels, streamed
+from finlm.train import engine, interrupt, kernels
 from finlm.train.batches import Checksum
 from finlm.train.checkpoint import Checkpoints
 from finlm.train.entry import is_due, join, versions
@@ -156,7 +156,7 @@ class Recorded:
 
     def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
         r = self.rank
-        with streamed.hosted(r.plan):
+        with engine.own_optimizer(r.plan):
             prepared = super()._prepare_for_training(*given, **named)  # type: ignore[misc]
         engine.tune(self.deepspeed.optimizer, r.plan)
         self.checkpoints = Checkpoints(self.deepspeed, r.run, r.plan, r.recipe.checkpoint, r.events)
