@@ -118,7 +118,7 @@ def ours(overrides: tuple[str, ...], gpus: int, steps: int, work: Path) -> dict[
         "first_step_seconds": first,
         "losses": [row["loss"] for row in rows],
         "setting": f"ZeRO-{plan.zero_stage}, micro-batch {plan.micro_batch} x {plan.gradient_accumulation_steps}, "
-        f"recompute {plan.recompute}",
+        f"recompute {plan.recompute}" + (f", optimizer {where}" if (where := plan.offload_optimizer) != "none" else ""),
     }
 
 

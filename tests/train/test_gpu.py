@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from typing import Any
 
@@ -17,7 +18,7 @@ from finlm.ops import launch
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.train import documents, kernels
+from finlm.train import cores, documents, kernels
 
 from helpers import ROOT
 
@@ -147,6 +148,12 @@ def test_two_gpus_with_unequal_micro_batches_train_as_equal_ones(make_run: Any, 
     print([a["loss"] - b["loss"] for a, b in zip(equal, unequal, strict=True)])
     assert [row["tokens"] for row in unequal] == [row["tokens"] for row in equal]
     assert [row["loss"] for row in unequal] == pytest.approx([row["loss"] for row in equal], abs=1e-4)
+
+
+def test_a_gpus_place_on_the_bus_is_known() -> None:
+    address = cores.bus_address(torch.cuda.get_device_properties(0).uuid)
+    print(address, sorted(cores.near_cores(address)))
+    assert address is not None and re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d", address)
 
 
 # 0.2 billion parameters in twelve layers: four groups of a streamed optimizer.

@@ -12,13 +12,14 @@ from torch import distributed
 
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
-from finlm.train import determinism
+from finlm.train import cores, determinism
 
 
 def join(recipe: Recipe, plan: Plan) -> int:
     """Device, process group and seeds of this rank; its number. RuntimeError when the plan has other ranks."""
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        cores.bind(plan)
     else:
         # DeepSpeed compiles a shared-memory collective for CPU ranks at every first start (25-48 s, needs g++ and
         # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here.
