@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from finlm.train import checkpoint, engine, guard, kernels
+from finlm.train import checkpoint, engine, events, guard, kernels
 
 
 def nan_loss(rank: int, micro_steps: list[int]) -> None:
@@ -66,16 +66,16 @@ def waits_and_sums(path: str) -> None:
 
         setattr(owner, name, called)
 
-    judge = guard.Guard.judge
+    record = events.Events.record
 
-    def judged(self: guard.Guard, step: int, *arguments: Any) -> Any:
-        found[step] = list(now)
-        Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
-        then = judge(self, step, *arguments)
-        now[:] = 0, 0
-        return then
+    def recorded(self: events.Events, kind: str, **fields: Any) -> None:
+        if kind == "step":
+            found[fields["step"]] = list(now)
+            Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
+            now[:] = 0, 0
+        record(self, kind, **fields)
 
-    guard.Guard.judge = judged  # type: ignore[method-assign]
+    events.Events.record = recorded  # type: ignore[method-assign]
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         counted(0, torch.Tensor, name)
     counted(0, get_accelerator(), "synchronize")

@@ -17,6 +17,8 @@ from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.data import dialogue_rows, lint, mixture
 from finlm.data.shards import IGNORED
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe
 from finlm.record import history
 from finlm.record.curves import charts
 from finlm.train import documents, kernels, lora, trained
@@ -114,6 +116,19 @@ def test_a_streamed_optimizer_gives_the_same_bits_under_trl(
     made = run(tmp_path, sft(tmp_path, model, source, "zero.stage=1", "zero.offload_optimizer=stream", FAST))
     assert [row["loss"] for row in ranks.train(made)] == losses(whole)
     assert '"offload_optimizer": "stream"' in made.plan.read_text()
+
+
+def test_compiled_it_adds_up_gradients_within_products(
+    whole: RunDir, model: Path, source: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    more = ("zero.stage=1", "train.compile=true", "batch.micro_batch=1", FAST)
+    made = run(tmp_path, sft(tmp_path, model, source, *more))
+    assert ranks.codes(made, "waits_and_sums", str(tmp_path / "counts")) == [0, 0]
+    assert losses(made) == pytest.approx(losses(whole), rel=1e-4)
+    between = Plan.read(made.plan).gradient_accumulation_steps - 2
+    matrices = 7 * recipe.load(made.recipe).recipe.model.layers
+    assert between > 0
+    assert {sums for _, sums in files.read_json(tmp_path / "counts.0").values()} == {between * matrices}
 
 
 def test_the_loss_falls_as_in_stock_trl(model: Path, source: Path, ranks: Ranks, tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ begins the sums, and the last, whose gradients DeepSpeed waits for, the product 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
+
+from finlm.plan.plan import Plan
 
 
 @torch.library.custom_op("finlm::add_product", mutates_args=("total",))
@@ -46,16 +49,20 @@ class SummingLinear(torch.nn.Linear):
         return _Linear.apply(x, self.weight, self.total)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def swap(engine: Any, layers: torch.nn.Module) -> None:
-    """Let the linear layers add up their gradients where the engine's next backward pass is neither first nor last."""
+def swap(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is_last: Callable[[], bool]) -> None:
+    """Let the linear layers of a compiled model under ZeRO-1 add up their gradients; the engine exists.
+
+    is_last: whether the micro-step that the model's forward pass begins ends the step.
+    """
+    if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
+        return
     found: list[Any] = [module for module in layers.modules() if type(module) is torch.nn.Linear]
     for module in found:
         module.__class__ = SummingLinear
 
     def choose(*_: Any) -> None:
-        # The weight has no gradient yet in the first.
-        is_last = engine.is_gradient_accumulation_boundary()
+        sums = torch.is_grad_enabled() and not is_last()
         for module in found:
-            module.total = module.weight.grad if torch.is_grad_enabled() and not is_last else None
+            module.total = module.weight.grad if sums else None  # none yet in the first micro-step
 
-    engine.module.register_forward_pre_hook(choose)
+    model.register_forward_pre_hook(choose)

@@ -29,8 +29,7 @@ def initialize(model: LlamaForCausalLM, plan: Plan, ds_config: dict[str, Any]) -
             model=model, model_parameters=parameter_groups(model, plan), config=ds_config
         )
     tune(optimizer, plan)
-    if plan.compiled and plan.zero_stage == 1 and plan.gradient_accumulation_steps > 2:
-        accumulate.swap(engine, model.model.layers)
+    accumulate.swap(model, model.model.layers, plan, engine.is_gradient_accumulation_boundary)
     return engine
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from finlm.data import dialogue_rows, mixture
-from finlm.train import faithful, heldout, kernels, lora
+from finlm.train import accumulate, faithful, heldout, kernels, lora
 from finlm.train.batches import Batches
 from finlm.train.by_source import BySource
 from finlm.train.model import build, llama_config
@@ -40,6 +40,13 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
             faithful.hide(lora.base(self.model), r.shards.eos_id)
         self.watch(r)
         self.checksum = batches.checksum
+
+    def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
+        prepared = super()._prepare_for_training(*given, **named)
+        # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
+        layers = lora.base(self.model).model.layers
+        accumulate.swap(self.model, layers, self.rank.plan, lambda: self.accelerator.sync_gradients)
+        return prepared
 
     def get_train_dataloader(self) -> Steps:
         """This rank's micro-batches from the step the run has reached."""
