@@ -275,7 +275,7 @@ def test_a_run_goes_on_when_its_optimizer_has_other_groups(
     assert [norm for _, _, norm, _ in found] == pytest.approx([norm for _, _, norm, _ in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "offload", "stream"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "offload", "stream", "compiled", "fp16 compiled"])
 def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
     tiny: tuple[str, ...], tmp_path: Path, ranks: Ranks, kind: str
 ) -> None:
@@ -284,14 +284,17 @@ def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
         "fp16": ("zero.stage=1",),
         "offload": ("zero.stage=2", "zero.offload_optimizer=cpu"),
         "stream": ("zero.stage=1", "zero.offload_optimizer=stream"),
+        "compiled": ("zero.stage=1", "train.compile=true"),
+        "fp16 compiled": ("zero.stage=2", "train.compile=true"),
     }[kind]
     run = planned(tiny, tmp_path / "whole", *overrides, "train.steps=8")
-    if kind == "fp16":  # the planner refuses it on a CPU
+    is_fp16 = kind.startswith("fp16")
+    if is_fp16:  # the planner refuses it on a CPU
         files.write_json(run.plan, files.read_json(run.plan) | {"precision": "fp16"})
         scaling = {"enabled": True, "loss_scale": 0, "initial_scale_power": 3, "loss_scale_window": 2}
         files.write_json(run.ds_config, files.read_json(run.ds_config) | {"fp16": scaling})
     # Several groups, as every large model has.
-    fault = ("fp16",) if kind == "fp16" else ("small_groups_and_fingerprints", 300_000, str(tmp_path / "hashes"))
+    fault = ("fp16",) if is_fp16 else ("small_groups_and_fingerprints", 300_000, str(tmp_path / "hashes"))
     assert ranks.codes(run, *fault) == [0, 0]
     resumed = copy_at(run, tmp_path)
     os.truncate(resumed.events, 0)
@@ -299,7 +302,7 @@ def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
     expected, found = ([(*row, steps(each)[row[0]]["loss_scale"]) for row in curve(each)] for each in (run, resumed))
     assert found == expected[6:]
     assert Manifest.read(run.checkpoint(8)).files == Manifest.read(resumed.checkpoint(8)).files
-    assert kind != "fp16" or len({scale for *_, scale in expected[:6]}) > 1, "the loss scale grew"
+    assert not is_fp16 or len({scale for *_, scale in expected[:6]}) > 1, "the loss scale grew"
 
 
 def test_a_checkpoint_whose_removal_was_killed_goes_at_the_next_start(

@@ -65,7 +65,7 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if not state:
             state["step"] = torch.zeros((), device=self.device)
             state |= {name: torch.zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
-        state["step"] += 1
+        state["step"] = state["step"].to(self.device) + 1
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
         decay, l2 = (group["weight_decay"], 0.0) if group["decoupled_weight_decay"] else (0.0, group["weight_decay"])
         keep = torch.full_like(step, 1 - lr * decay)
