@@ -25,6 +25,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin/nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(cores, "DEVICES", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="9a"))
     (tmp_path / "0000:1b:00.0").mkdir()
@@ -63,6 +64,10 @@ def test_only_ranks_whose_states_are_moved_are_bound_and_their_threads_with_them
         cores.bind(unmoved)
         assert os.sched_getaffinity(0) == before
     try:
+        with monkeypatch.context() as more:
+            more.setattr(torch, "get_num_threads", lambda: 2)
+            cores.bind(plan())
+            assert os.sched_getaffinity(0) == before, "one core is not enough for two threads"
         cores.bind(plan())
         child = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
         assert os.sched_getaffinity(0) == {one}, "not a core that the process may not use"

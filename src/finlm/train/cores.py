@@ -21,13 +21,14 @@ DEVICES = Path("/sys/bus/pci/devices")
 def bind(plan: Plan) -> None:
     """Keep this rank and the threads it will start on the cores near its GPU, where that is known and states are moved.
 
-    Cores that the process may not use anyway (taskset, a container's limits) stay out.
+    Cores that the process may not use anyway (taskset, a container's limits) stay out; where too few for its threads
+    are left, it stays free.
     """
     if plan.device != "cuda" or plan.offload_optimizer == plan.offload_param == "none":
         return
     near = near_cores(bus_address(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
     usable = near & os.sched_getaffinity(0)
-    if usable:
+    if len(usable) >= torch.get_num_threads():
         os.sched_setaffinity(0, usable)
 
 

@@ -50,7 +50,7 @@ def tune(optimizer: Any, plan: Plan) -> None:
         skip_non_finite(optimizer)
     if plan.zero_stage in (1, 2) and plan.offload_optimizer not in ON_HOST:
         optimizer.get_grad_norm_direct = partial(global_norm, optimizer)
-        # The norm tells whether a gradient is not finite. Looking at each of them first takes 25 ms at 6.4 B.
+        # The norm tells whether a gradient is not finite. Looking at each of them before takes 12 ms at 6.4 B.
         optimizer.has_overflow = lambda *_, **__: False
         if not is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer):
             # The average over one rank: copying all gradients into buckets and back for it takes 18 ms at 6.4 B.
