@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from finlm.record import history
 from finlm.train import engine
 from finlm.train.batches import Batches
 from finlm.train.incidents import Jumps, Watch
-from finlm.train.straggler import Stragglers
+from finlm.train.straggler import Stopwatch, Stragglers
 
 BAD_STEP = 14  # whose data is noise in the runs below
 
@@ -197,6 +199,23 @@ def test_data_positions_after_roll_backs() -> None:
     assert [jumps.data_step(step) for step in (19, 20)] == [24, 30]
     jumps.add(5, jumps.data_step(22) + 1)  # further back than both: what they said of later steps is void
     assert [jumps.data_step(step) for step in (4, 5, 10, 20)] == [4, 33, 38, 48]
+
+
+def test_reading_counts_until_the_first_micro_batch_and_not_while_the_device_is_behind(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def batches(*waits: float) -> Iterator[float]:
+        nonlocal now
+        for seconds in waits:
+            now += seconds
+            yield seconds
+
+    stopwatch = Stopwatch(Plan.read(make_run().plan))
+    assert list(stopwatch.reading(batches(2.0, 3.0, 4.0))) == [2.0, 3.0, 4.0]
+    assert stopwatch.take() == 2.0
 
 
 def test_a_rank_that_stays_slow_is_named_once(make_run: Any) -> None:
