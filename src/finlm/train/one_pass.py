@@ -40,7 +40,7 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's optimizer of stages 1 and 2; the fp32 gradient it works with is one number in a group's shape."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._adamw: Any = torch.compile(adamw, dynamic=True)
+        self._adamw: Any = torch.compile(adamw)
         super().__init__(*arguments, **named)
 
     def _get_preflattened_grad_partition(self, group_no: int) -> torch.Tensor:
@@ -74,6 +74,8 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         flat = [tensor[:size] for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"], self._gradient)]
         if size % ALIGNED == 0:
             flat = [tensor.view(-1, ALIGNED) for tensor in flat]
+        for tensor in flat:  # groups differ in size; compiled with dynamic=True, the betas would be variables too
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         tensors = (*flat, torch.stack(numbers).float())
         self._adamw(*tensors, beta1=beta1, beta2=beta2, eps=group["eps"], l2=l2)
         del self._gradient
