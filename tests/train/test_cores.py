@@ -14,7 +14,7 @@ import torch
 
 from finlm.train import cores
 
-NVIDIA_SMI = '#!/bin/sh\n[ "$1" = --id=GPU-9a ] && echo 00000000:1B:00.0\n'
+NVIDIA_SMI = "#!/bin/sh\necho GPU-8f, 00000000:0A:00.0\necho GPU-9a, 00000000:1B:00.0\n"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -17,6 +19,7 @@ from finlm.base.rundir import RunDir, locked
 from finlm.ops import launch
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
+from finlm.train import accumulate
 
 from ranks import Ranks
 
@@ -89,6 +92,13 @@ def test_compiled_layers_sums_and_optimizer_train_as_the_plain_ones(
         assert micro_steps > 2 and set(sums) == {(micro_steps - 2) * matrices if compiled == "true" else 0}
     for plain, compiled_row in zip(*curves, strict=True):
         assert compiled_row == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_linear_layer_with_a_bias_stays_plain(make_run: Any) -> None:
+    plan = dataclasses.replace(Plan.read(make_run().plan), compiled=True, zero_stage=1, gradient_accumulation_steps=3)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
+    accumulate.swap(layers, layers, plan, lambda: False)
+    assert [type(one) for one in layers] == [accumulate.SummingLinear, torch.nn.Linear]
 
 
 def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: Any, ranks: Ranks) -> None:

@@ -11,12 +11,11 @@ import dataclasses
 import difflib
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finlm.base import memory
+from finlm.base import memory, nvidia
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
@@ -210,15 +209,10 @@ def local(cpu_ranks: int) -> Cluster:
 
 def visible_gpus() -> dict[int, str]:
     """{number: name} of the GPUs that nvidia-smi lists, chosen by CUDA_VISIBLE_DEVICES; empty without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = [line.partition(", ")[::2] for line in output.splitlines() if line.strip()]
+    rows = nvidia.gpus("name", "uuid")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = range(len(rows)) if chosen is None else _chosen([uuid.strip() for _, uuid in rows], chosen)
-    return {number: rows[number][0].strip() for number in numbers}
+    numbers = range(len(rows)) if chosen is None else _chosen([row["uuid"] for row in rows], chosen)
+    return {number: rows[number]["name"] for number in numbers}
 
 
 def _chosen(uuids: list[str], visible: str) -> Iterable[int]:

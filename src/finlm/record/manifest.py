@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import finlm
-from finlm.base import files
+from finlm.base import files, nvidia
 from finlm.base.secrets import redact_command, redact_environment, redact_text
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
@@ -196,17 +196,5 @@ def _machine() -> dict[str, Any]:
         "executable": sys.executable,
         "cpus": os.cpu_count(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "gpus": _gpus(),
+        "gpus": nvidia.gpus("name", "driver_version", "memory.total", "uuid"),
     }
-
-
-def _gpus() -> list[dict[str, str]]:
-    """Name, driver and memory of every GPU nvidia-smi lists; empty without one."""
-    keys = ("name", "driver_version", "memory.total", "uuid")
-    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
-    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]

@@ -62,7 +62,7 @@ def swap(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is_last: C
     """
     if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
         return
-    found: list[Any] = [module for module in layers.modules() if type(module) is torch.nn.Linear]
+    found: list[Any] = [one for one in layers.modules() if type(one) is torch.nn.Linear and one.bias is None]
     for module in found:
         module.__class__ = SummingLinear
 

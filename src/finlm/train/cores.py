@@ -8,11 +8,11 @@ measured 1.16 times the speed with bound cores (ZenFlow report, Qwen2.5-3B on A1
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import torch
 
+from finlm.base import nvidia
 from finlm.plan.plan import Plan
 
 DEVICES = Path("/sys/bus/pci/devices")
@@ -34,12 +34,8 @@ def bind(plan: Plan) -> None:
 
 def bus_address(uuid: object) -> str | None:
     """Where a GPU is on the PCI bus, as Linux names it (0000:1b:00.0); None when nvidia-smi does not say."""
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return said.lower()[-len("0000:1b:00.0") :] or None
+    found = {row["uuid"]: row["pci.bus_id"] for row in nvidia.gpus("uuid", "pci.bus_id")}.get(f"GPU-{uuid}")
+    return None if found is None else found.lower()[-len("0000:1b:00.0") :]
 
 
 def near_cores(address: str | None) -> set[int]:

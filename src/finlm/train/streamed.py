@@ -2,7 +2,7 @@
 
 DeepSpeed's own offload lets the host's cores step, and sends gradients to the host after every micro-batch: small
 micro-batches drown in transfers, large ones need full recompute. Here gradients stay on the GPU until the step, as
-without offload, and each group's states then come down, are stepped by the same fused Adam and go back up, the two
+without offload, and each group's states then come down, are stepped by the same Adam and go back up, the two
 directions of PCIe at work together. The numbers are those of the run without offload, to the bit where its groups are
 the same; smaller ones add up the gradient norm in another order.
 
