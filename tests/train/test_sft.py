@@ -125,10 +125,11 @@ def test_compiled_it_adds_up_gradients_within_products(
     made = run(tmp_path, sft(tmp_path, model, source, *more))
     assert ranks.codes(made, "waits_and_sums", str(tmp_path / "counts")) == [0, 0]
     assert losses(made) == pytest.approx(losses(whole), rel=1e-4)
-    between = Plan.read(made.plan).gradient_accumulation_steps - 2
-    matrices = 7 * recipe.load(made.recipe).recipe.model.layers
-    assert between > 0
-    assert {sums for _, sums in files.read_json(tmp_path / "counts.0").values()} == {between * matrices}
+    micro_steps = Plan.read(made.plan).gradient_accumulation_steps
+    layers = recipe.load(made.recipe).recipe.model.layers
+    assert micro_steps > 2
+    wanted = (micro_steps - 2) * 7 * layers + micro_steps * 3 * layers  # weights, and a layer's two inputs
+    assert {sums for _, sums in files.read_json(tmp_path / "counts.0").values()} == {wanted}
 
 
 def test_the_loss_falls_as_in_stock_trl(model: Path, source: Path, ranks: Ranks, tmp_path: Path) -> None:

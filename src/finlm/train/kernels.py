@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from finlm.plan.plan import Plan
 from finlm.train import documents
 from finlm.train.loss import linear_cross_entropy
+from finlm.train.products import SumsWithinProducts
 
 ATTENTION = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
@@ -87,6 +88,7 @@ def swap(model: LlamaForCausalLM, plan: Plan, draws: bool = False) -> None:
         # Training, evaluation and each size of the documents' bounds are compiled for; past torch's limit of 8 a layer
         # would run uncompiled without a word.
         torch._dynamo.config.recompile_limit = 64
+        torch._inductor.config.post_grad_custom_post_pass = SumsWithinProducts()
         # One function for all layers, the layer an argument: compiled once, not once a layer.
         run = torch.compile(run, dynamic=False)
         model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
