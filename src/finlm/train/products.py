@@ -42,11 +42,12 @@ class SumsWithinProducts(CustomGraphPass):
         """Join the terms of every sum that are products and used nowhere else."""
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             terms = [_root(term) for term in node.args]
-            products = [term for term in terms if term is not None and term.target is aten.mm.default]
-            if None in terms or not products or terms[0] is terms[1] or node.kwargs or _is_broadcast(node):
+            if None in terms or terms[0] is terms[1] or node.kwargs or _is_promoted(node):
                 continue
-            product = products[-1]
-            _join(graph, node, terms[0] if product is terms[1] else terms[1], product)  # type: ignore[arg-type]
+            total, product = sorted(terms, key=_is_product)
+            if _is_product(product):
+                _join(graph, node, total, product)  # type: ignore[arg-type]
+        graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
         """What torch's cache of compiled code tells versions of this pass apart by."""
@@ -56,7 +57,7 @@ class SumsWithinProducts(CustomGraphPass):
 def _root(term: Any) -> Node | None:
     """The product, or sum of products, that a term of a sum shows through views, if nothing else uses it."""
     while isinstance(term, Node) and len(term.users) == 1:
-        if term.target is aten.mm.default or _is_joined(term):
+        if _is_product(term) or _is_joined(term):
             return term
         if term.target not in VIEWS:
             return None
@@ -64,12 +65,17 @@ def _root(term: Any) -> Node | None:
     return None
 
 
+def _is_product(node: Any) -> bool:
+    return node.target is aten.mm.default
+
+
 def _is_joined(node: Node) -> bool:
     return node.target is operator.getitem and add_product.default in node.args[0].args  # type: ignore[union-attr]
 
 
-def _is_broadcast(node: Node) -> bool:
-    return len({one.meta["val"].shape for one in (node, *node.args)}) > 1  # type: ignore[union-attr]
+def _is_promoted(node: Node) -> bool:
+    """Whether a sum has another shape or type than its terms."""
+    return len({(one.meta["val"].shape, one.meta["val"].dtype) for one in (node, *node.args)}) > 1  # type: ignore[union-attr]
 
 
 def _join(graph: Graph, node: Node, total: Node, product: Node) -> None:
