@@ -35,6 +35,7 @@ def earlier(tmp_path: Path, *overrides: str) -> lineage.Earlier | None:
     [
         *("record.tracking=[tensorboard]", "record.online=true", "data.num_proc=8", "forked_from=a@b"),
         *("self_qa={model: m}", "checkpoint.every_steps=5", "eval.every_steps=5", "batch.micro_batch=2", "env={A: b}"),
+        "train.precision=fp32",  # what auto stood for
     ],
 )
 def test_a_run_goes_on_when_only_how_it_is_carried_out_was_changed(

@@ -79,16 +79,20 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from finlm import pipeline
+    from finlm.data import start
     from finlm.ops import doctor_kinds
     from finlm.recipe import cluster, toy
     from finlm.recipe.recipe import load
 
     loaded = toy.load(options.recipe, options.set) if options.toy else cli_recipes.load(options)
+    start.check(loaded.recipe)
     recipe, hostfile = loaded.recipe, options.hostfile or cluster.default_hostfile()
     if hostfile:
         ways = options.include, options.exclude
         hosts = cluster.load(hostfile, recipe.hardware, options.gpu, recipe.hosts, *ways)
-        if not (options.gpu or options.adapter):  # another launcher's hosts may have no ssh
+        if options.adapter:  # another launcher's hosts may have no ssh
+            hosts = cluster.described(hosts, recipe.hardware)
+        elif not options.gpu:
             hosts = doctor_kinds.ask(recipe, hosts, options.accept_new)
     elif options.include or options.exclude or options.gpu:
         raise UserError(

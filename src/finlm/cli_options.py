@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("doctor", help="check every host of the hostfile, or this machine, against a recipe's plan")
     _recipe_options(command, nargs="?", default="recipes/quickstart/pretrain.yaml")
-    _cluster_options(command)
+    _cluster_options(command, "hostfile.txt where it names hosts, else this machine")
     command.add_argument("--allreduce", action="store_true", help="also measure every link with real collectives")
     command.add_argument("--runs", type=Path, default=Path("runs"), help="where runs would go (default: %(default)s)")
     command.add_argument("--accept-new", action="store_true", help="record the ssh keys of new hosts")
@@ -192,9 +192,9 @@ def _recipe_options(command: argparse.ArgumentParser, **positional: Any) -> None
     command.add_argument("--set", action="append", default=[], metavar="a.b=VALUE", help="override a key; repeatable")
 
 
-def _cluster_options(command: argparse.ArgumentParser) -> None:
+def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the recipe's hardware section") -> None:
     where = command.add_mutually_exclusive_group()
-    where.add_argument("--hostfile", help="hosts in DeepSpeed's format; default: the recipe's hardware section")
+    where.add_argument("--hostfile", help=f"hosts in DeepSpeed's format; default: {otherwise}")
     where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
     command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
 

@@ -105,6 +105,7 @@ def plan(options: argparse.Namespace) -> int:
     """What a run would do."""
     from finlm.data import prepare
     from finlm.plan import calibration, consult, show
+    from finlm.recipe import cluster
 
     if options.calibrate:
         show.calibrated(calibration.measure(), calibration.path())
@@ -114,6 +115,8 @@ def plan(options: argparse.Namespace) -> int:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
     hosts = hosts_of(options, loaded.recipe)
+    if options.hostfile and not options.gpu:
+        hosts = cluster.described(hosts, loaded.recipe.hardware)
     plan = make_plan(loaded.recipe, hosts)
     prepared = prepare.locate(loaded.recipe)
     tokens = prepare.sizes(prepared, loaded.recipe)[1] if prepared else None

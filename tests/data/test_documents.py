@@ -97,13 +97,24 @@ def test_a_cut_archive_stops_by_default_and_gives_what_it_has_when_allowed(tmp_p
     whole = [f"{number} {rng.bytes(40).hex()}" for number in range(5000)]
     path = tmp_path / "news.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n".join(map(row, whole)))[:-20_000])
-    with pytest.raises(UserError, match=r"1 of \d,\d+ rows cannot be read .* what follows them is lost") as caught:
+    with pytest.raises(UserError, match=r"source news: news\.jsonl\.gz ends early") as caught:
         read(tmp_path, path, allowed=0.001)
-    assert "the archive is cut short" in caught.value.evidence
+    assert "the archive is cut short; what follows is lost" in caught.value.evidence
+    assert "counts as 1.00% of the rows, of which data.max_broken_fraction allows 0.10%" in caught.value.evidence
+    assert "fetch it again" in caught.value.fix and "data.max_broken_fraction=0.01," in caught.value.fix
     (tmp_path / "again").mkdir()
-    _, texts, broken = read(tmp_path / "again", path, allowed=0.01)
+    manifest, texts, broken = read(tmp_path / "again", path, allowed=0.01)
+    assert documents.cut(tmp_path / "again/step", manifest) == [str(path)]
     assert texts == whole[: len(texts)] and len(texts) > 3000
     assert [item["line"] for item in broken] == [len(texts) + 1]
+
+
+def test_broken_rows_that_are_too_many_beside_a_cut_are_what_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "news.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join([row("好的文档")] * 50 + [b"oops"] * 50))[:-8])
+    with pytest.raises(UserError, match=r"source news: 5\d of \d+ rows cannot be read") as caught:
+        read(tmp_path, path, allowed=0.02)
+    assert "the archive is cut short" in caught.value.evidence and "not JSON" in caught.value.evidence
 
 
 def test_chunks_do_not_depend_on_workers_and_lines_may_be_longer_than_a_block(

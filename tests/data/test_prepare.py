@@ -256,6 +256,19 @@ def test_broken_rows_stop_the_run_and_leave_nothing_but_themselves(make: Make, t
         prepare.run(make())
 
 
+def test_an_accepted_cut_is_said_with_the_counts(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "corpus/news.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(UserError, match=r"source news: news\.jsonl\.gz ends early") as caught:
+        prepare.run(make())
+    for _ in range(2):  # reused too
+        capsys.readouterr()
+        prepare.run(make(f"data.{caught.value.fix.partition('data.')[2].partition(',')[0]}"))
+        assert "; news.jsonl.gz: cut, the rest not read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["corpus/missing.jsonl", "corpus/*.parquet", "nowhere/deep/*.jsonl"])
 def test_a_path_without_files_shows_what_lies_beside_it(make: Make, tmp_path: Path, path: str) -> None:
     with pytest.raises(UserError, match=r"data.sources\[0\]: no file matches") as caught:
@@ -264,6 +277,26 @@ def test_a_path_without_files_shows_what_lies_beside_it(make: Make, tmp_path: Pa
     beside = ("news.jsonl.gz", "reports.jsonl") if path.startswith("corpus") else (f"{tmp_path} holds corpus",)
     for part in (f"looked for {tmp_path}/{path}\n", *beside):
         assert part in caught.value.evidence
+
+
+@pytest.mark.parametrize(("path", "files"), [("corpus", "*.jsonl"), ("", "**/*.jsonl"), ("cache", "holds none")])
+def test_a_directory_instead_of_files_is_said_to_be_one(make: Make, tmp_path: Path, path: str, files: str) -> None:
+    corpus(tmp_path / "corpus/more.jsonl", 1, 3)
+    (tmp_path / "cache").mkdir()
+    with pytest.raises(UserError, match=rf"data.sources\[0\]: {tmp_path / path} is a directory") as caught:
+        prepare.run(make(f"data.sources={tmp_path / path}"))
+    assert (files if "holds" in files else f"{tmp_path / path / files}") in caught.value.fix
+
+
+def test_files_of_one_name_under_a_glob_get_a_fix_that_works(make: Make, tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus/old/news.jsonl", 30, 5)
+    corpus(tmp_path / "corpus/new/news.jsonl", 30, 6)
+    for name in ("", ", name: corpus"):
+        with pytest.raises(UserError, match=r"2 sources are named (corpus-)?news") as caught:
+            prepare.run(make(f"data.sources={{path: {tmp_path}/corpus/*/*.jsonl{name}}}"))
+    assert "one entry a directory instead of data.sources[0]" in caught.value.fix
+    directory = prepare.run(make(caught.value.fix.partition("--set ")[2].strip("'")))
+    assert [shard.source for shard in Shards(directory).split("train")] == ["a", "b"]
 
 
 def test_the_sha256_of_a_source_is_checked(make: Make, tmp_path: Path) -> None:

@@ -61,14 +61,17 @@ def written(model: Path, shards: Shards) -> str:
     return "".join(tokenizer.decode(shard.ids[:].tolist()) for shard in shards.split("train"))
 
 
-def test_a_cut_archive_is_refused_unless_the_recipe_accepts_the_loss(make: Make, tmp_path: Path) -> None:
+def test_a_cut_archive_is_refused_unless_the_recipe_accepts_the_loss(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in sample(1500)).encode()
     (tmp_path / "half.jsonl.gz").write_bytes((whole := gzip.compress(lines))[: len(whole) // 2])
     given = (f"data.sources={tmp_path}/half.jsonl.gz",)
-    with pytest.raises(UserError, match=r"1 of 1,\d{3} rows .* what follows them is lost") as caught:
+    with pytest.raises(UserError, match=r"source half: half\.jsonl\.gz ends early") as caught:
         prepared(make([], *given))
-    assert "the archive is cut short" in caught.value.evidence
+    assert "the archive is cut short" in caught.value.evidence and "fetch it again" in caught.value.fix
     counts = prepared(make([], *given, "data.max_broken_fraction=0.02")).manifest["dialogues"]["half"]
+    assert "1 left out: the archive is cut short, the rest not read" in capsys.readouterr().err
     assert counts["broken"] == 1 and counts["kept"] > 1000
     as_list = gzip.compress(json.dumps(sample(1500)).encode())
     (tmp_path / "half.json.gz").write_bytes(as_list[: len(as_list) // 2])

@@ -42,6 +42,15 @@ def test_the_gpu_option_wins_and_unknown_hosts_are_cpu_ranks(tmp_path: Path) -> 
     assert cluster.load(path).is_cpu
 
 
+def test_hosts_that_nobody_asks_need_a_kind_from_hardware(tmp_path: Path) -> None:
+    found = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED)
+    with pytest.raises(UserError, match="does not say which GPUs c has") as caught:
+        cluster.described(found, MIXED)
+    assert "hardware.hosts: a, b" in caught.value.evidence
+    alike = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED, "H200")
+    assert cluster.described(alike, MIXED) is alike
+
+
 def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=2\nb\nc slots=0\na slots=1\nd slots=two\n")
     with pytest.raises(UserError) as caught:

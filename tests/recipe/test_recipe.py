@@ -85,6 +85,16 @@ def test_a_misspelt_choice_gets_a_suggestion(write: Path) -> None:
     assert "got 'atuo'; did you mean 'auto'?" in mistakes(MINIMAL, "batch.micro_batch=atuo")[1]
 
 
+def test_only_allowed_values_are_suggested(write: Path) -> None:
+    assert "did you mean" not in mistakes(MINIMAL, "batch.micro_batch=four")[1]
+    assert "got 'ture'; did you mean 'true'?" in mistakes(MINIMAL, "model.tie_embeddings=ture")[1]
+
+
+def test_an_unknown_section_is_blamed_on_the_set_that_has_it(write: Path) -> None:
+    assert mistakes(MINIMAL, "foo.bar=1")[1].startswith("--set: foo: unknown key")
+    assert mistakes(MINIMAL, "optim.foo.bar=1")[1].startswith("--set: optim.foo: unknown key")
+
+
 def test_a_quoted_number_is_not_a_number(write: Path) -> None:
     found = mistakes(MINIMAL.replace("lr: 3e-4", 'lr: "3e-4"'))
     assert found[1] == "recipe.yaml:8: optim.lr: expected a number, got the string '3e-4'; write it without quotes"
@@ -139,6 +149,18 @@ def test_base_is_inherited_and_overridden_with_origins(write: Path) -> None:
     assert "optim" not in loaded.origins
 
 
+def test_the_nearest_length_of_the_run_replaces_the_others(write: Path) -> None:
+    child = "base: tiny.yaml\ntrain: {tokens: 1M}\n"
+    for loaded in (load(MINIMAL, "train.tokens=1M"), load(child), load(MINIMAL, "train.epochs=2")):
+        given = loaded.recipe.train
+        assert given.steps is None and (given.tokens == 1_000_000 or given.epochs == 2)
+        assert "train.steps" not in loaded.origins
+    assert load(child, "train.steps=70").recipe.train.tokens is None
+    assert load("base: tiny.yaml\ntrain: {seed: 1}\n").recipe.train.steps == 100
+    both = mistakes("base: tiny.yaml\ntrain: {tokens: 1M, epochs: 1}\n")[1]
+    assert "train: give exactly one of steps, tokens, epochs; found" in both
+
+
 def test_a_list_replaces_the_bases_list_with_its_origins(write: Path) -> None:
     two = MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a.jsonl}, {path: b.jsonl}]")
     (write / "two.yaml").write_text(two)
@@ -188,6 +210,26 @@ def test_set_reads_yaml_and_reaches_into_lists(write: Path) -> None:
 )
 def test_an_impossible_set_is_a_user_mistake(write: Path, text: str) -> None:
     assert mistakes(MINIMAL.replace("sources: corpus/*.jsonl", "sources: [{path: a}]"), text)[0].startswith("--set ")
+
+
+@pytest.mark.parametrize(
+    ("text", "evidence", "fix"),
+    [
+        ("data.sources[0].path=x.jsonl", "the path 'corpus/*.jsonl'", "--set 'data.sources=x.jsonl'"),
+        ("data.sources[0]=x.jsonl", "the path 'corpus/*.jsonl'", "--set 'data.sources=x.jsonl'"),
+        (
+            "data.sources[0].text_field=body",
+            "the path 'corpus/*.jsonl'",
+            "--set 'data.sources={path: corpus/*.jsonl, text_field: body}'",
+        ),
+        ("train.steps.x=1", "train.steps is 100", "--set train.steps=VALUE"),
+        ("hardware.hosts[1].slots=1", "hardware.hosts is a list of 1", "the first is hardware.hosts[0]"),
+    ],
+)
+def test_a_set_past_the_end_says_what_is_there(write: Path, text: str, evidence: str, fix: str) -> None:
+    with pytest.raises(UserError, match="is not a place in the recipe") as caught:
+        load(MINIMAL, text)
+    assert evidence in caught.value.evidence and fix in caught.value.fix
 
 
 def test_files_that_are_no_recipes_are_user_mistakes(write: Path) -> None:

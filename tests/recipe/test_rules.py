@@ -42,7 +42,7 @@ NVME = "zero.nvme_path=nvme"
         (["data.mixture={tokens: {a: 1M}, share: 0.5}"], "data.mixture[0]", "leave out to and share"),
         (["data.mixture={weights: {a: 0}}"], "data.mixture[0]", "no source a weight above 0"),
         (["data.token_dtype=uint16", "tokenizer.vocab_size=70000"], "data.token_dtype", "65,535"),
-        (["train.tokens=1M"], "train", "exactly one"),
+        (["train.tokens=1M", "train.epochs=1"], "train", "exactly one"),
         (["train.steps=null"], "train", "found none"),
         (["batch.tokens_per_step=100"], "batch.tokens_per_step", "less than one row"),
         (["optim.warmup_steps=250"], "optim.warmup_steps", "not less than the 250 steps"),

@@ -23,11 +23,12 @@ def three(a: torch.Tensor, b: torch.Tensor) -> Tensors:
 
 
 def others(a: torch.Tensor, b: torch.Tensor) -> Tensors:
-    """A product that is needed beside the sum, one added to itself, a factor, a broadcast, two types, no product."""
+    """A product that is needed beside the sum, one added to itself, a factor, a broadcast, two types, two shapes."""
     needed, twice, row = product(a, b), product(a - 1, b), product(a[:2], b)
     scaled = torch.add(product(a, b + 1), product(a, b + 2), alpha=2)
     mixed = product(a + 3, b) + product(a.double() + 3, b.double())
-    return needed, needed + product(a + 1, b), twice + twice, scaled, row + product(a, b + 3), mixed, a + a
+    wide = product(a, b + 4) + (a[:4] @ b.repeat(1, 2)).view(2, 4, 16)
+    return needed, needed + product(a + 1, b), twice + twice, scaled, row + product(a, b + 3), mixed, wide
 
 
 @pytest.mark.parametrize(("function", "joined"), [(three, 2), (others, 0)])

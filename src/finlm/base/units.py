@@ -45,10 +45,16 @@ def format_bytes(value: float) -> str:
 
 def format_count(value: float) -> str:
     """6394000000 -> '6.39B'."""
+    value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return f"{value:,.0f}"
+
+
+def format_rate(value: float) -> str:
+    """0.0123 -> '0.012', 312.5 -> '312': two digits, or all before the point."""
+    return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
 
 
 def format_duration(seconds: float) -> str:

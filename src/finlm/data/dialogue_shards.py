@@ -18,7 +18,7 @@ import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import documents, stats
+from finlm.data import cut_files, stats
 from finlm.data.shards import Split
 from finlm.data.sources import Input
 from finlm.recipe.schema_data import Data
@@ -48,7 +48,7 @@ class Encoded:
     dialogues: list[int] = field(default_factory=list)  # 64-bit hash of each dialogue
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
-    cut: str = ""  # why the file ends here, where it ends too early
+    cut: tuple[str, int, str] | None = None  # file, row and why, where the file ends too early
 
 
 class Tally:
@@ -58,13 +58,13 @@ class Tally:
         self.item, self.data = item, data
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.cut = ""
+        self.cut: list[tuple[str, int, str]] = []
 
     def chosen(self, encoded: Encoded, seen: set[int] | None) -> Iterator[tuple[Split, int, Piece]]:
         """(split, first token, piece) of what is kept of a block; `seen` are hashes of the dialogues before it."""
         self.counts.update(encoded.counts)
         self.refused.update(encoded.refused)
-        self.cut = self.cut or encoded.cut
+        self.cut += [encoded.cut] if encoded.cut else []
         at, former = 0, -1
         split: Split | None = None
         for piece in encoded.pieces:
@@ -91,12 +91,12 @@ class Tally:
     def check(self) -> None:
         """Raises UserError when more rows than allowed cannot be read; a cut archive counts as among documents."""
         broken, rows, allowed = self.counts["broken"], self.counts["rows"], self.data.max_broken_fraction
-        if max(broken, documents.CUT_ARCHIVE_SHARE * rows if self.cut else 0) > allowed * rows:
+        cut_files.refuse(self.item.source, self.cut, rows, broken, allowed)
+        if broken > allowed * rows:
             raise UserError(
-                f"source {self.item.source}: {broken:,} of {rows:,} rows cannot be read ({broken / rows:.2%}"
-                f"{', and what follows them is lost' if self.cut else ''}); "
+                f"source {self.item.source}: {broken:,} of {rows:,} rows cannot be read ({broken / rows:.2%}); "
                 f"data.max_broken_fraction allows {allowed:.2%}",
-                evidence="\n".join(filter(None, (", ".join(map(str, self.item.paths)), self.cut))),
+                evidence="\n".join([", ".join(map(str, self.item.paths)), *(reason for _, _, reason in self.cut[:3])]),
                 fix="mend the file or fetch it again, or raise data.max_broken_fraction",
             )
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import clean, parsing, readers, steps, streams, workers
+from finlm.data import clean, cut_files, parsing, readers, steps, streams, workers
 from finlm.data.readers import Block
 from finlm.data.sources import Input
 from finlm.recipe.schema_clean import Clean
@@ -36,9 +36,6 @@ INDEX = np.dtype([("end", "<u8"), ("characters", "<u4"), ("hash", "<u8", (2,))])
 _SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl
 _VALUES = 10_000  # different values of a counted field, above which it is no category but an identity
 _EXCERPT = 200
-# What a cut archive has lost cannot be counted: it stands for this share of the rows at least, so that the default
-# limit refuses it and a limit raised on purpose accepts it.
-CUT_ARCHIVE_SHARE = 0.01
 
 Values = dict[str, Counter[str]]  # of each counted field: {value: documents}
 
@@ -160,21 +157,31 @@ def check_broken(directory: Path, manifest: dict[str, Any], max_broken_fraction:
     """Raises UserError for the first source with more broken rows than allowed, and keeps them where they are found."""
     for item in manifest["inputs"]:
         kept = keep / f"broken-{item['source']}.jsonl"
-        lost = max(item["broken"], CUT_ARCHIVE_SHARE * item["rows"] if item["cut"] else 0)
+        lost = max(item["broken"], cut_files.SHARE * item["rows"] if item["cut"] else 0)
         if lost <= max_broken_fraction * item["rows"]:
             kept.unlink(missing_ok=True)
             continue
         found = [row for row in files.read_json_lines(directory / "broken.jsonl") if row["source"] == item["source"]]
         files.write_text(kept, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found))
-        shown = found[:3] if found[-1] in found[:3] or not item["cut"] else [*found[:2], found[-1]]
+        ends = [row for row in found if cut_files.is_cut(row["reason"])]
+        where = [(row["file"], row["line"], row["reason"]) for row in ends]
+        cut_files.refuse(item["source"], where, item["rows"], item["broken"], max_broken_fraction)
+        shown = [*ends[:1], *(row for row in found if row not in ends[:1])][:3]
         raise UserError(
             f"source {item['source']}: {item['broken']:,} of {item['rows']:,} rows cannot be read "
-            f"({item['broken'] / item['rows']:.2%}{', and what follows them is lost' if item['cut'] else ''}); "
+            f"({item['broken'] / item['rows']:.2%}); "
             f"data.max_broken_fraction allows {max_broken_fraction:.2%}",
             evidence="\n".join(f"{row['file']}:{row['line']}: {row['reason']}: {row['start'][:60]!r}" for row in shown),
             fix=f"all of them are in {kept}; mend the file (or set data.sources[i].text_field or .encoding), "
             "or raise data.max_broken_fraction",
         )
+
+
+def cut(directory: Path, manifest: dict[str, Any]) -> list[str]:
+    """The files that end too early."""
+    if not any(item["cut"] for item in manifest["inputs"]):
+        return []
+    return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if cut_files.is_cut(row["reason"])]
 
 
 def parse(task: Task) -> Parsed:

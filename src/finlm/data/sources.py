@@ -25,6 +25,7 @@ from finlm.recipe.schema_data import Source
 Split = Literal["train", "held_out", "share"]
 Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
 _SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
+_LOOKED_AT = 10_000  # entries of a directory that was given instead of its files
 READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 
 
@@ -69,6 +70,7 @@ def of_source(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         assert source.path is not None
         paths, expected = expand(source.path, source.split), source.sha256 or ""
     if not paths:
+        _check_directory(Path(str(source.path)), key)
         raise UserError(
             f"{key}: no file matches {source.path}", evidence=_beside(str(source.path)), fix=f"correct {key}.path"
         )
@@ -134,18 +136,54 @@ def readable(name: str) -> bool:
     return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
+def _check_directory(path: Path, key: str) -> None:
+    """Raises UserError for a directory, with the glob of what is found in it."""
+    directory = path.expanduser()
+    if not directory.is_dir():
+        return
+    inside = itertools.islice(directory.rglob("*"), _LOOKED_AT)
+    names = [(file.parent == directory, suffix(file)) for file in inside if readable(file.name) and file.is_file()]
+    counts = Counter(names).most_common()
+    is_here, kind = next((found for found, _ in counts if found[0]), counts[0][0] if counts else (True, ""))
+    raise UserError(
+        f"{key}: {path} is a directory",
+        evidence=_beside(str(path / "*")).partition("\n")[2],
+        fix=f"name its files: {path / ('' if is_here else '**') / f'*{kind}'}"
+        if counts
+        else f"name a directory's files; it holds none that prepare reads ({', '.join(READABLE)})",
+    )
+
+
 def checked(inputs: list[Input]) -> list[Input]:
     """The same inputs. Raises UserError when two would share a name."""
     counts = Counter((item.source, item.split) for item in inputs)
-    for (name, _), count in counts.items():
+    for (name, split), count in counts.items():
         if count > 1:
-            same = [str(item.paths[0]) for item in inputs if item.source == name]
+            same = [item for item in inputs if (item.source, item.split) == (name, split)]
             raise UserError(
                 f"{count} sources are named {name}",
-                evidence="\n".join(same),
-                fix="give each a name: data.sources[i].name",
+                evidence="\n".join(str(item.paths[0]) for item in same),
+                fix=_other_names(same),
             )
     return inputs
+
+
+def _other_names(same: Sequence[Input]) -> str:
+    """How inputs of one name get several."""
+    entries = Counter(item.entry for item in same)
+    if len(entries) == len(same):
+        return "give each a name of its own: data.sources[i].name"
+    # Within an entry a name would only be put before all of them.
+    again = [item for item in same if entries[item.entry] > 1]
+    if any("@" in item.expected for item in again):
+        return f"write an entry for each instead of {again[0].entry}, with files and a name of its own"
+    paths = [item.paths[0] for item in again]
+    if len({path.parent for path in paths}) == len(paths):
+        paths = [path.parent / f"*{suffix(path)}" for path in paths]
+    example = ", ".join(f"{{path: {path}, name: {chr(ord('a') + at)}}}" for at, path in enumerate(paths[:2]))
+    what = "directory" if "*" in paths[0].name else "file"
+    more = ", ..." if len(paths) > 2 else ""
+    return f"one entry a {what} instead of {again[0].entry}, each with a name: --set 'data.sources=[{example}{more}]'"
 
 
 def verified(item: Input, sha256: Sequence[str]) -> Input:
@@ -162,6 +200,11 @@ def verified(item: Input, sha256: Sequence[str]) -> Input:
 def stem(path: Path) -> str:
     """news.jsonl.gz -> news."""
     return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", path.name) or path.name
+
+
+def suffix(path: Path) -> str:
+    """news.jsonl.gz -> .jsonl.gz."""
+    return path.name.removeprefix(stem(path))
 
 
 def safe(name: str) -> str:

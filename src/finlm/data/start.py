@@ -26,8 +26,9 @@ def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
         if found is None:
             raise UserError(
                 f"the model that {init_from} makes is not there yet",
-                evidence=f"no finished run of it in {runs.absolute()}",
-                fix=f"finlm train {init_from}; `finlm train` of this recipe does that first",
+                evidence=f"no finished run with the model and tokenizer that it says in {runs.absolute()}",
+                fix=f"finlm train {init_from}; `finlm train` of this recipe does that first. To start from a run "
+                "with other settings: --set model.init_from=runs/RUN/export",
             )
         return found
     path = Path(init_from).expanduser()
@@ -36,6 +37,21 @@ def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
     if not must_exist:
         raise NotPrepared("model")
     return _snapshot(init_from, wanted.model.revision)
+
+
+def check(wanted: Recipe) -> None:
+    """Raises UserError when model.init_from is a directory without a model; before hours go into preparing data."""
+    init_from = wanted.model.init_from
+    if init_from is None or parents.is_recipe(init_from) or not parents.is_directory(init_from):
+        return
+    path = Path(init_from).expanduser()
+    weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
+    if not (path / "config.json").is_file() or not weights:
+        raise UserError(
+            f"model.init_from: there is no model in {init_from}",
+            evidence=f"{path.absolute()} " + ("has no config.json and weights" if path.is_dir() else "does not exist"),
+            fix="put config.json and weights (*.safetensors) there, or name another directory or a model of the Hub",
+        )
 
 
 def _snapshot(identity: str, revision: str | None) -> Path:

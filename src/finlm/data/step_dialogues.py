@@ -26,6 +26,7 @@ from finlm.data import (
     chat_read,
     chat_tokens,
     clean_pii,
+    cut_files,
     dialogue_blocks,
     dialogue_shards,
     pairs,
@@ -133,8 +134,9 @@ def encode(task: Task) -> Encoded:
     """A block's dialogues as tokens. Runs in a worker."""
     encoder = chat_encode.encoder(task.tokenizer, task.rules, task.limit)
     mask = clean_pii.masker(task.mask) if task.mask else str
-    found = Encoded(task.number, cut=task.block.cut)
-    for row, broken in dialogue_blocks.rows(task.block):
+    block = task.block
+    found = Encoded(task.number, cut=(str(block.path), block.first, block.cut) if block.cut else None)
+    for row, broken in dialogue_blocks.rows(block):
         found.counts["rows"] += 1
         reason = broken
         try:
@@ -277,4 +279,6 @@ def _sentence(manifest: Mapping[str, Any]) -> str:
     text = f"{counts['kept']:,} dialogues, {tokens:,} tokens, {learnt / max(1, tokens):.1%} learnt from"
     text += f"; {counts['split']:,} split" if counts["split"] else ""
     text += f"; {counts['truncated']:,} cut" if counts["truncated"] else ""
-    return text + "".join(f"; {count:,} left out: {reason}" for reason, count in refused.most_common(3))
+    for reason, count in sorted(refused.most_common(), key=lambda item: not cut_files.is_cut(item[0]))[:3]:
+        text += f"; {count:,} left out: {reason}" + (", the rest not read" if cut_files.is_cut(reason) else "")
+    return text

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import units
-from finlm.data import clean, documents
+from finlm.data import clean, cut_files, documents
 from finlm.data.context import Context
 from finlm.data.sources import Input
 from finlm.data.steps import NotPrepared, Step
@@ -37,6 +37,7 @@ def run(context: Context, inputs: Sequence[Input]) -> Step:
         step,
         f"{sum(row['rows'] for row in rows):,} rows of {len({row['source'] for row in rows})} sources, "
         f"{sum(row['broken'] for row in rows):,} broken, {dropped:,} dropped, "
-        f"{units.format_bytes(sum(row['bytes'] for row in rows))}",
+        f"{units.format_bytes(sum(row['bytes'] for row in rows))}"
+        f"{cut_files.accepted(documents.cut(step.path, step.manifest))}",
     )
     return step

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finlm.ops import probe_files, sync_trees
+from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 
 Role = Literal["code", "data", "model"]
@@ -43,7 +44,7 @@ def wanted(recipe: Recipe, root: Path | None, shards: Path | None) -> list[Tree]
     model, named = model_path(recipe), recipe.model.init_from
     if model is not None:
         trees.append(_tree("model", model, _below(model), follow=True))
-    elif named is not None and named.startswith(("/", ".")):  # anything else is a Hub id
+    elif named is not None and not parents.is_recipe(named) and parents.is_directory(named):
         trees.append(Tree("model", Path(named).absolute(), {"config.json": ANY}, follow=True))
     return trees
 

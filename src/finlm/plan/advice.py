@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from finlm.base.units import format_bytes, format_count, format_duration
+from finlm.base.units import format_bytes, format_count, format_duration, format_rate
 from finlm.plan import memory, stages
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
@@ -136,8 +136,8 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "data",
-                f"1 epoch of this corpus = {format_count(advice.epoch_tokens)} tokens = {per:.2g} tokens per parameter;"
-                f" the run takes {advice.epochs:.3g} epochs",
+                f"1 epoch of this corpus = {format_count(advice.epoch_tokens)} tokens = {format_rate(per)} tokens per "
+                f"parameter; the run takes {advice.epochs:.3g} epochs",
             )
         )
     if advice.finish is not None and plan.tokens_per_second and advice.night_steps is not None:

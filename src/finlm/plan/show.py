@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from finlm.base import screen
 from finlm.base.secrets import redact_key
-from finlm.base.units import format_bytes, format_count, format_duration
+from finlm.base.units import format_bytes, format_count, format_duration, format_rate
 from finlm.plan import advice
 from finlm.plan.consult import Consulted
 from finlm.plan.gpus import Gpu
@@ -103,7 +103,8 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
         ("recompute", made.recompute),
         (
             "length",
-            f"{made.steps:,} steps = {format_count(tokens)} tokens = {tokens / made.parameters:.2g} per parameter",
+            f"{made.steps:,} steps = {format_count(tokens)} tokens = "
+            f"{format_rate(tokens / made.parameters)} per parameter",
         ),
     ]
     if made.tokens_per_second is not None and made.days is not None:

@@ -118,6 +118,23 @@ def load(
     return Cluster(tuple(hosts), hardware.network_gbit if hardware else 10.0)
 
 
+def described(hosts: Cluster, hardware: Hardware) -> Cluster:
+    """The same hosts. Raises UserError when hardware, which has GPUs, does not know what one of them has.
+
+    For who plans without asking the hosts: they would be CPU ranks.
+    """
+    known = {host.name: host.gpu for host in _hosts(hardware)}
+    unknown = [host.name for host in hosts.hosts if host.gpu is None and host.name not in known]
+    if unknown and any(known.values()):
+        close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown[0], known, n=1))
+        raise UserError(
+            f"the recipe's hardware: does not say which GPUs {', '.join(unknown)} has{close}",
+            evidence=f"hardware.hosts: {', '.join(known)}; the hosts themselves are not asked",
+            fix="name the hosts alike in the hostfile and in hardware.hosts, or give --gpu NAME if all have the same",
+        )
+    return hosts
+
+
 def _read(path: Path) -> dict[str, int]:
     """Slots of every host of the file, in its order."""
     try:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from finlm.base.errors import UserError
 from finlm.recipe.schema import Recipe
 
 Location = tuple[str | int, ...]
@@ -34,6 +36,21 @@ def dotted(location: Location) -> str:
     """('data', 'sources', 0, 'path') -> 'data.sources[0].path'."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return text.removeprefix(".")
+
+
+def no_place(setting: str, parts: Location, depth: int, there: Any) -> UserError:
+    """A `--set` that goes past what the recipe has: `there`, after `depth` parts of its key."""
+    key, _, value = setting.partition("=")
+    where, last = dotted(parts[:depth]), parts[-1]
+    if isinstance(there, list):
+        evidence, fix = f"{where} is a list of {len(there)}", f"name one of its items; the first is {where}[0]"
+    elif isinstance(there, str) and where.startswith("data.sources"):  # a path stands for {path: ...}
+        evidence = f"{where} is the path {there!r}"
+        is_path = last == "path" or isinstance(last, int)
+        fix = f"--set '{where}={value if is_path else f'{{path: {there}, {last}: {value}}}'}'"
+    else:
+        evidence, fix = f"{where} is {there!r}, with nothing inside", f"--set {where}=VALUE"
+    return UserError(f"--set {setting}: {key} is not a place in the recipe", evidence=evidence, fix=fix)
 
 
 def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
@@ -86,7 +103,7 @@ def _sentence(items: list[Any], location: Location) -> str:
     if kind == "value_error":
         return str(items[0]["msg"]).removeprefix("Value error, ")
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
-    close = difflib.get_close_matches(str(value), expected.replace("'", " ").split(), n=1)
+    close = difflib.get_close_matches(str(value), list(_choices(items)), n=1)
     meant = f"; did you mean {close[0]!r}?" if isinstance(value, str) and close else ""
     return f"should be {expected}, got {value!r}{meant} ({_description(location)})"
 
@@ -105,6 +122,15 @@ def _expected(item: Any) -> str:
     if "literal" in kind:
         return str(context["expected"])
     return str(item["msg"]).removeprefix("Input should be ")
+
+
+def _choices(items: list[Any]) -> Iterator[str]:
+    """The words that are allowed, not those of the sentence around them."""
+    for item in items:
+        if "literal" in item["type"]:
+            yield from re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        elif item["type"] == "bool_type":
+            yield from ("true", "false")
 
 
 def _is_number(text: str) -> bool:

@@ -52,6 +52,13 @@ def is_recipe(init_from: str | None) -> bool:
     return init_from is not None and init_from.endswith((".yaml", ".yml"))
 
 
+def is_directory(init_from: str) -> bool:
+    """Whether model.init_from names a directory, which need not exist, and no model of the Hub (owner/name)."""
+    path = Path(init_from).expanduser()
+    beside = path.parent != Path() and path.parent.is_dir()
+    return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))
+
+
 def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Fill in what a recipe's values leave to its parent: ([(key, mistake)], {key filled in: where it came from}).
 

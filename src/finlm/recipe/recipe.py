@@ -1,8 +1,9 @@
 """YAML to a frozen Recipe, with every mistake at once as `file:line: dotted.key: sentence; did you mean ...`.
 
-`base:` inherits one level: mappings merge, everything else replaces. `--set a.b=value` overrides last. The origin of
-every value is kept, so that `plan` can print where it came from. YAML 1.2 through ruamel: 3e-4 is a number, `no` a
-string, duplicate keys an error (PyYAML differs on all three).
+`base:` inherits one level: mappings merge, everything else replaces. `--set a.b=value` overrides last. Of the lengths
+of a run, which exclude each other, the nearest one counts. The origin of every value is kept, so that `plan` can print
+where it came from. YAML 1.2 through ruamel: 3e-4 is a number, `no` a string, duplicate keys an error (PyYAML differs on
+all three).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
 )
 SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch")  # an unfinished run goes on when only these were changed
 
+_LENGTHS = ("steps", "tokens", "epochs")  # of train; exactly one is given
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -67,6 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     document = _read_with_base(shipped.find(Path(path)))
     for text in overrides:
         _override(document, text)
+    _forget_lengths(document, [name for name in _lengths(document) if document.lines.get(("train", name)) == "--set"])
     problems: list[str] = []
     mistaken, inherited = parents.inherit(document.values, parent or load)
     problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
@@ -131,6 +134,7 @@ def _read_with_base(path: Path) -> _Document:
     for own in ("expect", "forked_from"):  # measured on the parent; where the parent itself comes from
         parent.values.pop(own, None)
         parent.lines = {location: line for location, line in parent.lines.items() if location[0] != own}
+    _forget_lengths(parent, _lengths(child))
     return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
 
@@ -206,6 +210,20 @@ def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location
     return kept | child.lines
 
 
+def _lengths(document: _Document) -> list[str]:
+    """The lengths of the run that a document gives."""
+    train = document.values.get("train")
+    return [name for name in _LENGTHS if train.get(name) is not None] if isinstance(train, dict) else []
+
+
+def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
+    """Drop the lengths of the run that a single nearer one replaces; several nearer ones are a mistake to be shown."""
+    for name in _lengths(document):
+        if len(nearer) == 1 and name not in nearer:
+            del document.values["train"][name]
+            document.lines.pop(("train", name), None)
+
+
 def _at(values: Any, location: Location) -> Any:
     for part in location:
         values = values[part] if isinstance(part, int) and isinstance(values, list) else values[str(part)]
@@ -224,15 +242,17 @@ def _override(document: _Document, text: str) -> None:
         raise UserError(f"--set {key}: not valid YAML", evidence=_first_line(error)) from None
     parts = _split(key)
     node: Any = document.values
-    try:
-        for part in parts[:-1]:
-            child = node.get(part) if isinstance(node, dict) else node[part]
-            if child is None:
-                child = node[part] = {}
-            node = child
-        node[parts[-1]] = value
-    except (TypeError, IndexError, KeyError):
-        raise UserError(f"--set {text}: {key} is not a place in the recipe") from None
+    for depth, part in enumerate(parts):
+        is_inside = part in range(len(node)) if isinstance(node, list) else isinstance(node, dict)
+        if not is_inside:
+            raise mistakes.no_place(text, parts, depth, node)
+        if depth == len(parts) - 1:
+            node[part] = value
+            break
+        child = node.get(part) if isinstance(node, dict) else node[part]
+        if child is None:
+            child = node[part] = {}
+        node = child
     for location in [known for known in document.lines if known[: len(parts)] == parts]:
         del document.lines[location]
     document.lines[parts] = "--set"
@@ -245,7 +265,10 @@ def _split(key: str) -> Location:
 
 
 def _line(document: _Document, location: Location, path: str) -> str:
-    """file:line of the nearest written ancestor."""
+    """file:line of a place, of what is written inside (a section that only --set has), of the nearest ancestor."""
+    inside = [line for known, line in document.lines.items() if known[: len(location)] == location]
+    if location and location not in document.lines and inside:
+        return inside[0]
     for length in range(len(location), 0, -1):
         if location[:length] in document.lines:
             return document.lines[location[:length]]

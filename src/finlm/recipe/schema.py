@@ -128,7 +128,11 @@ class Zero(Section):
 class Train(Section):
     """How long and from which seed."""
 
-    steps: Positive | None = Field(None, description="Optimizer steps.")
+    steps: Positive | None = Field(
+        None,
+        description="Optimizer steps. One of steps, tokens, epochs is given; it replaces one that a base gives, and "
+        "with --set one that the recipe gives.",
+    )
     tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M; an alternative to steps.")
     epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; needs prepared data.")
     seed: Int = Field(0, description="Seed of weights and data order.")

@@ -49,7 +49,11 @@ class Source(Section):
     files: str | None = Field(None, description="Glob within the data set; absent = what is named after the split.")
     split: str = Field("train", description="Split of a data set or of a saved one that has several.")
     synthetic: Synthetic | None = Field(None, description="Generate the embedded corpus instead of reading files.")
-    name: str | None = Field(None, description="Name in reports; the file's stem when absent.")
+    name: str | None = Field(
+        None,
+        description="Name in reports; the file's stem when absent. Where path matches several .jsonl files, a prefix "
+        "of their stems.",
+    )
     format: Literal["auto", "jsonl", "lines", "txt", "parquet", "arrow"] = Field(
         "auto", description="auto: by the file's name; txt is a document a file, lines a document a line."
     )

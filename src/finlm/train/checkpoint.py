@@ -76,7 +76,7 @@ class Checkpoints:
         engine._get_all_ckpt_names = lambda folder, tag: [str(Path(folder) / tag / disk.MANIFEST)]
         self.buffers = Buffers(torch.device(plan.device))
         self.asynchronous = keep.asynchronous and keep.every_steps is not None
-        self.bytes_here: int | None = None  # of a checkpoint in this directory; None until the first step
+        self.bytes_here: int | None = None  # of a checkpoint in this directory; None until a step was taken
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.saving: Saving | None = None
 
@@ -95,19 +95,19 @@ class Checkpoints:
         if former is not None and began - called > WAIT_SECONDS:
             detail = f"{began - called:.0f} s until the checkpoint of step {former.step} was written"
             self.tell(step, "training waited for the disk", f"{detail}: raise checkpoint.every_steps, or a faster disk")
-        if self.bytes_here is None:
-            self._measure()
+        self._measure_once()
+        asynchronous = self.asynchronous and self.bytes_here is not None
         if problems := self.told(self._room(step)):
             self._not_saved(step, problems)
             return
         self.buffers.begin()
-        self.store.place = self.buffers.place if self.asynchronous else torch.Tensor.detach
+        self.store.place = self.buffers.place if asynchronous else torch.Tensor.detach
         states = self._states(step)
-        if self.asynchronous and self.plan.device == "cuda":
+        if asynchronous and self.plan.device == "cuda":
             torch.cuda.synchronize()
         parts = self.pool.submit(self._write, disk.aside(self.run.checkpoint(step)), states)
         self.saving = Saving(step, began, time.monotonic() - called, parts)
-        if not self.asynchronous:
+        if not asynchronous:
             self.finish()
 
     def resume(self) -> int:
@@ -137,8 +137,7 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Publish what is written by now; to be called after every step."""
-        if self.bytes_here is None:
-            self._measure()
+        self._measure_once()
         if self.saving is not None:
             done = torch.tensor(float(self.saving.parts.done()), device=self.engine.device)
             distributed.all_reduce(done, distributed.ReduceOp.MIN)
@@ -167,8 +166,13 @@ class Checkpoints:
         loop["next_row_of_the_order"] = loop["tokens"] // self.plan.sequence_length
         return self.store.taken() | {f"loop_rank_{self.rank}.pt": loop}
 
-    def _measure(self) -> None:
-        """Sizes of a save, known once the optimizer has stepped; decides whether copies of it fit the host's memory."""
+    def _measure_once(self) -> None:
+        """Sizes of a save; decides whether copies of it fit the host's memory.
+
+        They are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
+        """
+        if self.bytes_here is not None or not self.engine.was_step_applied():
+            return
         self.store.place = torch.Tensor.detach
         large, total = sizes_of(self._states(0))
         found = groups.gathered((host_name(), total, memory.available_bytes(), self.rank in self.members))

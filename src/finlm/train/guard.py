@@ -21,7 +21,7 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.train.batches import Batches
-from finlm.train.incidents import Incident, Jumps, Then, Watch
+from finlm.train.incidents import SPIKE_SKIPPED, Incident, Jumps, Then, Watch
 from finlm.train.overflow import Gradients, LossScale
 from finlm.train.straggler import Stopwatch, Stragglers, rank_hosts
 
@@ -70,6 +70,7 @@ class Guard:
         rollbacks, losses = told[0]
         self.jumps = Jumps(rollbacks)
         self.watch.recall(losses)
+        self.loss_scale.remember()
 
     def data_step(self, step: int) -> int:
         """Which step's data this step reads."""
@@ -97,14 +98,16 @@ class Guard:
         is_applied = bool(self.engine.was_step_applied())
         scale = self.loss_scale.judge(is_applied)
         found = self.watch.judge(step, seen.loss, is_applied, seen.rank_losses)
-        if scale is not None and (scale.then == "stop" or math.isfinite(seen.loss)):
+        # A spike is skipped by a NaN, which is no overflow though the loss scale takes it for one.
+        is_skipped_spike = found is not None and found.what == SPIKE_SKIPPED
+        if scale is not None and not is_skipped_spike and (scale.then == "stop" or math.isfinite(seen.loss)):
             found = scale
         slow = self.stragglers.judge(seen.own_seconds)
         for incident in (found, slow):
             if incident is not None:
                 self._tell(step, data_step, incident, is_applied)
-        if found is not None and found.then == "roll_back" and len(self.jumps) >= self.settings.stop_after:
-            detail = f"the run was rolled back {len(self.jumps)} times already (incidents.stop_after)"
+        if found is not None and found.then == "roll_back" and self.jumps.count >= self.settings.stop_after:
+            detail = f"the run was rolled back {self.jumps.count} times already (incidents.stop_after)"
             self.record("incident", step=step, what="too many loss spikes", detail=detail)
             return "stop"
         return found.then if found is not None else "go_on"
@@ -117,6 +120,7 @@ class Guard:
             detail = f"no checkpoint of step {max(0, at_most):,} or before to go back to; the run goes on"
             self.record("incident", step=step, what="not rolled back", detail=detail)
             return None
+        self.loss_scale.remember()
         self.jumps.add(found, data_step + 1)
         self.record("rollback", step=found, origin=step, data_step=data_step + 1)
         return found

@@ -26,6 +26,7 @@ from finlm.recipe.schema_incidents import Incidents
 RECENT_STEPS = 100  # of which incidents.stop_after may be skipped
 FEWEST = 10  # losses without which no spike is told
 LEAST_DEVIATION = 0.01  # of the median: where all losses are nearly equal, noise would be a spike
+SPIKE_SKIPPED = "loss spike, step skipped"
 
 Then = Literal["go_on", "stop", "roll_back"]
 
@@ -92,7 +93,7 @@ class Watch:
             return self._skip(step, f"the loss is not finite{where}", f"loss {loss}", blame=True)
         is_spike = loss > self.limit
         if is_spike and not is_applied and self.settings.spike.then == "skip":
-            return self._skip(step, "loss spike, step skipped", self._height(loss), blame=True)
+            return self._skip(step, SPIKE_SKIPPED, self._height(loss), blame=True)
         if not is_applied:
             if self.scales_loss:
                 return Incident("step skipped", "gradient overflow; the loss scale was lowered")
@@ -148,14 +149,13 @@ class Jumps:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self._jumps: list[tuple[int, int]] = []
+        self.count = 0  # roll backs of the run, those too whose jump is void by now
         for row in rows:
             self.add(row["step"], row["data_step"])
 
-    def __len__(self) -> int:
-        return len(self._jumps)
-
     def add(self, step: int, data_step: int) -> None:
         """From `step` on, data is read from `data_step` on; what an earlier jump said of later steps is void."""
+        self.count += 1
         self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
 
     def data_step(self, step: int) -> int:

@@ -32,10 +32,13 @@ class Gradients:
         if not self.is_watching:
             self.is_watching = True
             for number, parameter in enumerate(self._parameters.values()):
-                parameter.register_hook(partial(self._look, number))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._look, number, parameter))  # type: ignore[no-untyped-call]
 
-    def _look(self, number: int, gradient: torch.Tensor) -> None:
-        self._flags[number] |= ~gradient.isfinite().all()
+    def _look(self, number: int, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        # SummingLinear has no gradient of its own in the middle micro-steps: it is in the sum already.
+        gradient = parameter.grad if gradient is None else gradient
+        if gradient is not None:
+            self._flags[number] |= ~gradient.isfinite().all()
 
     def words(self) -> str:
         """The gradients of all ranks, for a message; every rank must ask. Begins to watch."""
@@ -53,20 +56,23 @@ class LossScale:
     """fp16's dynamic loss scale; for other precisions, and a fixed scale, there is nothing to say."""
 
     def __init__(self, engine: Any, recipe: Recipe, gradients: Gradients) -> None:
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        self._scaler = scaler if getattr(scaler, "dynamic", False) else None
-        self._recipe, self._gradients = recipe, gradients
+        self._engine, self._recipe, self._gradients = engine, recipe, gradients
         self._is_last = False
-        if self._scaler is not None:
-            self._scaler.raise_error_at_min_scale = False
-            self._remember()
+        self.remember()
+
+    @property
+    def _scaler(self) -> Any:
+        """Asked for every time: loading a checkpoint puts another object in its place."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
         """What a skipped step means; None when it was applied, or where DeepSpeed scales no loss."""
-        if self._scaler is None:
+        scaler = self._scaler
+        if scaler is None:
             return None
-        was_last, scale, least = self._is_last, self._scaler.cur_scale, self._scaler.min_scale
-        self._remember()
+        was_last, scale, least = self._is_last, scaler.cur_scale, scaler.min_scale
+        self.remember()
         if is_applied:
             return None
         if was_last:
@@ -82,9 +88,12 @@ class LossScale:
         near = f", its minimum is {least:g}: at the next overflow there the run ends{self._gradients.words()}"
         return Incident("step skipped", f"{detail}{near}; {self._advice()}")
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
+        """Whether the next overflow is the last; to be called after a checkpoint is loaded, too."""
         scaler = self._scaler
-        assert scaler is not None
+        if scaler is None:
+            return
+        scaler.raise_error_at_min_scale = False  # judge() ends the run instead
         is_spent = scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1
         self._is_last = is_spent and scaler.cur_scale == scaler.min_scale
         if scaler.cur_scale <= NEAR * scaler.min_scale:

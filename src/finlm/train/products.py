@@ -41,12 +41,12 @@ class SumsWithinProducts(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Join the terms of every sum that are products and used nowhere else."""
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-            terms = [_root(term) for term in node.args]
-            if None in terms or terms[0] is terms[1] or node.kwargs or _is_promoted(node):
+            roots = [root for term in node.args if (root := _root(term)) is not None]
+            if len(set(roots)) < 2 or node.kwargs or len(set(map(_kind, (node, *node.args)))) > 1:
                 continue
-            total, product = sorted(terms, key=_is_product)
-            if _is_product(product):
-                _join(graph, node, total, product)  # type: ignore[arg-type]
+            total, product = sorted(roots, key=_is_product)
+            if _is_product(product) and _kind(total) == _kind(product):
+                _join(graph, node, total, product)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
@@ -73,9 +73,8 @@ def _is_joined(node: Node) -> bool:
     return node.target is operator.getitem and add_product.default in node.args[0].args  # type: ignore[union-attr]
 
 
-def _is_promoted(node: Node) -> bool:
-    """Whether a sum has another shape or type than its terms."""
-    return len({(one.meta["val"].shape, one.meta["val"].dtype) for one in (node, *node.args)}) > 1  # type: ignore[union-attr]
+def _kind(node: Any) -> tuple[torch.Size, torch.dtype]:
+    return node.meta["val"].shape, node.meta["val"].dtype
 
 
 def _join(graph: Graph, node: Node, total: Node, product: Node) -> None:
