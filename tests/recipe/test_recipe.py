@@ -217,13 +217,13 @@ def test_an_impossible_set_is_a_user_mistake(write: Path, text: str) -> None:
     [
         ("data.sources[0].path=x.jsonl", "the path 'corpus/*.jsonl'", "--set 'data.sources=x.jsonl'"),
         ("data.sources[0]=x.jsonl", "the path 'corpus/*.jsonl'", "--set 'data.sources=x.jsonl'"),
+        ("train.steps.x=1", "train.steps is 100", "--set train.steps=VALUE"),
+        ("hardware.hosts[1].slots=1", "hardware.hosts is a list of 1", "the first is hardware.hosts[0]"),
         (
             "data.sources[0].text_field=body",
             "the path 'corpus/*.jsonl'",
             "--set 'data.sources={path: corpus/*.jsonl, text_field: body}'",
         ),
-        ("train.steps.x=1", "train.steps is 100", "--set train.steps=VALUE"),
-        ("hardware.hosts[1].slots=1", "hardware.hosts is a list of 1", "the first is hardware.hosts[0]"),
     ],
 )
 def test_a_set_past_the_end_says_what_is_there(write: Path, text: str, evidence: str, fix: str) -> None:

@@ -21,7 +21,7 @@ from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.train.batches import Batches
-from finlm.train.incidents import SPIKE_SKIPPED, Incident, Jumps, Then, Watch
+from finlm.train.incidents import Incident, Jumps, Then, Watch
 from finlm.train.overflow import Gradients, LossScale
 from finlm.train.straggler import Stopwatch, Stragglers, rank_hosts
 
@@ -99,7 +99,7 @@ class Guard:
         scale = self.loss_scale.judge(is_applied)
         found = self.watch.judge(step, seen.loss, is_applied, seen.rank_losses)
         # A spike is skipped by a NaN, which is no overflow though the loss scale takes it for one.
-        is_skipped_spike = found is not None and found.what == SPIKE_SKIPPED
+        is_skipped_spike = found is not None and found.what == "loss spike, step skipped"
         if scale is not None and not is_skipped_spike and (scale.then == "stop" or math.isfinite(seen.loss)):
             found = scale
         slow = self.stragglers.judge(seen.own_seconds)

@@ -26,7 +26,6 @@ from finlm.recipe.schema_incidents import Incidents
 RECENT_STEPS = 100  # of which incidents.stop_after may be skipped
 FEWEST = 10  # losses without which no spike is told
 LEAST_DEVIATION = 0.01  # of the median: where all losses are nearly equal, noise would be a spike
-SPIKE_SKIPPED = "loss spike, step skipped"
 
 Then = Literal["go_on", "stop", "roll_back"]
 
@@ -93,7 +92,7 @@ class Watch:
             return self._skip(step, f"the loss is not finite{where}", f"loss {loss}", blame=True)
         is_spike = loss > self.limit
         if is_spike and not is_applied and self.settings.spike.then == "skip":
-            return self._skip(step, SPIKE_SKIPPED, self._height(loss), blame=True)
+            return self._skip(step, "loss spike, step skipped", self._height(loss), blame=True)
         if not is_applied:
             if self.scales_loss:
                 return Incident("step skipped", "gradient overflow; the loss scale was lowered")
