@@ -8,6 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from finlm.base.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes/quickstart/pretrain.yaml"
@@ -38,6 +41,16 @@ def finlm(*arguments: str | Path, cwd: Path = ROOT, timeout: float = 300) -> sub
 def sets(overrides: Sequence[str]) -> list[str]:
     """The --set options of overrides."""
     return [part for override in overrides for part in ("--set", override)]
+
+
+def incidents(run: RunDir) -> list[dict[str, Any]]:
+    """What a run recorded of them."""
+    return list(run.read_events("incident"))
+
+
+def logs(run: RunDir) -> str:
+    """The ends of all ranks' logs, to be shown when a run failed."""
+    return "\n".join(path.read_text()[-2000:] for path in run.logs.glob("*.log"))
 
 
 def double(value: int) -> int:

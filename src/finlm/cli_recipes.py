@@ -115,7 +115,7 @@ def plan(options: argparse.Namespace) -> int:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
     hosts = hosts_of(options, loaded.recipe)
-    if options.hostfile and not options.gpu:
+    if options.hostfile:
         hosts = cluster.described(hosts, loaded.recipe.hardware)
     plan = make_plan(loaded.recipe, hosts)
     prepared = prepare.locate(loaded.recipe)

@@ -111,8 +111,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
         if is_trained(run) or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
             continue
         keys = [key for key, _, _ in differences.differing(former, wanted)]
-        # What precision: auto stands for is in the plans, which are compared below.
-        if what := [key for key in keys if not recipes.is_within(key, (*recipes.SAME_RUN, "train.precision"))]:
+        if what := [key for key in keys if not recipes.is_within(key, recipes.SAME_RUN)]:
             if not told:  # of many former trials the newest is the one that may have been meant
                 screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
             told = True

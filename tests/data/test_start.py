@@ -25,12 +25,12 @@ def test_a_directory_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(UserError, match=f"there is no model in {missing}") as caught:
             check(missing)
         assert caught.value.evidence.endswith("does not exist")
-    for name, enough in (("config.json", False), ("model.safetensors", True)):
+    for name, enough in (("config.json", False), ("pytorch_model.bin", False), ("model.safetensors", True)):
         Path("llama", name).touch()
         if not enough:
             with pytest.raises(UserError) as caught:
                 check("llama")
-            assert caught.value.evidence == f"{tmp_path / 'llama'} has no config.json and weights"
+            assert caught.value.evidence == f"{tmp_path / 'llama'} lacks config.json or *.safetensors"
     check("llama")
 
 

@@ -30,15 +30,9 @@ from finlm.train.batches import Batches
 from finlm.train.incidents import Jumps, Watch
 from finlm.train.straggler import Stopwatch, Stragglers
 
+from helpers import incidents, logs
+
 BAD_STEP = 14  # whose data is noise in the runs below
-
-
-def incidents(run: RunDir) -> list[dict[str, Any]]:
-    return list(run.read_events("incident"))
-
-
-def logs(run: RunDir) -> str:
-    return "\n".join(path.read_text()[-2000:] for path in run.logs.glob("*.log"))
 
 
 @pytest.mark.slow

@@ -18,15 +18,9 @@ from finlm.train.accumulate import SummingLinear
 from finlm.train.guard import Guard, Seen
 from finlm.train.overflow import Gradients
 
+from helpers import incidents, logs
+
 NAME = "model.layers.1.mlp.down_proj.weight"
-
-
-def incidents(run: RunDir) -> list[dict[str, Any]]:
-    return list(run.read_events("incident"))
-
-
-def logs(run: RunDir) -> str:
-    return "\n".join(path.read_text()[-2000:] for path in run.logs.glob("*.log"))
 
 
 def use_fp16(run: RunDir) -> None:

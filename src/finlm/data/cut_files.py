@@ -13,13 +13,20 @@ from pathlib import Path
 from finlm.base.errors import UserError
 
 SHARE = 0.01  # of the source's rows
-_SHORT = "the archive is cut short"
-_REASONS = (_SHORT, "the archive is damaged", "the file is damaged")  # streams.py, readers.py
+# How the reason of such a row begins.
+ARCHIVE_SHORT = "the archive is cut short"
+ARCHIVE_DAMAGED = "the archive is damaged"
+FILE_DAMAGED = "the file is damaged"
 
 
 def is_cut(reason: str) -> bool:
     """Whether a row is broken because its file ends there."""
-    return reason.startswith(_REASONS)
+    return reason.startswith((ARCHIVE_SHORT, ARCHIVE_DAMAGED, FILE_DAMAGED))
+
+
+def lost(rows: int, broken: int, has_cut: bool) -> float:
+    """The rows that count as lost of a source that has `broken` ones, and cut files or not."""
+    return max(SHARE * rows, broken) if has_cut else broken
 
 
 def refuse(source: str, found: Sequence[tuple[str, int, str]], rows: int, broken: int, allowed: float) -> None:
@@ -27,11 +34,11 @@ def refuse(source: str, found: Sequence[tuple[str, int, str]], rows: int, broken
 
     Not when the broken rows are too many without them: that is another mistake.
     """
-    counted = max(SHARE * rows, broken)
+    counted = lost(rows, broken, has_cut=True)
     if not found or counted <= allowed * rows or broken - len(found) > allowed * rows:
         return
     file, _, reason = found[0]
-    what = "ends early" if reason.startswith(_SHORT) else "is damaged"
+    what = "ends early" if reason.startswith(ARCHIVE_SHORT) else "is damaged"
     more = f", as {'do' if what == 'ends early' else 'are'} {len(found) - 1:,} more" if len(found) > 1 else ""
     needed = math.ceil(round(counted / rows * 1000, 6)) / 1000
     raise UserError(

@@ -157,8 +157,7 @@ def check_broken(directory: Path, manifest: dict[str, Any], max_broken_fraction:
     """Raises UserError for the first source with more broken rows than allowed, and keeps them where they are found."""
     for item in manifest["inputs"]:
         kept = keep / f"broken-{item['source']}.jsonl"
-        lost = max(item["broken"], cut_files.SHARE * item["rows"] if item["cut"] else 0)
-        if lost <= max_broken_fraction * item["rows"]:
+        if cut_files.lost(item["rows"], item["broken"], bool(item["cut"])) <= max_broken_fraction * item["rows"]:
             kept.unlink(missing_ok=True)
             continue
         found = [row for row in files.read_json_lines(directory / "broken.jsonl") if row["source"] == item["source"]]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from finlm.base import screen
 from finlm.base.errors import UserError
-from finlm.data import streams
+from finlm.data import cut_files, streams
 from finlm.data.sources import Input
 
 BLOCK_BYTES = 8 * 2**20
@@ -97,7 +97,7 @@ def _tables(item: Input, path: Path, advance: screen.Advance) -> Iterator[Block]
         if waiting:
             yield Block("arrow", path, first, _serialised(waiting))
             first += sum(part.num_rows for part in waiting)
-        yield Block("arrow", path, first, b"", cut=f"the file is damaged: {' '.join(str(error).split())[:200]}")
+        yield Block("arrow", path, first, b"", cut=f"{cut_files.FILE_DAMAGED}: {' '.join(str(error).split())[:200]}")
         return
     if waiting:
         yield Block("arrow", path, first, _serialised(waiting))

@@ -45,12 +45,12 @@ def check(wanted: Recipe) -> None:
     if init_from is None or parents.is_recipe(init_from) or not parents.is_directory(init_from):
         return
     path = Path(init_from).expanduser()
-    weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
-    if not (path / "config.json").is_file() or not weights:
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(
             f"model.init_from: there is no model in {init_from}",
-            evidence=f"{path.absolute()} " + ("has no config.json and weights" if path.is_dir() else "does not exist"),
-            fix="put config.json and weights (*.safetensors) there, or name another directory or a model of the Hub",
+            evidence=f"{path.absolute()} {found}",
+            fix="put config.json and *.safetensors there, or name another directory or a model of the Hub",
         )
 
 

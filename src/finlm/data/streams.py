@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from isal import isal_zlib
 
 from finlm.base import screen
+from finlm.data import cut_files
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _READ = 256 * 1024
@@ -85,7 +86,7 @@ def _decompressed(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
             try:
                 found = current.decompress(data)
             except errors as error:
-                raise Cut(f"the archive is damaged: {error}") from None
+                raise Cut(f"{cut_files.ARCHIVE_DAMAGED}: {error}") from None
             begun = not current.eof
             data = b"" if begun else current.unused_data
             if not begun:
@@ -93,7 +94,7 @@ def _decompressed(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
             if found:
                 yield found
     if begun:
-        raise Cut("the archive is cut short")
+        raise Cut(cut_files.ARCHIVE_SHORT)
 
 
 def _opener(kind: str) -> tuple[Any, Any]:

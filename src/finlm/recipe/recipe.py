@@ -38,7 +38,8 @@ SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
     *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
     "train.grad_accum_dtype",
 )
-SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch")  # an unfinished run goes on when only these were changed
+# An unfinished run goes on when only these were changed; what precision: auto stood for is in its plan, compared too.
+SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch", "train.precision")
 
 _LENGTHS = ("steps", "tokens", "epochs")  # of train; exactly one is given
 _INDEX = re.compile(r"[0-9]{1,9}")
