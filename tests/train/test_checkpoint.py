@@ -7,8 +7,10 @@ import pickle
 import random
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from finlm.base.rundir import RunDir
 from finlm.data import prepare
 from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
-from finlm.train import checkpoint_store
+from finlm.train import checkpoint_load, checkpoint_store
 
 from helpers import QUICKSTART
 from ranks import Ranks
@@ -168,6 +170,21 @@ class Stranger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
+
+
+def test_the_moments_are_freed_before_others_are_loaded() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    mapping = SimpleNamespace(optim_fragment={name: state[name].view(-1) for name in ("exp_avg", "exp_avg_sq")})
+    model.weight._hp_mapping = mapping  # type: ignore[attr-defined]
+    tensors = [weakref.ref(tensor) for one in (state, mapping.optim_fragment) for tensor in one.values()]
+    del state
+    assert len(tensors) == 5 and all(tensor() is not None for tensor in tensors)
+    checkpoint_load.free_moments(model, optimizer)
+    assert [tensor() for tensor in tensors] == [None] * 5
 
 
 def test_a_file_with_code_in_it_is_refused_and_the_code_does_not_run(tmp_path: Path) -> None:

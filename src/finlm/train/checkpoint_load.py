@@ -98,6 +98,8 @@ def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
             shard: checkpoint_layout.optimizer_state(c.engine, shards, c.rank, c.world_size),
         }
         c.events.record("resharded", step=manifest.step, saved=list(layout), loaded=list(own))
+    if c.plan.offload_optimizer == "none":
+        free_moments(c.engine.module, c.engine.basic_optimizer)
     loaded, _ = c.engine.load_checkpoint(folder, tag=tag)
     c.store.given = {}
     if loaded is None:
@@ -112,6 +114,17 @@ def _has_groups(engine: Any, model_states: Path) -> bool:
     """Whether a checkpoint's optimizer has the engine's groups; other versions cut other ones."""
     saved = checkpoint_store.load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
+
+
+def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make room for what is loaded: after a roll back, torch would build Adam's moments beside those that are there.
+
+    8 bytes a parameter of a rank's share, which no plan counts. DeepSpeed's parameters hold views of them.
+    """
+    for parameter in model.parameters():
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None and mapping.optim_fragment:
+            mapping.optim_fragment.clear()
+    optimizer.state.clear()
 
 
 def replay_powers(optimizer: Any) -> None:
