@@ -35,3 +35,4 @@ def test_rows_of_dialogues_are_taken_from_everywhere_as_best_fit_puts_the_longes
     found = heldout.evaluate(loss_sum, shards, 4, [2], 12, torch.device("cpu"), rows_of=lambda *_: Numbered())
     assert seen == [0, 4, 9]
     assert found["sources"]["chat"]["tokens"] == 12
+    assert "bits_per_byte" not in found["sources"]["chat"], "the bytes of what is learnt of a dialogue are not known"

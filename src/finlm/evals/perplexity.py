@@ -57,8 +57,9 @@ def evaluate(checkpoint: Path) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """One line a source on stderr."""
     for name, source in result["sources"].items():
+        per_byte = f"bits/byte {source['bits_per_byte']:.4f}  " if "bits_per_byte" in source else ""
         screen.say(
             f"{name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}  "
-            f"bits/byte {source['bits_per_byte']:.4f}  ({source['tokens']:,} tokens)"
+            f"{per_byte}({source['tokens']:,} tokens)"
         )
     screen.say(f"{'all':<24} loss {result['loss']:.4f}  perplexity {result['perplexity']:,.2f}")

@@ -30,7 +30,9 @@ def evaluate(
     document_masks: bool = False,
     rows_of: Callable[[Sequence[Shard], int], Any] = Rows,
 ) -> dict[str, Any]:
-    """{"loss", "perplexity", "sources": {name: {loss, perplexity, bits_per_byte, tokens}}} over the held-out split.
+    """{"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} over the held-out split.
+
+    bits_per_byte: of pretraining text alone. Of a dialogue some tokens count, and the bytes of those are not known.
 
     micro_batches: rows that each rank holds at once; of a single process one number.
     rows_of: rows of a source's shards and sequence length; those of a stream of documents unless told otherwise.
@@ -42,7 +44,7 @@ def evaluate(
     by_source: dict[str, list[Any]] = {}
     for shard in shards.split("held_out"):
         by_source.setdefault(shard.source, []).append(shard)
-    sources = {}
+    sources: dict[str, dict[str, Any]] = {}
     for name, parts in sorted(by_source.items()):
         rows = rows_of(parts, sequence_length)
         count = min(len(rows), max(1, max_tokens // sequence_length))
@@ -64,11 +66,10 @@ def evaluate(
         if len(micro_batches) > 1:
             distributed.all_reduce(nll)
             distributed.all_reduce(tokens)
-        bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)
-        sources[name] = _summary(float(nll), int(tokens)) | {
-            "bits_per_byte": float(nll) / float(tokens) / math.log(2) / bytes_per_token,
-            "tokens": int(tokens),
-        }
+        sources[name] = _summary(float(nll), int(tokens)) | {"tokens": int(tokens)}
+        if rows_of is Rows:
+            bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)
+            sources[name]["bits_per_byte"] = sources[name]["loss"] / math.log(2) / bytes_per_token
     total = sum(source["loss"] * source["tokens"] for source in sources.values())
     return _summary(total, sum(source["tokens"] for source in sources.values())) | {"sources": sources}
 
