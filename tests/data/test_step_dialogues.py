@@ -13,7 +13,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.data import chain, chat_tokens, prepare, show
+from finlm.data import chain, chat_tokens, lint, lint_show, prepare, show
 from finlm.data.shards import Shards
 from finlm.recipe import recipe
 from finlm.recipe.schema import Recipe
@@ -52,7 +52,8 @@ def make(model: Path, tmp_path: Path) -> Make:
 
 
 def pair(number: int, said: str = "") -> dict[str, Any]:
-    return {"prompt": f"第{number}家公司{said}？", "chosen": f"{number}亿元。{said}", "rejected": f"{number}万元。"}
+    texts = {"prompt": f"第{number}家公司{said}？", "chosen": f"{number}亿元。{said}", "rejected": f"{number}万元。"}
+    return texts | {"answer": "A"}
 
 
 def written(model: Path, shards: Shards) -> str:
@@ -148,6 +149,18 @@ def test_prepared_dialogues_are_used_by_the_recipe_that_they_fit_only(
     monkeypatch.setattr(chain, "RUNS", tmp_path / "none")
     unknown = make(rows, given, f"model.init_from={ROOT}/recipes/quickstart/pretrain.yaml")
     assert prepare.run(unknown) == shards.directory, "a model that is not there yet says nothing"
+
+
+def test_exchanges_longer_than_a_row_are_told_and_warned_of(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [turns(f"{n}？", "短。", "长？", "很长的回答，" * 60, "再问？", "再答。") for n in range(20)]
+    wanted = make([*rows, turns("很长？", "很长的回答，" * 60)], "data.held_out_fraction=0")
+    shards = prepared(wanted)
+    assert "20 exchanges longer than a row left out; 1 left out: longer than a row" in capsys.readouterr().err
+    lint_show.summary(wanted, shards, lint.look(wanted, shards))
+    assert "20 longer than a row" in capsys.readouterr().err
+    found = {finding.check: finding for finding in lint.check(wanted, shards)}
+    assert found["exchanges-left-out"].level == "warning"
+    assert "20 exchanges of 20 dialogues" in found["exchanges-left-out"].evidence
 
 
 def test_a_template_writes_the_same_on_any_day_or_is_refused(make: Make, model: Path, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from finlm.data import chat, chat_tokens
 from finlm.data.chat import Message, Refused
 from finlm.recipe.schema_post import Chat, Sft
 
+LEFT_OUT = "exchanges longer than a row"  # counted among what became of dialogues
+
 
 class Encoded(NamedTuple):
     """One piece of a dialogue, or a document."""
@@ -110,7 +112,7 @@ class Encoder:
         """As many exchanges a part as fit, in order."""
         system = messages[:1] if messages[0]["role"] == "system" else []
         turns = messages[len(system) :]
-        done = parts = 0
+        done = parts = lost = 0
         while done < len(turns):
             fitting: Encoded | None = None
             end = done
@@ -120,7 +122,7 @@ class Encoder:
                     break
                 fitting, end = tried, end + 2
             if fitting is None:
-                counts["exchanges longer than a row"] += 1
+                lost += 1
                 done += 2
                 continue
             parts += 1
@@ -128,7 +130,7 @@ class Encoder:
             done = end
         if not parts:
             raise Refused("longer than a row")
-        counts["split"] += 1
+        counts.update({"split": 1, LEFT_OUT: lost} if lost else {"split": 1})
 
     def _apart(self, text: str, spans: chat.Spans) -> tuple[list[int], bytearray]:
         """The released code's way: prompt and answer each a text of its own behind a <s>, and a </s> after each."""

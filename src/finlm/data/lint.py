@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from finlm.data import dialogue_rows
+from finlm.data.chat_encode import LEFT_OUT
 from finlm.data.shards import IGNORED, Shards
 from finlm.recipe.schema import Recipe
 
@@ -175,6 +176,14 @@ def _shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[F
             "error" if cut > 0.01 * dialogues else "warning",
             f"{cut:,} of {dialogues:,} dialogues are cut: their answers have no end",
             "set chat.overlong to split or drop, or raise batch.sequence_length",
+        )
+    if (left := counts.get(LEFT_OUT, 0)) > 0.01 * counts.get("dialogues", 0):
+        yield Finding(
+            "exchanges-left-out",
+            "warning",
+            f"{left:,} exchanges of {counts['dialogues']:,} dialogues are {LEFT_OUT.removeprefix('exchanges ')}: "
+            "the rest of their dialogues is learnt without them",
+            "raise batch.sequence_length, or set chat.overlong to drop",
         )
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from finlm.base import screen
 from finlm.data import chat_tokens, dialogue_rows, lint
+from finlm.data.chat_encode import LEFT_OUT
 from finlm.data.shards import IGNORED, Shards
 from finlm.recipe.schema import Recipe
 
@@ -24,6 +25,7 @@ def summary(recipe: Recipe, shards: Shards, seen: lint.Seen) -> None:
         ["dialogues kept", f"{counts['kept']:,} of {counts['rows']:,} rows; {counts['held_out']:,} held out"],
         ["duplicates", f"{counts['duplicate']:,}"],
         ["longer than a row", f"{counts['split']:,} split, {counts['truncated']:,} cut"],
+        ["exchanges left out", f"{counts[LEFT_OUT]:,} longer than a row"],
         ["learnt from", f"{seen.learnt / max(1, seen.tokens):.1%} of the tokens of {seen.rows:,} rows"],
         ["end of turn learnt", f"{seen.ended:,} of {seen.dialogues - seen.unlearnt:,} dialogues"],
         ["dialogues a row", f"{seen.dialogues / max(1, seen.rows):.2f}"],

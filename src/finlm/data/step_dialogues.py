@@ -277,8 +277,9 @@ def _sentence(manifest: Mapping[str, Any]) -> str:
     counts = sum((Counter(row) for row in manifest["dialogues"].values()), Counter[str]())
     refused = sum((Counter(row) for row in manifest.get("refused", {}).values()), Counter[str]())
     text = f"{counts['kept']:,} dialogues, {tokens:,} tokens, {learnt / max(1, tokens):.1%} learnt from"
-    text += f"; {counts['split']:,} split" if counts["split"] else ""
-    text += f"; {counts['truncated']:,} cut" if counts["truncated"] else ""
+    left_out = chat_encode.LEFT_OUT
+    for name, said in (("split", "split"), ("truncated", "cut"), (left_out, f"{left_out} left out")):
+        text += f"; {counts[name]:,} {said}" if counts[name] else ""
     for reason, count in sorted(refused.most_common(), key=lambda item: not cut_files.is_cut(item[0]))[:3]:
         text += f"; {count:,} left out: {reason}" + (", the rest not read" if cut_files.is_cut(reason) else "")
     return text
