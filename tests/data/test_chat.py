@@ -98,6 +98,46 @@ def test_passage_history_and_system_of_alpaca_and_dolly_are_not_lost(passage: st
     assert [message["content"] for message in found] == ["你是助手。", "你好", "您好！", "翻译\nprofit", "利润"]
 
 
+@pytest.mark.parametrize("template", ["xuanyuan", "llama2", "own"])
+def test_whoever_renders_the_template_begins_with_the_system_prompt_of_the_training(
+    model: Path, tmp_path: Path, template: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    system = '你是“助手”：\n只说"是"，不说 %} 或 {{ 否 }}。\U0001f600'
+    (own := tmp_path / "own.jinja").write_text(CHATML_WITHOUT_MARKS)
+    made = encoder(model, template=str(own) if template == "own" else template, system=system)
+    theirs = AutoTokenizer.from_pretrained(model)
+    theirs.chat_template = made.template.source
+    trained = made.tokenizer.decode(made.encode(TWO).ids)
+    used = theirs.apply_chat_template(TWO[:-1], tokenize=False, add_generation_prompt=True)
+    assert system in used and trained.startswith(used)
+    assert made.round_trip(TWO) == {"text": True, "prompt": True}
+    told = theirs.apply_chat_template([*SYSTEM, *TWO], tokenize=False)
+    assert system not in told and "你是助手。" in told
+
+
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(model: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_file(str(model / "tokenizer.json"))
+    fast.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    templates = {
+        "marked": chat.TEMPLATES["chatml"],
+        "plain": CHATML_WITHOUT_MARKS,
+        "endless": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    for name, source in templates.items():
+        (tmp_path / f"{name}.jinja").write_text(source)
+    (tmp_path / "chat_template.jinja").write_text(CHATML_WITHOUT_MARKS)
+    ends = {"chatml": "<|im_end|>", "model": "<|im_end|>", "xuanyuan": "</s>"}
+    ends |= {str(tmp_path / f"{name}.jinja"): "</s>" if name == "endless" else "<|im_end|>" for name in templates}
+    for name, end in ends.items():
+        made = encoder(tmp_path, template=name)
+        assert made.tokenizer.decode([made.end_id]) == end, name
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

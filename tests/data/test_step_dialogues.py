@@ -163,6 +163,15 @@ def test_exchanges_longer_than_a_row_are_told_and_warned_of(make: Make, capsys: 
     assert "20 exchanges of 20 dialogues" in found["exchanges-left-out"].evidence
 
 
+def test_a_template_that_takes_no_dialogue_is_refused_before_the_rows(make: Make, tmp_path: Path) -> None:
+    wants_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (template := tmp_path / "template.jinja").write_text(wants_system + TURNS)
+    with pytest.raises(UserError, match="does not take a question and its answer") as caught:
+        prepared(make(sample(9), f"chat.template={template}"))
+    assert "no system" in caught.value.evidence and "chat.system" in caught.value.fix
+    assert prepared(make(sample(9), f"chat.template={template}", "chat.system=有"))
+
+
 def test_a_template_writes_the_same_on_any_day_or_is_refused(make: Make, model: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(LLAMA_3 + TURNS)

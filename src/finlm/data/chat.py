@@ -77,7 +77,12 @@ NEEDED = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}  # of the others: the tokenizer's </s>
+PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"})
+# Part of the template, so that whoever renders it for use begins as the training did.
+_WITH_SYSTEM = (
+    "{{% if messages[0]['role'] != 'system' %}}"
+    "{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}{{% endif %}}"
+)
 
 
 class Refused(ValueError):
@@ -125,8 +130,13 @@ class Template:
             raise Refused(f"template: {error}") from None
 
 
-def source_of(name: str, own: str | None) -> str:
-    """The Jinja source that chat.template names; `own` is the tokenizer's. Raises UserError."""
+def source_of(name: str, own: str | None, system: str | None) -> str:
+    """The Jinja source of chat.template and chat.system; `own` is the tokenizer's. Raises UserError."""
+    source = _named(name, own)
+    return _WITH_SYSTEM.format(text=json.dumps(system, ensure_ascii=False)) + source if system else source
+
+
+def _named(name: str, own: str | None) -> str:
     if name == "model":
         if own is None:
             raise UserError(

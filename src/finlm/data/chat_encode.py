@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,12 +46,18 @@ class Encoder:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.tokenizer = chat_tokens.open_tokenizer(rules.tokenizer, rules.sft.tokenizer)
-        source = chat.source_of(rules.chat.template, self.tokenizer.chat_template)
+        source = chat.source_of(rules.chat.template, self.tokenizer.chat_template, rules.chat.system)
         bos, eos = self.tokenizer.bos, self.tokenizer.eos
         self.template = chat.Template(source, bos[0] if bos else "", eos[0])
-        self.end_id = eos[1]
-        if (end := chat.END_OF_TURN.get(rules.chat.template)) and self.tokenizer.encode(end)[0]:
-            self.end_id = self.tokenizer.encode(end)[0][0]
+
+    @cached_property
+    def end_id(self) -> int:
+        """The control token with which the template ends an answer; the end of a text where it writes none."""
+        text, spans = self.template.render(chat.PROBE)
+        answered = text[: spans[-1][1]].rstrip() if spans else ""
+        if not answered.endswith(self.tokenizer.control):
+            return self.tokenizer.eos[1]
+        return self.tokenizer.encode(answered)[0][-1]
 
     def pieces(self, messages: list[Message], counts: Counter[str]) -> Iterator[Encoded]:
         """The dialogue, or its parts. Raises Refused with the reason; counts what was split or cut."""
@@ -71,8 +77,6 @@ class Encoder:
 
     def encode(self, messages: list[Message]) -> Encoded:
         """All of the dialogue in one piece."""
-        if self.rules.chat.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.rules.chat.system}, *messages]
         text, spans = self.template.render(messages)
         if self.rules.sft.answer_apart:
             ids, mask = self._apart(text, spans)
@@ -100,8 +104,6 @@ class Encoder:
 
     def round_trip(self, messages: list[Message]) -> dict[str, bool]:
         """What holds for this dialogue: its text comes back, and its tokens begin with those of the prompt alone."""
-        if self.rules.chat.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.rules.chat.system}, *messages]
         text, _ = self.template.render(messages)
         prompt, _ = self.template.render(messages[:-1], generation=True)
         ids, asked = self.encode(messages).ids, self.tokenizer.encode(prompt)[0]

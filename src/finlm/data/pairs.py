@@ -99,10 +99,7 @@ def letter(text: str) -> str | None:
 def _prompt(encoder: Encoder, preference: Preference, limit: int) -> Encoded:
     """The ids after which the model answers, and the right answer's letter."""
     checked([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
-    messages, system = preference.prompt, encoder.rules.chat.system
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    ids = encoder.tokenizer.encode(encoder.template.render(messages, generation=True)[0])[0]
+    ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]
     if len(ids) > limit:
         raise Refused("a prompt that leaves no room for its answer")
     right = preference.answer or (letter(preference.chosen) if preference.chosen else None)

@@ -162,7 +162,8 @@ def _given_dialogues(recipe: Recipe, shards: Shards) -> None:
         )
     assert recipe.chat is not None
     own = chat_tokens.open_tokenizer(begin).chat_template
-    if chat.source_of(recipe.chat.template, own) != (shards.directory / "chat_template.jinja").read_text("utf-8"):
+    source = chat.source_of(recipe.chat.template, own, recipe.chat.system)
+    if source != (shards.directory / "chat_template.jinja").read_text("utf-8"):
         raise UserError(
             f"data.prepared was written with another chat template than {recipe.chat.template}",
             evidence=f"{shards.directory}/chat_template.jinja",

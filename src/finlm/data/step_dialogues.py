@@ -110,7 +110,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_template(name: str, encoder: chat_encode.Encoder) -> None:
-    """Raises UserError when the template asks for the date, or writes control tokens that the tokenizer lacks."""
+    """Raises UserError for a template that takes no dialogue, or not today's, or needs tokens that are not there."""
     tokenizer = encoder.tokenizer
     missing = [token for token in chat.NEEDED.get(name, ()) if token not in tokenizer.control]
     if missing:
@@ -120,7 +120,7 @@ def check_template(name: str, encoder: chat_encode.Encoder) -> None:
             fix="choose xuanyuan or llama2, which end a turn with </s>, or model, the tokenizer's own",
         )
     try:
-        encoder.template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        encoder.template.render(chat.PROBE)
     except Refused as error:
         if "strftime_now" in str(error):
             raise UserError(
@@ -133,6 +133,11 @@ def check_template(name: str, encoder: chat_encode.Encoder) -> None:
 def encode(task: Task) -> Encoded:
     """A block's dialogues as tokens. Runs in a worker."""
     encoder = chat_encode.encoder(task.tokenizer, task.rules, task.limit)
+        raise UserError(
+            f"chat.template {name} does not take a question and its answer",
+            evidence=str(error),
+            fix="choose another template, or where it wants a system prompt set chat.system",
+        ) from None
     mask = clean_pii.masker(task.mask) if task.mask else str
     block = task.block
     found = Encoded(task.number, cut=(str(block.path), block.first, block.cut) if block.cut else None)

@@ -16,7 +16,9 @@ class Chat(Section):
         "xuanyuan",
         description="xuanyuan, llm-code, zephyr, chatml, llama2, llama3, model (the tokenizer's own), or a Jinja file.",
     )
-    system: str | None = Field(None, description="System prompt of the dialogues that bring none.")
+    system: str | None = Field(
+        None, description="System prompt of the dialogues that bring none, in training and, by the template, in use."
+    )
     overlong: Literal["split", "drop", "truncate"] = Field(
         "split",
         description="Dialogues longer than a row: split between turns, left out, or cut (the answer's end goes).",
