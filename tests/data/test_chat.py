@@ -12,7 +12,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.data import chat, chat_encode, chat_read, chat_tokens, dialogue_rows
+from finlm.data import chat, chat_encode, chat_read, chat_tokens, dialogue_rows, pairs
 from finlm.data.chat import Refused
 from finlm.data.shards import IGNORED
 from finlm.recipe.schema_post import Chat, Sft
@@ -98,6 +98,58 @@ def test_passage_history_and_system_of_alpaca_and_dolly_are_not_lost(passage: st
     assert [message["content"] for message in found] == ["你是助手。", "你好", "您好！", "翻译\nprofit", "利润"]
 
 
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"question": "多少？", "context": "收入三亿元。", "answer": "三亿元。"}, "多少？\n收入三亿元。"),
+        ({"instruction": "", "input": "利润", "output": "profit"}, "利润"),
+        ({"instruction": "翻译", "input": None, "output": "translate"}, "翻译"),
+        ({"input": "利润", "target": "profit"}, "利润"),
+    ],
+    ids=["question", "empty instruction", "null", "input alone"],
+)
+def test_the_users_turn_is_every_text_of_the_prompt_that_is_not_empty(row: dict[str, Any], asked: str) -> None:
+    assert [message["content"] for message in chat_read.messages_of(row)][:-1] == [asked]
+
+
+@pytest.mark.parametrize(
+    "answers", [("利润", "收入"), (turns("？", "利润")["messages"], turns("？", "收入")["messages"])]
+)
+def test_passage_history_and_system_of_a_preference_are_not_lost(answers: tuple[Any, Any]) -> None:
+    texts: dict[str, Any] = {"instruction": "翻译", "input": "profit", "history": [["你好", "您好！"]]}
+    is_whole = isinstance(answers[0], list)
+    row = {"system": "你是助手。", "chosen": answers[0], "rejected": answers[1]} | ({} if is_whole else texts)
+    asked = ["？"] if is_whole else ["你好", "您好！", "翻译\nprofit"]
+    found = pairs.preference_of(row)
+    assert [message["content"] for message in found.prompt] == ["你是助手。", *asked]
+    assert (found.chosen, found.rejected) == ("利润", "收入")
+
+
+def test_a_passage_that_is_no_text_refuses_the_row_of_dialogues_and_of_preferences() -> None:
+    row = {"instruction": "翻译", "input": ["profit"]}
+    with pytest.raises(Refused, match="input is not text"):
+        chat_read.messages_of(row | {"output": "利润"})
+    with pytest.raises(Refused, match="input is not text"):
+        pairs.preference_of(row | {"chosen": "利润", "rejected": "收入"})
+
+
+@pytest.mark.parametrize("said", ["B", "b", "(B)", "B. 农业监督总局", "答案：B"])
+def test_a_right_answer_is_stored_as_the_letter_that_earns_the_reward(model: Path, said: str) -> None:
+    made, row = encoder(model), {"prompt": "选哪个？", "answer": said}
+    (found,) = pairs.pieces(made, pairs.preference_of(row), "grpo", 200, needs_letter=True)
+    assert learnt(made, found).strip() == "B"
+    (found,) = pairs.pieces(made, pairs.preference_of(row), "grpo", 200, needs_letter=False)
+    assert learnt(made, found).strip() == said
+
+
+@pytest.mark.parametrize("answer", [42, None])
+def test_a_prompt_without_a_right_letter_is_refused_where_the_reward_is_the_letter(model: Path, answer: Any) -> None:
+    preference = pairs.preference_of({"prompt": "选哪个？", "answer": answer})
+    with pytest.raises(Refused, match="no right letter"):
+        pairs.pieces(encoder(model), preference, "grpo", 200, needs_letter=True)
+    assert pairs.pieces(encoder(model), preference, "grpo", 200, needs_letter=False)
+
+
 @pytest.mark.parametrize("template", ["xuanyuan", "llama2", "own"])
 def test_whoever_renders_the_template_begins_with_the_system_prompt_of_the_training(
     model: Path, tmp_path: Path, template: str
@@ -142,6 +194,7 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(model: P
     ("row", "reason"),
     [
         ({"chosen": "a"}, "no messages under any known key"),
+        ({"instruction": "你好", "output": "好", "history": "您好"}, "history is not a list"),
         (turns("你好", ""), "empty assistant turn"),
         (turns("你好", "好", "再见"), "the last turn is the user's"),
         ({"messages": TWO[1:2]}, "turns are not user, assistant"),

@@ -163,6 +163,17 @@ def test_exchanges_longer_than_a_row_are_told_and_warned_of(make: Make, capsys: 
     assert "20 exchanges of 20 dialogues" in found["exchanges-left-out"].evidence
 
 
+def test_grpo_is_prepared_anew_for_another_kind_of_reward(make: Make, tmp_path: Path) -> None:
+    rows = [{"prompt": f"第{n}题？", "answer": "B. 甲" if n else "甲"} for n in range(20)]
+    by_letter = make(rows, stage="grpo")
+    judged = make(rows, f"grpo.reward={tmp_path}", stage="grpo")
+    first, second = prepared(by_letter), prepared(judged)
+    assert first.directory != second.directory
+    assert first.manifest["refused"] == {"grpo": {"no right letter": 1}} and not second.manifest["refused"]
+    with pytest.raises(UserError, match="other settings"):
+        prepare.locate(make(rows, f"data.prepared={second.directory}", stage="grpo"))
+
+
 def test_a_template_that_takes_no_dialogue_is_refused_before_the_rows(make: Make, tmp_path: Path) -> None:
     wants_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (template := tmp_path / "template.jinja").write_text(wants_system + TURNS)

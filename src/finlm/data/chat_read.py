@@ -1,13 +1,13 @@
 """Rows of the usual instruction formats as messages: known by their keys, row by row, so that files may mix them.
 
-messages (OpenAI, Hugging Face), conversations (ShareGPT: from/value), conversation (human/assistant pairs), instruction
-with input, output and history (Alpaca) or with context and response (Dolly), and pairs under the names in PAIRS. A row
-with nothing but text is a document, for mixtures with pretraining text.
+messages (OpenAI, Hugging Face), conversations (ShareGPT: from/value), conversation (human/assistant pairs), and pairs
+under the names in PAIRS, with the passage and the history that Alpaca and Dolly have beside the instruction. A row with
+nothing but text is a document, for mixtures with pretraining text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finlm.data.chat import CLOSE, OPEN, Message, Refused
@@ -22,6 +22,7 @@ PAIRS = (
     ("input", "output"),
     ("input", "target"),  # Firefly and BELLE
 )
+PASSAGES = ("input", "context")
 ROLES = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("user", "human", "Human", "prompter"), "user"),
@@ -45,10 +46,31 @@ def messages_of(row: Any) -> list[Message] | str:
             return str(row["text"])
         if pair is None:
             raise Refused(f"no messages under any known key, only {', '.join(sorted(map(str, row))[:8])}")
-        found = [*_history(row.get("history")), *_turn(row, *pair)]
-    if isinstance(row.get("system"), str) and row["system"] and found[:1] and found[0]["role"] != "system":
-        found.insert(0, {"role": "system", "content": row["system"]})
-    return found
+        found = [*asked(row, pair[0]), {"role": "assistant", "content": row[pair[1]]}]
+    return with_system(row, found)
+
+
+def asked(row: Mapping[str, Any], name: str) -> list[Message]:
+    """The user's turn whose text is under `name`, with the passage that belongs to it, behind the row's earlier turns.
+
+    Raises Refused where one of them is not text.
+    """
+    texts = []
+    for key in dict.fromkeys((name, *PASSAGES)):
+        text = row.get(key)
+        if text is not None and not isinstance(text, str):
+            raise Refused(f"{key} is not text")
+        if text and text.strip():
+            texts.append(text)
+    return [*_history(row.get("history")), {"role": "user", "content": "\n".join(texts)}]
+
+
+def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages behind the row's system prompt, where it has one and they bring none."""
+    system = row.get("system")
+    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def checked(messages: list[Message], control: tuple[str, ...]) -> list[Message]:
@@ -86,14 +108,13 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
 def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
     if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
         raise Refused(f"{ask} or {answer} is not text")
-    more = (row.get("input") or row.get("context")) if ask == "instruction" else None
-    yield {"role": "user", "content": f"{row[ask]}\n{more}" if isinstance(more, str) and more else row[ask]}
+    yield {"role": "user", "content": row[ask]}
     yield {"role": "assistant", "content": row[answer]}
 
 
 def _history(history: Any) -> Iterator[Message]:
     """Alpaca's earlier turns, [[question, answer], ...]."""
-    for pair in history if isinstance(history, list) else ():
+    for pair in history if isinstance(history, list) else [history] if history else ():
         if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise Refused("history is not a list of question and answer")
         yield {"role": "user", "content": pair[0]}

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from finlm.data.chat import Message, Refused
 from finlm.data.chat_encode import Encoded, Encoder
-from finlm.data.chat_read import ROLES, checked
+from finlm.data.chat_read import ROLES, asked, checked, with_system
 from finlm.recipe.schema import Recipe
 
-_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
 _LETTER = re.compile(
     r"(?:答案|选|answer)[^A-Za-z]{0,6}([A-Ha-h])(?![A-Za-z])|^\W*([A-Ha-h])(?![A-Za-z])", re.IGNORECASE
 )
@@ -45,10 +45,6 @@ def preference_of(row: Any) -> Preference:
     if not isinstance(row, dict):
         raise Refused("not an object")
     chosen, rejected = (_turns(row[name], "assistant") if name in row else [] for name in ("chosen", "rejected"))
-    name = next((name for name in _PROMPTS if row.get(name)), None)
-    prompt = _turns(row[name], "user") if name else []
-    if isinstance(row.get("system"), str) and row["system"]:
-        prompt.insert(0, {"role": "system", "content": row["system"]})
     if len(chosen) > 1 or len(rejected) > 1:  # whole dialogues, which repeat the prompt where there is one
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -57,6 +53,9 @@ def preference_of(row: Any) -> Preference:
         chosen, rejected = chosen[shared:], rejected[shared:]
         if len(chosen) != 1 or len(rejected) != 1:
             raise Refused("chosen and rejected differ in more than the last answer")
+    else:
+        prompt = _asked(row)
+    prompt = with_system(row, prompt)
     if not prompt or prompt[-1]["role"] != "user":
         raise Refused("no prompt that ends with the user's turn")
     answer = row.get("answer")
@@ -68,14 +67,19 @@ def preference_of(row: Any) -> Preference:
     )
 
 
-def pieces(encoder: Encoder, preference: Preference, stage: str, limit: int) -> list[Encoded]:
+def by_letter(recipe: Recipe) -> bool:
+    """Whether an answer earns its reward by its letter: then a row without a right one teaches nothing."""
+    return recipe.grpo is not None and recipe.grpo.reward == "choice"
+
+
+def pieces(encoder: Encoder, preference: Preference, stage: str, limit: int, needs_letter: bool) -> list[Encoded]:
     """What is stored of a row, masks on the answers. Raises Refused with the reason.
 
     dpo, reward: the chosen and the rejected sequence, each at most limit // 2. grpo: the prompt at most `limit`,
-    with the right answer behind it where the row says one.
+    with the right answer behind it where the row says one, or its letter where the reward needs that.
     """
     if stage == "grpo":
-        return [_prompt(encoder, preference, limit)]
+        return [_prompt(encoder, preference, limit, needs_letter)]
     if preference.chosen is None or preference.rejected is None:
         raise Refused("no chosen or no rejected answer")
     if preference.chosen == preference.rejected:
@@ -96,13 +100,17 @@ def letter(text: str) -> str | None:
     return (found[1] or found[2]).upper() if found else None
 
 
-def _prompt(encoder: Encoder, preference: Preference, limit: int) -> Encoded:
-    """The ids after which the model answers, and the right answer's letter."""
+def _prompt(encoder: Encoder, preference: Preference, limit: int, needs_letter: bool) -> Encoded:
+    """The ids after which the model answers, and the right answer."""
     checked([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
     ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]
     if len(ids) > limit:
         raise Refused("a prompt that leaves no room for its answer")
-    right = preference.answer or (letter(preference.chosen) if preference.chosen else None)
+    right = preference.answer
+    if needs_letter or not right:
+        right = letter(right or "") or letter(preference.chosen or "")
+    if needs_letter and right is None:
+        raise Refused("no right letter")
     answer = encoder.tokenizer.encode(right)[0] if right else []
     return Encoded(ids + answer, bytes(len(ids)) + b"\1" * len(answer))
 
@@ -114,6 +122,13 @@ def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
     end = mask.rindex(1) + 1
     begin = mask.rfind(0, 0, end) + 1
     return Encoded(ids[:end], bytes(begin) + b"\1" * (end - begin))
+
+
+def _asked(row: dict[str, Any]) -> list[Message]:
+    name = next((name for name in _PROMPTS if row.get(name)), None)
+    if name is None:
+        return []
+    return asked(row, name) if isinstance(row[name], str) else _turns(row[name], "user")
 
 
 def _turns(value: Any, role: str) -> list[Message]:

@@ -44,7 +44,7 @@ from finlm.data.steps import Step, bar
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_post import Sft
 
-VERSION = 2
+VERSION = 3
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
 _SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decide tokens; the rest is about rows
 
@@ -59,6 +59,7 @@ class Task:
     rules: str
     limit: int
     stage: str
+    needs_letter: bool
     mask: tuple[str, ...]  # kinds of personal numbers
 
 
@@ -75,10 +76,10 @@ def run(context: Context, tokenizer: Path) -> Step:
     limit = pairs.longest(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
     encoder = chat_encode.encoder(tokenizer, rules, limit)
     check_template(recipe.chat.template, encoder)
-    mask = recipe.data.clean.mask
+    mask, needs_letter = recipe.data.clean.mask, pairs.by_letter(recipe)
 
     def make(directory: Path) -> dict[str, Any]:
-        like = Task(0, Block("jsonl", Path(), 1, b""), tokenizer, rules, limit, recipe.stage, mask)
+        like = Task(0, Block("jsonl", Path(), 1, b""), tokenizer, rules, limit, recipe.stage, needs_letter, mask)
         tallies, entries = _written(context, directory, inputs, like, _dtype(encoder.tokenizer))
         chat_tokens.copy_files(tokenizer, directory / "tokenizer")
         files.write_text(directory / "chat_template.jinja", encoder.template.source)
@@ -92,6 +93,7 @@ def run(context: Context, tokenizer: Path) -> Step:
         "rules": rules,
         "limit": limit,
         "stage": recipe.stage,
+        "needs_letter": needs_letter,
         "mask": sorted(mask),
         "held_out": [recipe.data.held_out_fraction, recipe.data.held_out_documents],
         "dedup": recipe.data.dedup.method,
@@ -106,7 +108,10 @@ def run(context: Context, tokenizer: Path) -> Step:
 def settings(recipe: Recipe) -> dict[str, Any]:
     """The sections of a recipe as far as they decide the tokens and masks of a row, for data.prepared."""
     kept: dict[str, Any] = {"batch": {"sequence_length"}, "chat": {"system", "overlong"}, "sft": _SFT}
-    return recipe.model_dump(mode="json", include=kept | {"grpo": {"max_new_tokens"}, "data": {"clean": {"mask"}}})
+    found = recipe.model_dump(mode="json", include=kept | {"grpo": {"max_new_tokens"}, "data": {"clean": {"mask"}}})
+    if pairs.by_letter(recipe):  # which reward model it is otherwise decides no token
+        found["grpo"]["reward"] = "choice"
+    return found
 
 
 def check_template(name: str, encoder: chat_encode.Encoder) -> None:
@@ -128,16 +133,16 @@ def check_template(name: str, encoder: chat_encode.Encoder) -> None:
                 evidence=str(error),
                 fix="save the template as a file with a date in the place of strftime_now(...), and name it here",
             ) from None
-
-
-def encode(task: Task) -> Encoded:
-    """A block's dialogues as tokens. Runs in a worker."""
-    encoder = chat_encode.encoder(task.tokenizer, task.rules, task.limit)
         raise UserError(
             f"chat.template {name} does not take a question and its answer",
             evidence=str(error),
             fix="choose another template, or where it wants a system prompt set chat.system",
         ) from None
+
+
+def encode(task: Task) -> Encoded:
+    """A block's dialogues as tokens. Runs in a worker."""
+    encoder = chat_encode.encoder(task.tokenizer, task.rules, task.limit)
     mask = clean_pii.masker(task.mask) if task.mask else str
     block = task.block
     found = Encoded(task.number, cut=(str(block.path), block.first, block.cut) if block.cut else None)
@@ -148,7 +153,7 @@ def encode(task: Task) -> Encoded:
             if not broken and task.stage == "sft":
                 _add(found, encoder, mask, row)
             elif not broken:
-                _add_preference(found, encoder, mask, row, task.stage)
+                _add_preference(found, encoder, mask, row, task)
         except Refused as error:
             reason = str(error).encode("utf-8", "replace").decode()
         except UnicodeEncodeError:
@@ -181,7 +186,7 @@ def _add(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, row: Any) -> 
     _keep(found, pieces, number, text_bytes)
 
 
-def _add_preference(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, row: Any, stage: str) -> None:
+def _add_preference(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
     preference = pairs.preference_of(row)
     chosen, rejected = mask(preference.chosen or ""), mask(preference.rejected or "")
     prompt = _masked(preference.prompt, mask)
@@ -189,7 +194,7 @@ def _add_preference(found: Encoded, encoder: chat_encode.Encoder, mask: Mask, ro
     text_bytes = sum(len(text.encode("utf-8")) for text in texts)
     (preference.answer or "").encode("utf-8")  # raises here as those do, not within the tokenizer
     preference = preference._replace(prompt=prompt, chosen=chosen or None, rejected=rejected or None)
-    pieces = pairs.pieces(encoder, preference, stage, encoder.rules.limit)
+    pieces = pairs.pieces(encoder, preference, task.stage, task.limit, task.needs_letter)
     found.counts["preferences"] += 1
     # The low half decides what is held out: all pairs of a prompt together.
     low, high = (hashlib.blake2b(json.dumps(part).encode(), digest_size=4).digest() for part in (texts[:-2], texts))
