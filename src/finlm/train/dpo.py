@@ -51,8 +51,11 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)
         with adapters():
             for pairs in (self.pairs, *self.held_out.values()):
-                logps = self.spread(
-                    len(pairs), lambda numbers, of=pairs: self._logps(model, self.batch([of[n] for n in numbers]))
+                logps = preferences.spread(
+                    self.rank,
+                    len(pairs),
+                    self.rank.plan.micro_batch,
+                    lambda numbers, of=pairs: self._logps(model, self.batch([of[n] for n in numbers])),  # type: ignore[misc]
                 )
                 for pair, (chosen, rejected) in zip(pairs, logps.tolist(), strict=True):
                     pair |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}

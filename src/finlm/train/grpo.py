@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import distributed
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -128,27 +127,21 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     def _rewarded(self, prompts: list[Prompt]) -> torch.Tensor:
         """Reward of one answer to each prompt, shared over ranks: [prompts]."""
-        plan, rank = self.rank.plan, self.rank.rank
-        size = plan.micro_batch * plan.gradient_accumulation_steps
-        calls = -(-len(prompts) // (size * plan.world_size))
-        found = torch.zeros(calls, size, device=self.rank.device)
-        for call in range(calls):  # every rank the same number: ZeRO-3 gathers the weights in each
-            first = (call * plan.world_size + rank) * size
-            batch = [prompts[min(number, len(prompts) - 1)] for number in range(first, first + size)]
+        plan = self.rank.plan
+
+        def rewards(numbers: list[int]) -> torch.Tensor:
+            batch = [prompts[number] for number in numbers]
             ids, _ = self._generate_single_turn([prompt["prompt_ids"] for prompt in batch], None, {}, 1)
-            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-            found[call] = torch.tensor(
-                self.reward(
-                    prompts=[prompt["prompt"] for prompt in batch],
-                    completions=texts,
-                    completion_ids=ids,
-                    prompt_ids=[prompt["prompt_ids"] for prompt in batch],
-                    answer=[prompt["answer"] for prompt in batch],
-                )
+            found = self.reward(
+                prompts=[prompt["prompt"] for prompt in batch],
+                completions=self.processing_class.batch_decode(ids, skip_special_tokens=True),
+                completion_ids=ids,
+                prompt_ids=[prompt["prompt_ids"] for prompt in batch],
+                answer=[prompt["answer"] for prompt in batch],
             )
-        every = [torch.empty_like(found) for _ in range(plan.world_size)]
-        distributed.all_gather(every, found)
-        return torch.stack(every, dim=1).flatten()[: len(prompts)].cpu()
+            return torch.tensor(found, device=self.rank.device)
+
+        return preferences.spread(self.rank, len(prompts), plan.micro_batch * plan.gradient_accumulation_steps, rewards)
 
 
 def choice(completions: list[str], answer: list[str], **_: Any) -> list[float]:

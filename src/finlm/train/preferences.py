@@ -6,7 +6,7 @@ micro-steps, then ranks. A batch is padded to its longest sequence. trl's metric
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -82,24 +82,6 @@ class PairTrainer(Recorded):
         device: torch.device = self.rank.device
         return {name: tensor.to(device) for name, tensor in collated(pairs, self.pad_id).items()}
 
-    def spread(self, count: int, one: Any) -> torch.Tensor:
-        """one(numbers) -> [len(numbers), 2] for numbers 0 to count - 1, shared over ranks and gathered: [count, 2].
-
-        Every rank makes the same number of calls, because ZeRO-3 gathers parameters in each of them.
-        """
-        plan = self.rank.plan
-        size = plan.micro_batch
-        mine = np.arange(self.rank.rank, max(count, plan.world_size), plan.world_size)
-        calls = -(-len(np.arange(0, max(count, plan.world_size), plan.world_size)) // size)
-        found = torch.zeros(calls * size, 2, device=self.rank.device)
-        numbers = np.minimum(np.resize(mine, calls * size), count - 1)
-        for first in range(0, calls * size, size):
-            with torch.no_grad():
-                found[first : first + size] = one(numbers[first : first + size].tolist()).float()
-        every = [torch.empty_like(found) for _ in range(plan.world_size)]
-        distributed.all_gather(every, found)
-        return torch.stack(every, dim=1).reshape(-1, 2)[:count].cpu()
-
     @cached_property
     def held_out(self) -> dict[str, list[Pair]]:
         """The held-out pairs of each source, at most eval.max_tokens_per_source of each."""
@@ -116,7 +98,12 @@ class PairTrainer(Recorded):
         return padding_id(self.rank.shards)
 
     def _scored(self, pairs: list[Pair]) -> torch.Tensor:
-        return self.spread(len(pairs), lambda numbers: self.scores(self.batch([pairs[number] for number in numbers])))
+        return spread(
+            self.rank,
+            len(pairs),
+            self.rank.plan.micro_batch,
+            lambda numbers: self.scores(self.batch([pairs[number] for number in numbers])),
+        )
 
     def _numbers(self, step: int) -> Any:
         """Pairs of a step: [micro_steps, pairs of rank 0, of rank 1, ...]."""
@@ -132,6 +119,21 @@ class PairTrainer(Recorded):
             pairs = [self.pairs[number] for number in numbers.tolist()]
             self.checksum.add(np.concatenate([pair[name] for name in IDS]) for pair in pairs)
             yield self.batch(pairs)
+
+
+def spread(r: Rank, count: int, size: int, one: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+    """one(numbers) -> [size, ...] for numbers 0 to count - 1, shared over ranks and gathered: [count, ...].
+
+    size: numbers of a call. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them.
+    """
+    ranks, found = r.plan.world_size, []
+    for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):
+        with torch.no_grad():
+            found.append(one([min(number, count - 1) for number in range(first, first + size)]).float())
+    mine = torch.stack(found)
+    every = [torch.empty_like(mine) for _ in range(ranks)]
+    distributed.all_gather(every, mine)
+    return torch.stack(every, dim=1).flatten(0, 2)[:count].cpu()  # of [calls, ranks, size, ...]
 
 
 def collated(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]:
