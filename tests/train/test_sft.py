@@ -232,6 +232,9 @@ def test_merging_adds_the_scaled_product() -> None:
     found = lora.merged(state, wanted)
     assert set(found) == {"model.layers.0.self_attn.q_proj.weight", "lm_head.weight"}
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], weight + 4 * up @ down)
+    with pytest.raises(RuntimeError, match="2 trained adapters belong to no weight"):
+        stem = "base_model.model.model.embed_tokens.lora_embedding_"
+        lora.merged(state | {f"{stem}A.default": down, f"{stem}B.default": up}, wanted)
 
 
 def test_dialogues_and_documents_mix_by_weight_and_each_has_its_loss(

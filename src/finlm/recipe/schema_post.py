@@ -53,13 +53,16 @@ class Sft(Section):
     )
 
 
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of training every weight."""
 
     rank: Positive = Field(16, description="Rank of the adapters.")
     alpha: Positive = Field(32, description="Scale of the adapters: alpha / rank.")
     dropout: Fraction = Field(0.0, description="Dropout before the adapters.")
-    targets: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = Field(
+    targets: Annotated[tuple[Linear, ...], Strict(False), Field(min_length=1)] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         description="Linear layers that get one.",
     )

@@ -31,16 +31,23 @@ def base(model: Any) -> Any:
 
 
 def merged(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The plain model's weights of a run with adapters: peft's names removed, alpha / rank * B A added in fp32."""
+    """The plain model's weights of a run with adapters: peft's names removed, alpha / rank * B A added in fp32.
+
+    Raises RuntimeError for an adapter that was trained and has no place.
+    """
     assert recipe.lora is not None
     scale = recipe.lora.alpha / recipe.lora.rank
-    found = {}
+    found, added = {}, set[str]()
     for name, weight in weights.items():
         if ".lora_" in name:
             continue
         stem = name.removesuffix(".weight").removesuffix(".base_layer")
-        down, up = (weights.get(f"{stem}.lora_{which}.default.weight") for which in "AB")
-        if down is not None and up is not None:
-            weight = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+        names = [f"{stem}.lora_{which}.default.weight" for which in "AB"]
+        if all(part in weights for part in names):
+            down, up = (weights[part].float() for part in names)
+            weight = (weight.float() + scale * (up @ down)).to(weight.dtype)
+            added.update(names)
         found[stem.removeprefix("base_model.model.") + ".weight"] = weight
+    if lost := sorted(name for name in weights if ".lora_" in name and name not in added):
+        raise RuntimeError(f"{len(lost)} trained adapters belong to no weight: {', '.join(lost[:3])}")
     return found
