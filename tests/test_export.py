@@ -124,6 +124,15 @@ def test_only_a_gguf_file_is_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", [b"GGUF", b"GGUF" + b"garbage" * 9], ids=["cut", "garbage"])
+def test_a_damaged_gguf_file_is_told_as_one(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    monkeypatch.setattr(import_gguf.importlib.util, "find_spec", lambda name: True)
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        import_gguf.write(tmp_path / "model.gguf", tmp_path / "out")
+    assert "rror: " in caught.value.evidence and not (tmp_path / "out").exists()
+
+
 def test_an_imported_tokenizer_ends_with_the_files_own_token(
     exported: tuple[RunDir, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,17 @@ def write(file: Path, out: Path) -> Path:
     if not file.is_file() or file.open("rb").read(4) != b"GGUF":
         raise UserError(f"{file} is not a GGUF file", evidence="it does not begin with GGUF" if file.is_file() else "")
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:  # a cut or garbled file ends the reader anywhere: struct.error, MemoryError, ValueError
+        raise UserError(
+            f"{file} cannot be read",
+            evidence=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="fetch it again and compare its size with the source's; it must hold a Llama model",
+        ) from None
     if not isinstance(loaded, LlamaForCausalLM):
         raise UserError(f"{file} is not a Llama model", evidence=f"model type {loaded.config.model_type}")
-    tokenizer = AutoTokenizer.from_pretrained(**where)
     for name in ("bos_token", "eos_token", "pad_token"):
         # The configuration has the numbers of the file; transformers 5.17 ends with the token it begins with.
         if (number := getattr(loaded.config, f"{name}_id")) is not None:
