@@ -82,6 +82,38 @@ def test_a_conversation_longer_than_the_context_is_refused(opened: Opened) -> No
         Talker(opened).ask([said("净利润" * 3000)], 0.0, 10)
 
 
+def test_a_template_that_refuses_the_conversation_is_a_mistake_of_the_user(
+    assistant: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(assistant, tmp_path / "strict"))
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}" + TEMPLATE
+    (directory / "chat_template.jinja").write_text(strict, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("你好\n"))
+    assert cli.main(["chat", str(directory), "--system", "你是助手", "--tokens", "4"]) == 2
+    assert "does not take this conversation" in (printed := capsys.readouterr().err) and "no system prompt" in printed
+
+
+def test_input_in_another_encoding_is_a_mistake_of_the_user(
+    assistant: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("你好\n".encode("gb18030")), "utf-8"))
+    assert cli.main(["chat", str(assistant), "--tokens", "4"]) == 2
+    assert "the input is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])
+def test_a_temperature_is_a_number_from_0_on(
+    temperature: str, assistant: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["chat", str(assistant), "--temperature", temperature]) == 2
+    assert "--temperature is a number from 0 on" in capsys.readouterr().err
+
+
+def test_the_smallest_temperature_takes_the_likeliest_token(opened: Opened) -> None:
+    logits = torch.tensor([3.0, 90.0, -5.0])
+    assert Talker(opened)._choose(logits, 1e-45, 1.0) == Talker(opened)._choose(logits, 0.0, 1.0) == 1
+
+
 class Keys(io.StringIO):
     """Input in which a line "^C" is an interrupt."""
 

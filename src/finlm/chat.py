@@ -8,6 +8,7 @@ terminal.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from unicodedata import category
@@ -30,8 +31,8 @@ def run(
     seed: int = 0,
 ) -> int:
     """Talk until the input ends; the process's exit code. Raises UserError for a model that cannot chat."""
-    if temperature < 0 or not 0 < top_p <= 1 or max_tokens < 1:
-        raise UserError("--temperature is at least 0, --top-p above 0 and at most 1, --tokens at least 1")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_tokens < 1:
+        raise UserError("--temperature is a number from 0 on, --top-p above 0 and at most 1, --tokens at least 1")
     opened = open_model(checkpoint)
     talker = Talker(opened, seed)
     screen.say(f"{opened.name}, {opened.context:,} tokens of context. {HELP}.")
@@ -60,7 +61,7 @@ def run(
                 messages.append(
                     {"role": "assistant", "content": _answer(talker, messages, (temperature, top_p), max_tokens)}
                 )
-            except UserError as error:  # no room left; the conversation can be begun anew
+            except UserError as error:  # no room left, say; the conversation can be begun anew
                 messages.pop()
                 screen.fail(error)
                 if not sys.stdin.isatty():
@@ -71,7 +72,12 @@ def _read() -> str | None:
     """The next line without blanks around it; None at the end of the input."""
     if sys.stdin.isatty():
         screen.console().print("› ", style="bold cyan", end="")
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "the input is not UTF-8", evidence=str(error), fix="convert it: iconv -f GB18030 -t UTF-8 questions.txt"
+        ) from None
     return line.strip() if line else None
 
 

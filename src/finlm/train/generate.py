@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from finlm.base.errors import UserError
 from finlm.train.opened import Opened
@@ -59,10 +60,17 @@ class Talker:
     def stream(self, messages: Messages, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
         """The answer to the last message in pieces of whole characters; self.reply holds it at the end.
 
-        Raises UserError when the conversation leaves no room in the model's context.
+        Raises UserError when the conversation leaves no room in the model's context, or is none for its template.
         """
         tokenizer = self.opened.tokenizer
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UserError(
+                f"the chat template of {self.opened.name} does not take this conversation",
+                evidence=str(error),
+                fix="leave out the system prompt, and let user and assistant take turns",
+            ) from None
         prompt: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         room = min(max_tokens, self.opened.context - len(prompt))
         if room < 1:
@@ -130,7 +138,8 @@ class Talker:
     def _choose(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
         if temperature <= 0:
             return int(logits.argmax())
-        ordered, places = torch.sort(torch.softmax(logits / temperature, dim=-1), descending=True)
+        warm = (logits - logits.max()) / temperature  # at most 0: a small temperature would reach infinity
+        ordered, places = torch.sort(torch.softmax(warm, dim=-1), descending=True)
         before = ordered.cumsum(0) - ordered
         ordered[before >= top_p] = 0  # the first always stays
         return int(places[torch.multinomial(ordered, 1, generator=self._random)])
