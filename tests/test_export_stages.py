@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jinja2
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from finlm import cli
@@ -94,14 +96,33 @@ def test_fine_tuning_gives_an_assistant_that_generates(assistant: Path, finished
     assert out.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_adapters_are_merged_into_plain_weights(finished: tuple[RunDir, str], ranks: Ranks, tmp_path: Path) -> None:
-    start = Path(finished[0].export)
+def as_llama_2(start: Path, directory: Path) -> Path:
+    """A copy of a model whose tokenizer.json puts the first space itself, and whose flags say nothing of it."""
+    shutil.copytree(start, directory)
+    fast = json.loads((start / "tokenizer.json").read_text(encoding="utf-8"))
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    fast |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    (directory / "tokenizer.json").write_text(json.dumps(fast), encoding="utf-8")
+    flags = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(flags))
+    return directory
+
+
+def test_adapters_are_merged_and_the_tokenizer_is_the_one_trained_with(
+    finished: tuple[RunDir, str], ranks: Ranks, tmp_path: Path
+) -> None:
+    start = as_llama_2(Path(finished[0].export), tmp_path / "start")
     out = exported(tmp_path, start, ranks, "lora={rank: 4, alpha: 64, targets: [q_proj, up_proj]}")
     check(out, start)
     before, after = weights(start), weights(out)
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert set(before) == set(after)
     assert changed == {name for name in after if "q_proj" in name or "up_proj" in name}
+    tokenizer, trained_with = AutoTokenizer.from_pretrained(out), Tokenizer.from_file(str(start / "tokenizer.json"))
+    text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == trained_with.encode(text, add_special_tokens=False).ids
+    assert tokenizer.convert_ids_to_tokens(ids[:2]) == ["<s>", "▁"], "which transformers' LlamaTokenizer leaves out"
 
 
 @pytest.mark.slow

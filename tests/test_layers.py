@@ -38,7 +38,7 @@ ALLOWED = {
         "data.dialogue_rows",
     },
     "evals": {"train", "data", "recipe", "base"},
-    "export": {"train", "plan", "recipe", "base", "export_card"},
+    "export": {"train", "plan", "recipe", "base", "export_card", "data.chat_tokens"},
     "export_card": {"train", "recipe", "base"},
     "chat": {"train", "base"},
     "local_model": {"train", "data", "base"},

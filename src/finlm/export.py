@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from finlm import export_card
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.units import parse_bytes
-from finlm.train.opened import open_model, run_tokenizer
+from finlm.data import chat_tokens
+from finlm.train import encoding
+from finlm.train.opened import open_model
 from finlm.train.trained import Trained, load
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
@@ -54,7 +57,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
     trained = load(checkpoint)
-    tokenizer = run_tokenizer(
+    tokenizer = encoding.of_run(
         trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
     )
     with files.new_directory(out) as directory:
@@ -71,6 +74,9 @@ def _complete(directory: Path, trained: Trained) -> None:
     config = files.read_json(directory / "config.json")
     config["rope_theta"] = trained.recipe.model.rope_theta
     files.write_json(directory / "config.json", config)
+    about = files.read_json(directory / "tokenizer_config.json")
+    if about["tokenizer_class"] == "TokenizersBackend":  # the former name of tokenizer.json word for word, known to all
+        files.write_json(directory / "tokenizer_config.json", about | {"tokenizer_class": "PreTrainedTokenizerFast"})
     template = directory / "chat_template.jinja"
     if template.is_file():  # the marks around what the assistant says are for training; plain Jinja refuses them
         files.write_text(template, _MARKS.sub("", template.read_text(encoding="utf-8")))
@@ -91,20 +97,7 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
     kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
     model = trained.model
     reloaded, again = kind.from_pretrained(directory, dtype=model.dtype), AutoTokenizer.from_pretrained(directory)
-    model_file = None if (trained.shards.directory / "tokenizer").is_dir() else _sentencepiece(trained)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model_file)) if model_file else None
-    for text in PROBES:
-        found = again(text, split_special_tokens=True)["input_ids"]
-        if pieces is None:
-            expected = tokenizer(text, split_special_tokens=True)["input_ids"]
-        else:
-            expected = [pieces.bos_id()] * trained.recipe.tokenizer.add_bos + pieces.encode(text)
-        if found != expected:
-            raise RuntimeError(f"exported tokenizer differs on {text!r}: {found} instead of {expected}")
-    if tokenizer.chat_template:
-        rendered = [one.apply_chat_template(_CONVERSATION, tokenize=False) for one in (tokenizer, again)]
-        if rendered[0] != rendered[1]:
-            raise RuntimeError(f"exported chat template differs: {rendered[1]!r} instead of {rendered[0]!r}")
+    _prove_tokenizer(again, trained, tokenizer)
     own = model.state_dict()
     changed = [name for name, tensor in reloaded.state_dict().items() if not torch.equal(tensor, own[name])]
     if changed:
@@ -115,6 +108,32 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
             raise RuntimeError("the reloaded model's logits differ from the exported model's")
     if getattr(reloaded.config, "vocab_size", 0) != trained.plan.vocab_size:
         raise RuntimeError(f"the exported vocabulary has {reloaded.config.vocab_size} rows")
+
+
+def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
+    """Raises RuntimeError when the exported template or ids are not those of the training data."""
+    texts = list(PROBES)
+    if tokenizer.chat_template:
+        rendered = [one.apply_chat_template(_CONVERSATION, tokenize=False) for one in (tokenizer, again)]
+        if rendered[0] != rendered[1]:
+            raise RuntimeError(f"exported chat template differs: {rendered[1]!r} instead of {rendered[0]!r}")
+        texts.append(rendered[0])
+    encode, of_documents = _library(trained)
+    for text in texts:
+        found = again(text, add_special_tokens=of_documents, split_special_tokens=of_documents)["input_ids"]
+        if found != (expected := encode(text)):
+            raise RuntimeError(f"exported tokenizer differs on {text!r}: {found} instead of {expected}")
+
+
+def _library(trained: Trained) -> tuple[Callable[[str], list[int]], bool]:
+    """(what encoded the training data, whether that was documents, which know no control tokens in their text)."""
+    own = trained.shards.directory / "tokenizer"
+    if own.is_dir():
+        dialogues = chat_tokens.open_tokenizer(own, trained.shards.manifest["encoder"])
+        return lambda text: dialogues.encode(text)[0], False
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(trained.shards.tokenizer))
+    begin = [pieces.bos_id()] * trained.recipe.tokenizer.add_bos
+    return lambda text: begin + pieces.encode(text), True
 
 
 def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:

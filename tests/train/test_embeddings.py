@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from finlm import export
 from finlm.base.errors import UserError
 from finlm.data import vocab, vocab_extend
-from finlm.train import embeddings, opened
+from finlm.train import embeddings, encoding
 from vocabularies import base, chinese, english
 
 from helpers import ROOT
@@ -90,7 +90,7 @@ def test_weights_of_another_vocabulary_are_refused(old: Path, new: Path, tmp_pat
 
 
 def test_transformers_reads_the_extended_tokenizer_with_sentencepieces_ids(new: Path, tmp_path: Path) -> None:
-    opened.llama_tokenizer(new, add_bos=False, sequence_length=512).save_pretrained(tmp_path)
+    encoding.of_pieces(new, add_bos=False, sequence_length=512).save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(new))
     assert len(loaded) == NEW

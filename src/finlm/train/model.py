@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from finlm.base import files
@@ -23,7 +23,7 @@ from finlm.plan.plan import Plan
 from finlm.plan.stages import is_quantized
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
-from finlm.train import documents, embeddings, kernels
+from finlm.train import documents, embeddings, encoding, kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -71,7 +71,7 @@ def padding_id(shards: Shards) -> int:
 
     A reward is read at the last token that is not padding; with </s> it would be read before the end of the turn.
     """
-    tokenizer = AutoTokenizer.from_pretrained(shards.directory / "tokenizer")
+    tokenizer = encoding.of_dialogues(shards)
     ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     return next((number for number in known if number is not None and number not in ends), shards.eos_id)

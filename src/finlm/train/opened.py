@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, newest_checkpoint
-from finlm.data.shards import Shards
+from finlm.train import encoding
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
 _SAMPLES, _SAMPLE_BYTES = 64, 65_536  # of each weight file, for the fingerprint
@@ -83,40 +83,12 @@ def _checkpoint(path: Path, device: torch.device) -> Opened:
     loaded = trained.load(path)
     if loaded.recipe.stage == "reward":
         raise _judge(path)
-    tokenizer = run_tokenizer(
-        loaded.shards, loaded.recipe.tokenizer.add_bos, loaded.model.config.max_position_embeddings
-    )
+    length = loaded.model.config.max_position_embeddings
+    tokenizer = encoding.of_run(loaded.shards, loaded.recipe.tokenizer.add_bos, length)
     manifest = files.read_json(path / "manifest.json")
     name = f"{loaded.run.path.name}/{path.name}"
     parts = [manifest, str(loaded.model.dtype)]
     return _opened(loaded.model, tokenizer, device, name, parts, loaded.run, int(manifest["step"]))
-
-
-def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
-    """transformers' tokenizer of prepared data.
-
-    Dialogues were encoded with the parent model's own and come with a template; documents with tokenizer.model.
-    """
-    own, template = shards.directory / "tokenizer", shards.directory / "chat_template.jinja"
-    if own.is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(own)
-        if template.is_file():
-            tokenizer.chat_template = template.read_text(encoding="utf-8")
-        tokenizer.model_max_length = sequence_length
-        return tokenizer
-    return llama_tokenizer(shards.tokenizer, add_bos, sequence_length)
-
-
-def llama_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> Any:
-    """transformers' tokenizer with the ids of a tokenizer.model; legacy=False keeps spaces after control tokens."""
-    return transformers.LlamaTokenizer.from_pretrained(
-        str(model_file.parent),
-        legacy=False,
-        add_bos_token=add_bos,
-        add_eos_token=False,
-        model_max_length=sequence_length,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def _judge(path: Path) -> UserError:

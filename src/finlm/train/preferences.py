@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from finlm.data import pair_rows
 from finlm.data.shards import Order, Shard
+from finlm.train import encoding
 from finlm.train.loss import linear_log_probs
 from finlm.train.model import build, llama_config, padding_id
 from finlm.train.trainers import Rank, Recorded, Steps
@@ -205,7 +206,7 @@ def start(r: Rank) -> LlamaForCausalLM:
 
 def tokenizer(r: Rank) -> Any:
     """The tokenizer of the run's data, padding with model.padding_id."""
-    found = AutoTokenizer.from_pretrained(r.shards.directory / "tokenizer")
+    found = encoding.of_dialogues(r.shards)
     found.pad_token = found.convert_ids_to_tokens(padding_id(r.shards))
     return found
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import IterableDataset
-from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from finlm.data import dialogue_rows, mixture
-from finlm.train import accumulate, faithful, heldout, kernels, lora
+from finlm.train import accumulate, encoding, faithful, heldout, kernels, lora
 from finlm.train.batches import Batches
 from finlm.train.by_source import BySource
 from finlm.train.model import build, llama_config
@@ -128,7 +127,7 @@ def make(r: Rank) -> DialogueTrainer:
         args=arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
         # Read only for the first row, by which trl tells the kind of data.
         train_dataset=IterableDataset.from_generator(_first, gen_kwargs={"row": first}),
-        processing_class=AutoTokenizer.from_pretrained(r.shards.directory / "tokenizer"),
+        processing_class=encoding.of_dialogues(r.shards),
         data_collator=_no_collator,
         peft_config=lora.config(recipe),
     )
