@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from finlm import chat, cli
 from finlm.base.errors import UserError
@@ -140,6 +141,18 @@ def test_a_pipe_gets_one_answer_a_line_and_commands_none(
 def test_a_base_model_is_sent_to_sample(finished: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", str(finished[0].export)]) == 2
     assert "finlm sample" in capsys.readouterr().err
+
+
+def test_a_model_with_half_its_weights_answers_nothing(assistant: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(assistant, tmp_path / "model"))
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="lack 1 of the model's weights"):
+        open_model(directory)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        open_model(directory)
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:

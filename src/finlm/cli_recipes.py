@@ -27,9 +27,10 @@ def load(options: argparse.Namespace) -> Loaded:
 
 def prepare(options: argparse.Namespace) -> int:
     """Documents to shards."""
-    from finlm.data import prepare
+    from finlm.data import prepare, start
 
     recipe = load(options).recipe
+    start.check_judge(recipe)
     shards = prepare.run(recipe)
     if options.show > 0:
         prepare.show_rows(recipe, shards, options.show)
@@ -91,10 +92,11 @@ def hosts_of(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 def make_plan(recipe: Recipe, hosts: Cluster) -> Plan:
     """The plan, with the sizes of prepared data where the recipe asks for them."""
-    from finlm.data import prepare
+    from finlm.data import prepare, start
     from finlm.plan import planner
     from finlm.recipe import shape
 
+    start.check_judge(recipe)
     needs_data = recipe.train.epochs is not None or recipe.model.vocab_size == "auto"
     prepared = prepare.locate(recipe) if needs_data else None
     vocab, tokens = prepare.sizes(prepared, recipe) if prepared else (None, None)

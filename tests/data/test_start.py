@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from finlm import cli
 from finlm.base.errors import UserError
 from finlm.data import start
 from finlm.recipe import recipe
@@ -32,6 +34,33 @@ def test_a_directory_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Monke
                 check("llama")
             assert caught.value.evidence == f"{tmp_path / 'llama'} lacks config.json or *.safetensors"
     check("llama")
+
+
+def test_the_judge_of_grpo_is_an_exported_reward_model(tmp_path: Path) -> None:
+    wanted = recipe.load(QUICKSTART.parent / "grpo.yaml", (f"grpo.reward={tmp_path / 'judge'}",)).recipe
+    with pytest.raises(UserError, match=r"grpo.reward: there is no model in") as caught:
+        start.check(wanted)
+    assert caught.value.evidence.endswith("does not exist")
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge/model.safetensors").touch()
+    config = tmp_path / "judge/config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UserError, match="is not a reward model"):
+        start.check(wanted)
+    assert cli.main(["plan", str(QUICKSTART.parent / "grpo.yaml"), "--set", f"grpo.reward={tmp_path / 'judge'}"]) == 2
+    config.write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    start.check(wanted)
+
+
+def test_a_reward_model_is_no_start_for_a_stage_that_writes(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = shape | {"model_type": "llama", "vocab_size": 4096, "architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for stage in ("pretrain", "sft", "dpo", "grpo"):
+        with pytest.raises(UserError) as caught:
+            recipe.load(QUICKSTART.parent / f"{stage}.yaml", (f"model.init_from={tmp_path}",))
+        assert "model.init_from" in caught.value.evidence and "is a reward model" in caught.value.evidence
+    recipe.load(QUICKSTART.parent / "reward.yaml", (f"model.init_from={tmp_path}",))
 
 
 def test_recipes_and_models_of_the_hub_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

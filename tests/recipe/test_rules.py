@@ -86,6 +86,20 @@ def test_what_only_documents_know_is_refused_for_dialogues(override: str, key: s
     recipe.load(path, ["data.clean=none", "data.dedup=none"])
 
 
+@pytest.mark.parametrize("stage", ["dpo", "reward", "grpo"])
+def test_masks_between_documents_are_refused_where_a_row_is_one_sequence(stage: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe.load(QUICKSTART.parent / f"{stage}.yaml", ("data.document_masks=true",))
+    assert "data.document_masks" in caught.value.evidence and f"stage {stage}" in caught.value.evidence
+
+
+@pytest.mark.parametrize("target", ["v_porj", "embed_tokens", "lm_head"])
+def test_adapters_go_on_the_decoders_linear_layers_only(target: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe.load(QUICKSTART.parent / "sft.yaml", (f"lora={{targets: [q_proj, {target}]}}",))
+    assert "lora.targets" in caught.value.evidence and target in caught.value.evidence
+
+
 def test_what_the_planner_decides_is_not_judged_at_load() -> None:
     loaded = recipe.load(QUICKSTART, ["zero.stage=auto", "zero.offload_param=cpu", "zero.quantized_weights=true"])
     assert loaded.recipe.zero.stage == "auto"

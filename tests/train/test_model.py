@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from finlm import config
@@ -16,6 +17,7 @@ from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
+from finlm.train import grpo
 from finlm.train import model as models
 
 from helpers import QUICKSTART, TINY
@@ -67,6 +69,39 @@ def test_a_start_from_weights_takes_exactly_those(source: LlamaForCausalLM, tmp_
     started = built(f"model.init_from={tmp_path}")
     for name, parameter in source.named_parameters():
         assert torch.equal(started.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+def test_a_start_that_lacks_weights_is_refused(source: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
+    weights = load_file(tmp_path / "model.safetensors")
+    tensor = weights.pop(name)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lack 1 of the model's weights") as missing:
+        built(f"model.init_from={tmp_path}")
+    assert missing.value.evidence == f"{name} is missing"
+    save_file(weights | {name: tensor[:-1].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lack 1 of the model's weights") as other:
+        built(f"model.init_from={tmp_path}")
+    assert f"{name} has {[len(tensor) - 1, *tensor.shape[1:]]} there, {list(tensor.shape)} here" in other.value.evidence
+
+
+def test_a_start_whose_file_is_cut_is_a_mistake_of_the_user(source: LlamaForCausalLM, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        built(f"model.init_from={tmp_path}")
+
+
+def test_a_model_of_the_hub_keeps_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--owner--name/snapshots" / commit
+    mistral(cached, window=32)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_OFFLINE", True)
+    loaded, plan = planned("batch.sequence_length=16")
+    hub = loaded.model.model_copy(update={"init_from": "owner/name", "revision": commit})
+    assert models.context(loaded.model_copy(update={"stage": "sft", "model": hub}), plan) == 32
+    assert grpo._start_path(hub) == str(cached), "trl would read the reference's newest revision"
 
 
 def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(

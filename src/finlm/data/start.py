@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.data import chat_tokens
 from finlm.data.steps import NotPrepared
@@ -41,17 +42,38 @@ def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
 
 def check(wanted: Recipe) -> None:
     """Raises UserError when model.init_from is a directory without a model; before hours go into preparing data."""
+    check_judge(wanted)
     init_from = wanted.model.init_from
     if init_from is None or parents.is_recipe(init_from) or not parents.is_directory(init_from):
         return
-    path = Path(init_from).expanduser()
+    _check_directory(
+        "model.init_from",
+        init_from,
+        "put config.json and *.safetensors there, or name another directory or a model of the Hub",
+    )
+
+
+def check_judge(wanted: Recipe) -> None:
+    """Raises UserError when grpo.reward names no reward model's directory."""
+    if wanted.grpo is None or wanted.grpo.reward == "choice":
+        return
+    fix = "write choice, or name the export of a run of stage reward from the same start"
+    path = _check_directory("grpo.reward", wanted.grpo.reward, fix)
+    config = files.read_json(path / "config.json")
+    if not parents.is_judge(config):
+        raise UserError(
+            f"grpo.reward: {wanted.grpo.reward} is not a reward model",
+            evidence=f"architectures in its config.json: {', '.join(config.get('architectures') or ['none'])}",
+            fix=fix,
+        )
+
+
+def _check_directory(key: str, named: str, fix: str) -> Path:
+    path = Path(named).expanduser()
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
-        raise UserError(
-            f"model.init_from: there is no model in {init_from}",
-            evidence=f"{path.absolute()} {found}",
-            fix="put config.json and *.safetensors there, or name another directory or a model of the Hub",
-        )
+        raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
+    return path
 
 
 def _snapshot(identity: str, revision: str | None) -> Path:

@@ -83,13 +83,14 @@ def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], 
     parent = _parent(init_from, model.get("revision"), load, is_needed=not is_complete)
     if parent is None:
         return [], {}
-    mistakes = [
+    mistakes = list(_writes_nothing(values["stage"], init_from, parent))
+    mistakes += [
         (f"model.{key}", f"{model[key]}, but {init_from} has {parent['model'][key]}: leave it out")
         for key in SHAPE
         if model.get(key, "auto") not in ("auto", None) and key in parent["model"]
         if parent["model"][key] not in ("auto", None, model[key])
     ]
-    mistakes += _too_long(values, init_from, parent.get("limits", {}).get("sliding_window"))
+    mistakes += _too_long(values, init_from, parent["limits"].get("sliding_window"))
     filled = {f"model.{key}": init_from for key in parent["model"] if key not in model}
     values["model"] = parent["model"] | model
     if "tokenizer" not in values:
@@ -104,6 +105,7 @@ def _silent(model: dict[str, Any], load: Load) -> Iterator[tuple[str, str]]:
     parent = _parent(init_from, None, load, is_needed=False) if isinstance(init_from, str) else None
     if parent is None:
         return
+    yield from _writes_nothing("pretrain", str(init_from), parent)
     theirs, wanted = parent["model"].get("rope_theta"), model.get("rope_theta", 10000.0)
     if theirs is not None and theirs != (model.get("former_rope_theta") or wanted):
         longer = f"write {theirs}, or for longer rows also model.former_rope_theta: {theirs}"
@@ -111,6 +113,12 @@ def _silent(model: dict[str, Any], load: Load) -> Iterator[tuple[str, str]]:
     theirs, wanted = parent["model"].get("norm_eps"), model.get("norm_eps", 1e-5)
     if theirs is not None and theirs != wanted:
         yield "model.norm_eps", f"{wanted}, but {init_from} has {theirs}: write that"
+
+
+def _writes_nothing(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """The mistake of a language model whose head, which a reward model lacks, would be drawn at random."""
+    if stage != "reward" and parent["limits"]["is_judge"]:
+        yield "model.init_from", f"{init_from} is a reward model; stage {stage} starts from one that writes"
 
 
 def _too_long(values: dict[str, Any], init_from: str, window: int | None) -> list[tuple[str, str]]:
@@ -154,24 +162,36 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
             return None
         recipe = load(init_from).recipe
         model = recipe.model.model_dump(include={*SHAPE, "init_std"})
-        return {"model": model, "tokenizer": recipe.tokenizer.model_dump(mode="json")}
+        limits = {"is_judge": recipe.stage == "reward"}
+        return {"model": model, "tokenizer": recipe.tokenizer.model_dump(mode="json"), "limits": limits}
     directory = Path(init_from).expanduser()
-    if (directory / "config.json").is_file():
-        return _of_config(directory / "config.json", init_from, _tokenizer_of(directory))
-    if not is_needed:
+    if not is_needed and not (directory / "config.json").is_file():
         return None
+    tokenizer = _tokenizer_of(directory) if directory.is_dir() else init_from
+    return _of_config(config_path(init_from, revision), init_from, tokenizer)
+
+
+def config_path(init_from: str, revision: str | None) -> Path:
+    """config.json of a model directory, or of a model of the Hub, from its cache if it is there. Raises UserError."""
+    path = Path(init_from).expanduser() / "config.json"
+    if path.is_file():
+        return path
     if revision is None:
         raise UserError(
             f"model.init_from: there is no model in {init_from}",
-            evidence=f"no {directory / 'config.json'}",
+            evidence=f"no {path}",
             fix="give a directory with config.json, a recipe (*.yaml), or for a model of the Hub also model.revision",
         )
     from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
 
     problem = f"model.init_from: cannot fetch config.json of {init_from}"
     with hub_errors.told(problem, "check id and revision, or write the model's shape into the recipe"):
-        path = Path(hf_hub_download(init_from, "config.json", revision=revision))
-    return _of_config(path, init_from, init_from)
+        return Path(hf_hub_download(init_from, "config.json", revision=revision))
+
+
+def is_judge(config: dict[str, Any]) -> bool:
+    """Whether a config.json is a reward model's."""
+    return any("SequenceClassification" in name for name in config.get("architectures") or ())
 
 
 def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
@@ -189,7 +209,7 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
     return {
         "model": model,
         "tokenizer": {"path": tokenizer},
-        "limits": {"sliding_window": config.get("sliding_window")},
+        "limits": {"sliding_window": config.get("sliding_window"), "is_judge": is_judge(config)},
     }
 
 

@@ -65,8 +65,6 @@ def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.lora is None:
         return
-    if "lm_head" in recipe.lora.targets:
-        yield "lora.targets", "lm_head is multiplied inside the loss, where an adapter would be ignored"
     if recipe.lora.quantize == "nf4":
         yield from _nf4(recipe)
 
@@ -91,6 +89,8 @@ def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "batch.micro_batch", f"stage {recipe.stage} weighs every rank alike: give one number for all"
         if recipe.data.mixture:
             yield "data.mixture", f"stage {recipe.stage} reads every pair once an epoch; leave it out"
+        if recipe.data.document_masks:
+            yield "data.document_masks", f"a row of stage {recipe.stage} is one sequence; leave it out"
     if recipe.dpo is not None and recipe.dpo.label_smoothing and recipe.dpo.loss != "robust":
         yield "dpo.label_smoothing", f"has no effect with loss {recipe.dpo.loss}; choose robust or leave it out"
     if recipe.stage == "reward" and recipe.lora is not None:

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from finlm.base.errors import UserError
 from finlm.data import pair_rows, pairs
 from finlm.data.shards import Order, Shard
-from finlm.train import lora, preferences
+from finlm.recipe.schema import Model
+from finlm.train import lora, preferences, weights
 from finlm.train.trainers import Rank, Recorded, Steps, arguments, train
 
 Rewards = Callable[..., list[float]]
@@ -151,15 +153,15 @@ def choice(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 def judged_by(path: str, r: Rank) -> Rewards:
     """The rewards of a trained reward model. Raises UserError when it is none, or has another vocabulary."""
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.bfloat16 if r.plan.device == "cuda" else None
-    )
+    fix = "train it by a recipe of stage reward from the same start"
+    dtype = torch.bfloat16 if r.plan.device == "cuda" else None
+    model = weights.load(AutoModelForSequenceClassification, path, fix, dtype=dtype)
     if model.config.num_labels != 1 or model.config.vocab_size != r.plan.vocab_size:
         raise UserError(
             f"grpo.reward: {path} cannot judge this model's answers",
             evidence=f"{model.config.num_labels} outputs and {model.config.vocab_size:,} tokens there; "
             f"1 and {r.plan.vocab_size:,} are needed",
-            fix="train it by a recipe of stage reward from the same start",
+            fix=fix,
         )
     model.score.__class__ = preferences.RewardHead
     model = model.to(r.device).eval().requires_grad_(False)
@@ -168,8 +170,10 @@ def judged_by(path: str, r: Rank) -> Rewards:
     def reward(prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
         rows = [torch.tensor([*asked, *said]) for asked, said in zip(prompt_ids, completion_ids, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad).to(r.device)
+        # By length: a tokenizer without <unk> pads with <s>, which stands at every beginning too.
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         with torch.no_grad():
-            scores = model(input_ids=ids, attention_mask=(ids != pad).long(), use_cache=False).logits[:, 0]
+            scores = model(input_ids=ids, attention_mask=mask.to(r.device), use_cache=False).logits[:, 0]
         return [float(score) for score in scores]
 
     return reward
@@ -186,7 +190,7 @@ def make(r: Rank) -> GroupTrainer:
     assert grpo is not None
     tokenizer = preferences.tokenizer(r)
     model = preferences.start(r)
-    model.config._name_or_path = str(r.recipe.model.init_from)  # where trl finds the reference, for beta above 0
+    model.config._name_or_path = _start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
     return GroupTrainer(
@@ -199,6 +203,14 @@ def make(r: Rank) -> GroupTrainer:
         train_dataset=Dataset.from_list([{"prompt": "-", "answer": "A"}]),
         peft_config=lora.config(r.recipe),
     )
+
+
+def _start_path(start: Model) -> str:
+    """The directory of the model that the recipe starts from: trl gives a Hub id its newest revision."""
+    source = str(start.init_from)
+    if Path(source).is_dir():
+        return source
+    return snapshot_download(source, revision=start.revision, local_files_only=True)  # it has just been loaded
 
 
 def settings(r: Rank) -> GRPOConfig:

@@ -23,7 +23,7 @@ from finlm.plan.plan import Plan
 from finlm.plan.stages import is_quantized
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
-from finlm.train import documents, embeddings, encoding, kernels
+from finlm.train import documents, embeddings, encoding, kernels, weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -58,10 +58,11 @@ def llama_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> LlamaC
 def context(recipe: Recipe, plan: Plan) -> int:
     """Tokens that the model can read at once: the rows of pretraining, afterwards also what its start could."""
     rows = plan.sequence_length // 2 if recipe.stage in ("dpo", "reward") else plan.sequence_length
-    config = Path(recipe.model.init_from or "") / "config.json"
-    if recipe.stage == "pretrain" or not config.is_file():
+    init_from, revision = str(recipe.model.init_from), recipe.model.revision
+    gone = revision is None and not (Path(init_from).expanduser() / "config.json").is_file()
+    if recipe.stage == "pretrain" or gone:
         return rows
-    found = files.read_json(config)
+    found = files.read_json(parents.config_path(init_from, revision))
     longest = int(found["max_position_embeddings"])  # beyond a Mistral's window it would no longer be the same model
     return max(rows, min(longest, int(found.get("sliding_window") or longest)))
 
@@ -168,8 +169,11 @@ def _from_pretrained(
         )
     # transformers partitions while loading only if it finds such an object alive.
     keep_alive = HfDeepSpeedConfig(ds_config) if plan.zero_stage == 3 else None
-    model = LlamaForCausalLM.from_pretrained(
+    model: LlamaForCausalLM = weights.load(
+        LlamaForCausalLM,
         source,
+        "give a complete model in model.init_from: config.json and every *.safetensors that belongs to it",
+        ("lm_head.weight",) if recipe.stage == "reward" else (),  # it gets a head of its own
         config=_as_llama(found, config.rope_parameters),
         revision=revision,
         dtype=DTYPES[plan.precision],

@@ -17,8 +17,8 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # type: i
 )
 from transformers import LlamaForCausalLM
 
-from finlm.base.errors import UserError
 from finlm.recipe.schema import Recipe
+from finlm.train import weights
 
 BLOCK = 64  # weights that share a scale
 SCALES = 256  # scales that share a factor, at most
@@ -58,19 +58,16 @@ def matrices(recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """{name: matrix} of all that quantize would pack, rounded as it rounds: what the adapters were trained beside.
 
     Rounded on the CPU; a GPU may round a scale that lies between two of them the other way. Raises UserError when
-    model.init_from is gone.
+    model.init_from is gone or lacks weights.
     """
-    source = str(recipe.model.init_from)
-    try:
-        base = LlamaForCausalLM.from_pretrained(
-            source, revision=recipe.model.revision, dtype=dtype, use_safetensors=True
-        )
-    except OSError as error:
-        raise UserError(
-            "the model that the adapters belong to cannot be read",
-            evidence=f"model.init_from: {source}: {error}",
-            fix="put it back: under lora.quantize a checkpoint holds the adapters only",
-        ) from None
+    base = weights.load(
+        LlamaForCausalLM,
+        recipe.model.init_from,
+        "put the model of model.init_from back: under lora.quantize a checkpoint holds the adapters only",
+        revision=recipe.model.revision,
+        dtype=dtype,
+        use_safetensors=True,
+    )
     return {
         f"{prefix}.weight": packed(module.weight).get_original_weight()
         for prefix, module in base.named_modules()

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, newest_checkpoint
-from finlm.train import encoding
+from finlm.recipe import parents
+from finlm.train import encoding, weights
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
 _SAMPLES, _SAMPLE_BYTES = 64, 65_536  # of each weight file, for the fingerprint
@@ -99,17 +100,17 @@ def _judge(path: Path) -> UserError:
 
 
 def _directory(path: Path, device: torch.device, run: RunDir | None) -> Opened:
+    fix = "give a complete directory: config.json, safetensors and the tokenizer's files"
     try:
-        architectures = files.read_json(path / "config.json").get("architectures") or ()
-        if any("SequenceClassification" in name for name in architectures):  # as a writer, its head would be random
+        if parents.is_judge(files.read_json(path / "config.json")):  # as a writer, its head would be random
             raise _judge(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="sdpa")
+        model = weights.load(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise UserError(
             f"transformers cannot load {path}",
             evidence=str(error).strip().splitlines()[0],
-            fix="give a complete directory: config.json, safetensors and the tokenizer's files",
+            fix=fix,
         ) from None
     name = f"{run.path.name}/{path.name}" if run else path.resolve().name
     step = max((step for step, _ in run.complete_checkpoints()), default=None) if run else None
