@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from finlm.base.rundir import RunDir
+from finlm.ops import launch
 from finlm.ops.launch_session import Session
 from finlm.recipe.cluster import Host
 
@@ -89,6 +90,16 @@ def test_a_first_host_without_the_runs_events_takes_the_heads_copy_and_does_not_
     session.end()
     assert session.release(time.monotonic() + 10)
     assert steps(here) == [900]
+
+
+def test_the_login_of_who_types_the_command_is_no_address_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, greet: Greet
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "203.0.113.7 51022 10.0.0.1 22")
+    head, worker = greet(), Session(Host("n2", 2), 1, range(2, 4), local=False, stream=True, patience=20)
+    worker.hello = {"came_from": "10.0.0.1", "arrived_at": "10.0.0.2"}
+    assert head.hello["came_from"] is None
+    assert launch._addresses([head, worker]) == {"n1": "10.0.0.1", "n2": "10.0.0.2"}
 
 
 def test_rows_of_while_the_line_was_down_come_home_with_the_next_greeting(

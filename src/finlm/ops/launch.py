@@ -145,7 +145,7 @@ def _addresses(sessions: Sequence[Session]) -> dict[str, str]:
     """Each host's address as its peers reach it: where ssh arrived, and for this machine from where it came."""
     if len(sessions) == 1:
         return {sessions[0].name: sessions[0].host.access.address or "127.0.0.1"}
-    came_from = next((s.hello["came_from"] for s in sessions if s.hello["came_from"]), None)
+    came_from = next((s.hello["came_from"] for s in sessions if not s.local and s.hello["came_from"]), None)
     found = {}
     for session in sessions:
         address = session.host.access.address or (came_from if session.local else session.hello["arrived_at"])

@@ -63,6 +63,7 @@ class Session:
         if self.local:
             path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
             line, env = [python, *agent], os.environ | {"PYTHONPATH": path}
+            env.pop("SSH_CONNECTION", None)  # the user's own login: no host of the run came from there
         else:
             count = math.ceil(self.patience / ssh.ALIVE_SECONDS)
             argv = ["env", f"PYTHONPATH={code}", python, *agent]
