@@ -1,14 +1,17 @@
 """What a person sees in the terminal: progress bars, tables, messages. The only place that imports rich.
 
-Everything goes to stderr, so that stdout carries results only (one JSON document under --json).
+Everything goes to stderr, so that stdout carries results only (one JSON document under --json). What cannot be written
+is lost and ends nothing: the terminal was closed, or the `tee` behind a pipe has ended.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,16 +33,47 @@ class Board(Protocol):
         """done: share of the work, 0 to 1; rows: (name, value)."""
 
 
+@contextmanager
+def _never_fails() -> Iterator[None]:
+    """Write to stderr in the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # for good; a disk may have room again
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 2)  # what is buffered goes there too, else the interpreter's own last flush fails
+            os.close(null)
+
+
+class _Stderr:
+    """Standard error for rich, below the display that may be on it."""
+
+    def __init__(self) -> None:
+        self._file = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self.encoding, self.isatty, self.fileno = self._file.encoding, self._file.isatty, self._file.fileno
+
+    def write(self, text: str) -> int:
+        with _never_fails():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _never_fails():
+            self._file.flush()
+
+
 def console() -> Console:
     """A console on stderr; 100 columns where it is not a terminal, so that logs wrap alike everywhere."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 100)
+    width = None if sys.stderr.isatty() else 100
+    return Console(file=cast(IO[str], _Stderr()), highlight=False, soft_wrap=True, width=width)
 
 
 def say(text: str = "") -> None:
     """One plain line on stderr; no markup, so that paths with brackets print as they are."""
-    print(text, file=sys.stderr, flush=True)
+    with _never_fails():
+        print(text, file=sys.stderr, flush=True)
 
 
 def heading(text: str) -> None:
