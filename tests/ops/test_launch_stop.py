@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from finlm.base import screen
 from finlm.ops import launch_stop
 
 
@@ -22,3 +25,25 @@ def test_a_signal_sent_twice_at_once_is_one_request_and_a_later_one_ends_the_com
             signal.raise_signal(signal.SIGINT)
         assert caught.value.code == 128 + signal.SIGINT
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_closed_terminal_is_a_request_and_the_ranks_hear_of_it_before_the_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(screen, "say", lambda _: told.append("the screen"))
+    session = cast(Any, SimpleNamespace(say=lambda **wish: told.append(wish)))
+    with launch_stop.noted() as stop:
+        signal.raise_signal(signal.SIGHUP)
+    stop.look([session], has_stepped=True, grace_seconds=60, now=0.0)
+    assert told == [{"do": "stop", "signal": signal.SIGTERM}, "the screen"]
+
+
+def test_a_closed_terminal_is_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch_stop.noted() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.number and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

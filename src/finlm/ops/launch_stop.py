@@ -1,5 +1,6 @@
-"""SIGTERM and SIGINT of `finlm train`, noted for the ranks: they finish their step, write a checkpoint and exit.
+"""Signals to `finlm train`, noted for the ranks: they finish their step, write a checkpoint and exit.
 
+SIGTERM, SIGINT, and SIGHUP of a terminal that is closed, which `nohup` keeps ignored; the ranks get that as SIGTERM.
 The first signal is only noted, another one ends everything at once, unless it follows within a second: `timeout` sends
 one twice. Schedulers send SIGTERM some time before they take the machines away; launch.grace_seconds must be less than
 that time.
@@ -18,7 +19,7 @@ from types import FrameType
 from finlm.base import screen
 from finlm.ops.launch_session import Session
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST_SECONDS = 1.0
 RESUMES = "the same command resumes from the last complete checkpoint"
 
@@ -41,9 +42,9 @@ class Stop:
             sys.exit(128 + self.number)
         if self.passed_on is None:
             self.passed_on = now
+            for session in sessions:  # first: words on a screen are not needed for a checkpoint
+                session.say(do="stop", signal=signal.SIGTERM if self.number == signal.SIGHUP else self.number)
             screen.say(f"{name}: the ranks finish their step and write a checkpoint (again: end at once)")
-            for session in sessions:
-                session.say(do="stop", signal=self.number)
         elif now - self.passed_on > grace_seconds:
             screen.say(f"{name}: no checkpoint within {grace_seconds:g} s (launch.grace_seconds); {RESUMES}")
             sys.exit(128 + self.number)
@@ -66,7 +67,8 @@ def noted() -> Iterator[Stop]:
             screen.say(f"ended at once; {RESUMES}")
             sys.exit(128 + number)
 
-    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in heeded}
     try:
         yield stop
     finally:
