@@ -5,7 +5,11 @@ Two directories stand for the run here and on the host; a program of a few lines
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +19,9 @@ from typing import Any
 import pytest
 
 from finlm.base.rundir import RunDir
-from finlm.ops import launch
+from finlm.ops import launch, launch_ranks, launch_session, launch_watch
 from finlm.ops.launch_session import Session
+from finlm.ops.launch_watch import Progress
 from finlm.recipe.cluster import Host
 
 LAUNCHER = """
@@ -74,6 +79,14 @@ def launched(session: Session, here: RunDir, *, chosen: bool = False, **env: str
     return list(here.read_events("launched"))[-1]
 
 
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait for a condition; AssertionError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
 def steps(run: RunDir) -> list[Any]:
     return [row["step"] for row in run.read_events()]
 
@@ -128,3 +141,66 @@ def test_a_launcher_gets_the_devices_that_doctor_examined_and_no_signal_of_a_sch
     row = launched(greet(), here, chosen=chosen, CUDA_VISIBLE_DEVICES=visible)
     assert row["world"] == {"n0": [0, 1], "n1": devices}
     assert row["blocked"] == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_ranks_end_in_time_though_nobody_takes_their_logs(there: RunDir) -> None:
+    (there.code / "deepspeed" / "launcher" / "launch.py").write_text(
+        "import sys, time\nopen(sys.argv[-1] + '/logs/n1.0.log', 'w').write('NCCL INFO\\n' * 500_000)\ntime.sleep(60)\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "finlm.ops.launch_agent"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(there.code), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert agent.stdin and agent.stdout
+    hello = {"do": "hello", "run": str(there.path), "host": "n1", "slots": 1, "port": None, "events": False, "sent": {}}
+    start = {"do": "start", "env": {}, "world": {"n1": [0]}, "chosen": True, "node": 0, "address": "n1", "port": 1}
+    for wish in (hello | {"stream": True, "patience": 3}, start | {"shards": None}):
+        agent.stdin.write(json.dumps(wish).encode() + b"\n")
+        agent.stdin.flush()
+    began = time.monotonic()
+    until(lambda: launch_ranks.children(agent.pid) != [], 10)
+    until(lambda: launch_ranks.children(agent.pid) == [], 10)
+    assert time.monotonic() - began > 2
+    agent.kill()
+    agent.communicate()
+
+
+def test_what_a_host_sends_waits_for_room_here_and_then_for_the_next_launch(
+    here: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_session, "WAITING_BYTES", 3000)
+    session = Session(Host("n1", 2), 0, range(2), local=True, stream=True, patience=20)
+
+    def take(letter: str, end: int) -> int:
+        session._take(here, {"kind": "log", "file": "logs/n1.0.log", "text": letter * 2000, "end": end})
+        return session.sent["logs/n1.0.log"]
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))  # as a disk with so much room
+    try:
+        assert [take("a", 2000), take("b", 4000), take("c", 6000)] == [2000, 3000, 3000]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert take("d", 8000) == 6000 and take("e", 10_000) == 6000  # d did not fit in memory, so e is not taken either
+    assert (here.logs / "n1.0.log").read_text() == "a" * 2000 + "b" * 2000 + "c" * 2000
+    assert json.loads((here.path / ".sent-n1.json").read_text()) == {"logs/n1.0.log": 6000}
+    assert capsys.readouterr().err.count("what n1 sends waits for room here") == 1
+
+
+def test_what_cannot_be_understood_ends_the_run_with_its_own_cause(here: RunDir, tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    words = json.dumps({"kind": "log", "file": "/etc/passwd", "text": "x", "end": 1})
+    agent.write_text(f"#!/bin/sh\necho 'finlm-agent:{words}'\nexec sleep 30\n")
+    agent.chmod(0o755)
+    session = Session(Host("n1", 2), 0, range(2), local=True, stream=True, patience=20)
+    session.start(here, tmp_path, str(agent), None, False)
+    until(lambda: session.closed is not None, 10)
+    now = time.monotonic()
+    assert launch_watch.in_trouble([session], now)
+    failure = launch_watch.cause(here, [session], Progress(now), now)
+    assert failure.problem == "what n1 said was not understood here" and "'/etc/passwd'" in failure.evidence
+    assert session._process is not None
+    session._process.kill()
+    session.release(now + 10)

@@ -33,28 +33,51 @@ TICK_SECONDS = 0.1
 END_SECONDS = 4.0  # between SIGTERM and SIGKILL
 LOCK_SECONDS = 12.0  # a former run's agent needs so long to notice that it is alone
 CHUNK_BYTES = 1 << 18
+QUEUED = 8  # lines; what a line that is stuck holds back
 
 
 class Line:
-    """Both directions of the connection. `heard` is when the head last said anything; `open` whether it still can."""
+    """Both directions of the connection. `heard` is when the head last said anything; `open` whether it still can.
+
+    A thread of its own writes: without a network that waits for as long as TCP tries, and the ranks are to end before.
+    """
 
     def __init__(self) -> None:
         self.heard = time.monotonic()
         self.open = True
         self._wishes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._out = os.dup(1)  # whatever the launcher prints must not mix with it
-        self._one_at_a_time = threading.Lock()
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def say(self, kind: str, **fields: Any) -> None:
-        """Send one line; an unreachable head is noticed by the listener."""
-        line = f"{MARK}{json.dumps({'kind': kind, **fields})}\n".encode()
-        with self._one_at_a_time:
-            try:
+        """Send one line, without waiting for it; an unreachable head is noticed by the listener."""
+        self._lines.put(f"{MARK}{json.dumps({'kind': kind, **fields})}\n".encode())
+
+    @property
+    def is_stuck(self) -> bool:
+        """True while what is said often is better left unsaid."""
+        return self._lines.qsize() >= QUEUED
+
+    def wait_for_room(self) -> None:
+        """Wait until there is room for a piece of a log; half of the queue is left to short lines."""
+        while self._lines.qsize() >= QUEUED // 2 and self.open:
+            time.sleep(0.02)
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Wait until all is sent, but not for a line that is stuck."""
+        self._lines.put(None)
+        self._writer.join(seconds)
+
+    def _write(self) -> None:
+        try:
+            while line := self._lines.get():
                 while line:
                     line = line[os.write(self._out, line) :]
-            except OSError:
-                self.open = False
+        except OSError:
+            self.open = False
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """The head's first wish; None after so many seconds, or when the line has closed."""
@@ -98,8 +121,10 @@ def main() -> None:
         launcher = _launch(run, request["host"], start, lock)
     except OSError as error:
         line.say("refused", reason=f"{type(error).__name__}: {error}")
+        line.finish()
         os._exit(1)
     _follow(request, line, launcher, sender)
+    line.finish()
     os._exit(0)
 
 
@@ -190,7 +215,7 @@ def _follow(request: dict[str, Any], line: Line, launcher: subprocess.Popen[byte
             break
         for rank, status in ranks.look():
             line.say("rank", rank=rank, code=status)
-        if time.monotonic() > next_beat:
+        if time.monotonic() > next_beat and not line.is_stuck:
             beat()
             next_beat = time.monotonic() + BEAT_SECONDS
     code = launcher.poll()
@@ -211,6 +236,7 @@ def end_all(launcher: subprocess.Popen[bytes], ranks: launch_ranks.Ranks) -> Non
             launcher.poll()
             left = ranks.family()
             if not left:
+                launcher.poll()  # it may have ended since
                 return
             for pid in left:
                 try:
@@ -259,6 +285,7 @@ class Sender(threading.Thread):
                 while block := file.read(CHUNK_BYTES):
                     text = block.decode("utf-8", "surrogateescape")
                     self.offsets[path] = file.tell()
+                    self.line.wait_for_room()
                     self.line.say("log", file=self._relative(path), text=text, end=self.offsets[path])
 
 

@@ -17,13 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files, processes
+from finlm.base import files, processes, screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.ops import launch_agent, ssh
 from finlm.recipe.cluster import Host
 
 HELLO_SECONDS = 30.0
+WAITING_BYTES = 1 << 26  # of one file, for room on this machine's disk; the next launch sends what is more
 
 
 class Session:
@@ -38,12 +39,16 @@ class Session:
         self.local, self.stream = local, stream
         self.hello: dict[str, Any] = {}
         self.refused = ""
+        self.error = ""  # of this end, which hears the host no more
         self.heard = time.monotonic()
         self.free_bytes: int | None = None  # on the disk of the run directory
         self.oom_kills: int | None = None  # processes the host's kernel has killed for memory since the ranks started
         self.states: dict[str, str] = {}
         self.exits: list[tuple[float, int, int]] = []  # when, rank, exit code (signals negative)
         self.sent: dict[str, int] = {}  # up to which byte of the host's files what they say is here
+        self._waiting: dict[str, bytes] = {}  # the end of a file's part that is not written here
+        self._taken: dict[str, int] = {}  # up to which byte of the host's files what they say is here or waits
+        self._has_said = False
         self.code: int | None = None  # the launcher's, once it has ended
         self.closed: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +123,7 @@ class Session:
         """Why the line closed, from ssh's words where it has some."""
         said = self.errors()
         known = None if self.local else ssh.reason(self.host.destination, said)
-        return known or UserError(otherwise, evidence=ssh.last_lines(said) or "it said nothing")
+        return known or UserError(otherwise, evidence=self.error or ssh.last_lines(said) or "it said nothing")
 
     def errors(self) -> str:
         """What ssh and the agent wrote to stderr."""
@@ -151,26 +156,23 @@ class Session:
     def _listen(self, run: RunDir) -> None:
         assert self._process is not None and self._process.stdout is not None
         mark = launch_agent.MARK.encode()
-        for line in self._process.stdout:
-            self.heard = time.monotonic()
-            if line.startswith(mark) and line.endswith(b"\n"):  # else cut short with the connection
-                self._take(run, json.loads(line[len(mark) :]))
-        self.closed = time.monotonic()
+        try:
+            with self._process.stdout as lines:  # closed then: ssh waits for a reader before it ends
+                for line in lines:
+                    self.heard = time.monotonic()
+                    if line.startswith(mark) and line.endswith(b"\n"):  # else cut short with the connection
+                        self._take(run, json.loads(line[len(mark) :]))
+        except Exception as error:  # nobody else would tell of it
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.closed = time.monotonic()
 
     def _take(self, run: RunDir, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "hello":
             self.hello = message
         elif kind == "log":
-            path = files.within(run.path, message["file"])
-            path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(message["text"].encode("utf-8", "surrogateescape"))
-            if "end" in message:  # the code of an older run directory does not say
-                self.sent[message["file"]] = message["end"]
-                new = self._sent_file(run).with_suffix(".new")
-                new.write_text(json.dumps(self.sent), encoding="utf-8")  # several times a second: no fsync
-                os.replace(new, self._sent_file(run))
+            self._keep(run, message["file"], message["text"].encode("utf-8", "surrogateescape"), message.get("end"))
         elif kind == "beat":
             self.states, self.free_bytes = message["ranks"], message["free_bytes"]
             self.oom_kills = message["oom_kills"]
@@ -180,3 +182,34 @@ class Session:
             self.refused = message["reason"]
         elif kind == "exit":
             self.code = message["code"]
+
+    def _keep(self, run: RunDir, name: str, block: bytes, end: int | None) -> None:
+        """Append a block to the file of that name here; while there is no room for it, it waits for the next one."""
+        path = files.within(run.path, name)
+        waiting = self._waiting.pop(name, b"")
+        if end is None:  # the code of an older run directory does not say
+            end = self._taken.get(name, 0) + len(block)
+        start = end - len(block)
+        if len(waiting) < WAITING_BYTES and start == self._taken.get(name, start):  # nothing is left out before it
+            waiting, self._taken[name] = waiting + block, end
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                while waiting:
+                    waiting = waiting[file.write(waiting) :]
+        except OSError as error:
+            self._waiting[name] = waiting
+            self._cannot_write(error)
+        self.sent[name] = self._taken[name] - len(waiting)
+        new = self._sent_file(run).with_suffix(".new")
+        try:
+            new.write_text(json.dumps(self.sent), encoding="utf-8")  # several times a second: no fsync
+            os.replace(new, self._sent_file(run))
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _cannot_write(self, error: OSError) -> None:
+        """Say so, once."""
+        if not self._has_said:
+            self._has_said = True
+            screen.say(f"what {self.name} sends waits for room here, or for the next launch: {error}; the run goes on")

@@ -95,7 +95,7 @@ def quiet(sessions: Sequence[Session], progress: Progress, limits: Launch, now: 
 
 
 def _has_failed(session: Session) -> bool:
-    if session.refused or any(code for _, _, code in session.exits) or session.code:
+    if session.refused or session.error or any(code for _, _, code in session.exits) or session.code:
         return True
     return session.closed is not None and session.code is None
 
@@ -128,6 +128,9 @@ def cause(run: RunDir, sessions: Sequence[Session], progress: Progress, now: flo
         if session.refused:
             fix = f"mend it on {session.name}; {_RESUME}"
             return RunFailed(f"{session.name} could not start its ranks", evidence=session.refused, fix=fix)
+        if session.error:
+            problem = f"what {session.name} said was not understood here"
+            return RunFailed(problem, evidence=session.error, fix=f"the same version of finlm on both? {_RESUME}")
     exits = sorted((when, s.node, rank, _code(s, code)) for s in sessions for when, rank, code in s.exits if code)
     own = [one for one in exits if one[3] < 0 or not _is_consequence(run, sessions[one[1]], one[2])]
     if own or not (gone := _gone(run, sessions, words, now, bool(exits))):
