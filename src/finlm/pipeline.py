@@ -16,7 +16,7 @@ from typing import Any
 from finlm import config, lineage
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, locked
+from finlm.base.rundir import RunDir, locked, reserved
 from finlm.data import lint, lint_show, prepare, start
 from finlm.data.shards import Shards
 from finlm.lineage import Earlier
@@ -194,12 +194,8 @@ def create_run(
 
     facts: what doctor saw of the hosts, by name.
     """
-    path = runs / f"{loaded.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    count = 1
-    while path.exists():
-        count += 1
-        path = path.with_name(f"{path.name.partition('.')[0]}.{count}")
-    with files.new_directory(path.absolute()) as temporary:
+    stem = f"{loaded.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with reserved(runs.absolute(), stem) as path, files.new_directory(path) as temporary:
         run = RunDir(temporary)
         files.write_text(run.recipe, recipe.dump(loaded.recipe))
         files.write_json(run.origins, dict(loaded.origins))
@@ -214,7 +210,7 @@ def create_run(
             files.write_text(run.code_diff, changes)
         if earlier:
             earlier.bring(run)
-    return RunDir(path.absolute())
+    return RunDir(path)
 
 
 def _export(run: RunDir) -> None:

@@ -19,7 +19,9 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import math
 import os
 import time
@@ -103,6 +105,24 @@ def _complete(directory: Path) -> list[tuple[int, Path]]:
         (path.parent.name.removeprefix("step-"), path.parent) for path in directory.glob("step-*/manifest.json")
     )
     return sorted((int(number), path) for number, path in numbered if number.isdigit())
+
+
+@contextmanager
+def reserved(runs: Path, stem: str) -> Iterator[Path]:
+    """An empty directory runs/<stem>, or <stem>.2 and so on, that no other process is given; gone if the block fails."""
+    for count in itertools.count(1):
+        path = runs / (stem if count == 1 else f"{stem}.{count}")
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield path
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        raise
 
 
 def open_run(path: str | Path) -> RunDir:
