@@ -59,19 +59,21 @@ def test_every_host_gets_a_script_of_its_own(make_run: RunMaker) -> None:
 
 def test_slurm_starts_one_task_a_rank(make_run: RunMaker, tmp_path: Path) -> None:
     """srun and scontrol are played by shell functions; the script around them is real."""
-    run = make_run(*settings())
+    run = RunDir(make_run(*settings()).path.rename(tmp_path / 'my "90%" runs'))
     (command,) = made(run, "slurm", Host("a", 2), Host("b", 2))
-    script = Path(command.removeprefix("sbatch "))
+    script = Path(shlex.split(command)[1])
     directives = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --nodes=2" in directives and "#SBATCH --ntasks-per-node=2" in directives
     assert script.read_text().splitlines()[1 : 1 + len(directives)] == directives  # later ones are not read
+    outputs = [shlex.split(line)[1] for line in directives if "--output" in line]
+    assert outputs == [f'--output={tmp_path}/my "90%%" runs/logs/slurm-%j.log']
     (tmp_path / "srun").write_text(
         '#!/bin/bash\nshift\nexport SLURM_PROCID=3 SLURM_LOCALID=1\nexec "${@:1:4}" '
         'sh -c \'echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR; printenv TRAP; echo "$@"\' sh "${@:5}"\n'
     )
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho first; echo second\n")
-    for path in tmp_path.iterdir():
-        path.chmod(0o755)
+    for program in ("srun", "scontrol"):
+        (tmp_path / program).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
     done = subprocess.run(["bash", str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20)

@@ -127,12 +127,13 @@ def accelerate(job: Job) -> Made:
 def slurm(job: Job) -> Made:
     """An sbatch script: one task a rank, Slurm chooses the nodes; all tasks end when one fails."""
     slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
-    log = job.run.path / "logs" / "slurm-%j.log"
+    directory = str(job.run.logs).replace("%", "%%")  # Slurm replaces %j and others, also in directories
+    log = f"{directory}/slurm-%j.log".replace("\\", "\\\\").replace('"', '\\"')
     header: dict[str, object] = {
         "job-name": job.recipe.name,
         "nodes": nodes,
         "ntasks-per-node": slots,
-        "output": log,
+        "output": f'"{log}"',
         "open-mode": "append",
         "exclusive": None,
         "signal": "TERM@60",
