@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import time
 from pathlib import Path
@@ -89,13 +90,28 @@ def test_watch_of_a_run_that_nobody_runs_ends_and_says_so(
     run.path.mkdir()
     for file in (finished[0].recipe, finished[0].plan, finished[0].ds_config):
         shutil.copy(file, run.path)
-    (run.path / ".lock").touch()
+    (run.path / ".lock").write_text(f"1 {os.uname().nodename}\n")
     rows = finished[0].events.read_text(encoding="utf-8").splitlines(keepends=True)
     run.events.write_text("".join(row for row in rows if '"step":' in row and '"kind":"end"' not in row)[:-40])
     long_ago = [line.replace('"time":17', '"time":16') for line in run.events.read_text().splitlines(keepends=True)]
     run.events.write_text("".join(long_ago))
     assert cli.main(["watch", str(run.path)]) == 1
     assert "nothing runs it any more; the last word was at step" in capsys.readouterr().err
+
+
+def test_a_run_on_any_hosts_is_over_when_the_machine_that_started_it_runs_it_no_more(
+    plan: Plan, tmp_path: Path
+) -> None:
+    run, state = RunDir(tmp_path), live.State(plan, last_time=0.0)
+    assert [host.name for host in plan.hosts] != ["localhost"] and not live._is_over(run, state)
+    with (tmp_path / ".lock").open("w") as lock:
+        lock.write(f"1 {os.uname().nodename}\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not live._is_over(run, state)
+    assert live._is_over(run, state)
+    (tmp_path / ".lock").write_text("1 elsewhere\n")
+    assert not live._is_over(run, state)
 
 
 def test_watch_and_track_stay_with_a_run_that_starts_again(

@@ -109,7 +109,7 @@ def _complete(directory: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def reserved(runs: Path, stem: str) -> Iterator[Path]:
-    """An empty directory runs/<stem>, or <stem>.2 and so on, that no other process is given; gone if the block fails."""
+    """An empty directory runs/<stem>, or <stem>.2 and so on, that nobody else is given; gone when the block fails."""
     for count in itertools.count(1):
         path = runs / (stem if count == 1 else f"{stem}.{count}")
         try:
@@ -172,8 +172,7 @@ def locked(run: RunDir) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            pid, _, host = file.read().strip().partition(" ")
+            pid, host = holder(run)
             raise UserError(
                 f"{run.path} is running now",
                 evidence=f"process {pid} on {host} holds its lock",
@@ -183,6 +182,15 @@ def locked(run: RunDir) -> Iterator[None]:
         file.write(f"{os.getpid()} {os.uname().nodename}\n")
         file.flush()
         yield
+
+
+def holder(run: RunDir) -> tuple[str, str]:
+    """(pid, system's name of the machine) of the process that holds the run, or held it last; empty without one."""
+    try:
+        pid, _, node = (run.path / ".lock").read_text(encoding="utf-8").strip().partition(" ")
+    except FileNotFoundError:
+        return "", ""
+    return pid, node
 
 
 def host_name() -> str:

@@ -6,6 +6,7 @@ a terminal one block is redrawn in place; elsewhere a line appears at every tent
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import files, screen
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, holder
 from finlm.base.units import format_bytes, format_duration
 from finlm.plan.plan import Plan
 from finlm.record import curves
@@ -241,11 +242,11 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Whether it ended, or was this machine's alone and quiet, and no process here holds it. Unknown: it has no end."""
+    """Whether it ended, or was started here and is quiet, and no process here holds it. Unknown: it has no end."""
     if state.end is not None:
         return not _is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS
-    return is_quiet and [host.name for host in state.plan.hosts] == ["localhost"] and _is_held(run) is False
+    return is_quiet and holder(run)[1] == os.uname().nodename and _is_held(run) is False
 
 
 def _is_held(run: RunDir) -> bool | None:
