@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from finlm.base.rundir import RunDir
-from finlm.ops import launch, launch_ranks, launch_session, launch_watch
+from finlm.base.rundir import RunDir, hold
+from finlm.ops import launch, launch_agent, launch_ranks, launch_session, launch_watch
 from finlm.ops.launch_session import Session
 from finlm.ops.launch_watch import Progress
 from finlm.recipe.cluster import Host
@@ -204,3 +204,15 @@ def test_what_cannot_be_understood_ends_the_run_with_its_own_cause(here: RunDir,
     assert session._process is not None
     session._process.kill()
     session.release(now + 10)
+
+
+def test_a_rank_that_outlives_its_launcher_is_seen_by_the_next_agent(
+    there: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_agent, "LOCK_SECONDS", 0)
+    monkeypatch.setenv("FINLM_HOST", "n1")
+    for held in (launch_agent._lock(there, "n1"), hold(there), hold(there)):  # an agent and two ranks
+        assert held is not None
+        assert launch_agent._lock(there, "n1") is None
+        os.close(held)
+    assert launch_agent._lock(there, "n1") is not None

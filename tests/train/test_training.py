@@ -113,7 +113,9 @@ def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: A
 
 
 def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expected: list[float]) -> None:
-    assert [row["loss"] for row in ranks.train(make_run())] == expected
+    run = make_run()
+    assert [row["loss"] for row in ranks.train(run)] == expected
+    assert run.host_lock("localhost").exists()  # every rank holds it
 
 
 def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any, ranks: Ranks) -> None:

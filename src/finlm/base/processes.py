@@ -6,6 +6,7 @@ On other systems these do nothing, and a killed parent leaves its children.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -14,10 +15,17 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the thread that started it ends; survives exec, not fork."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent: int | None = None) -> None:
+    """SIGKILL for this process as soon as the thread that started it ends; survives exec, not fork.
+
+    parent: its pid, where the caller knows it from before: it may have ended since.
+    """
+    if _libc is None:
+        return
+    parent = os.getppid() if parent is None else parent
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # whose end sends no signal any more
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def shield() -> None:

@@ -86,6 +86,10 @@ class RunDir:
         """(step, directory) of every checkpoint whose manifest exists, oldest first."""
         return _complete(self.checkpoints)
 
+    def host_lock(self, host: str) -> Path:
+        """What the ranks of a host hold. A name for each: on a shared disk all of them lie in one directory."""
+        return self.path / f".lock-{host}"
+
     def continued_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of what this run goes on from: the checkpoint of a run with another plan, or nothing."""
         return _complete(self.path / "continued")
@@ -166,7 +170,7 @@ def complete_checkpoint(path: Path) -> Path:
 def locked(run: RunDir) -> Iterator[None]:
     """Hold the run for this process. Raises UserError when another one holds it, with its pid.
 
-    Ranks hold .lock-<host> (ops.launch_agent), so those of a killed `finlm train` are waited for too.
+    Ranks hold .lock-<host> (hold, ops.launch_agent), so those of a killed `finlm train` are waited for too.
     """
     with (run.path / ".lock").open("a+") as file:
         try:
@@ -191,6 +195,19 @@ def holder(run: RunDir) -> tuple[str, str]:
     except FileNotFoundError:
         return "", ""
     return pid, node
+
+
+def hold(run: RunDir) -> int | None:
+    """Hold this host's part of the run for this rank, until it ends. None where the file system has no locks.
+
+    Not inherited: DeepSpeed's launcher starts ranks without its descriptors.
+    """
+    try:
+        lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
 
 
 def host_name() -> str:

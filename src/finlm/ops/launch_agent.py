@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import functools
 import json
 import os
 import queue
@@ -129,15 +130,13 @@ def main() -> None:
 
 
 def _lock(run: rundir.RunDir, host: str) -> int | None:
-    """Hold this host's part of the run; the ranks inherit it. None when former ranks hold it still.
-
-    A name for each host: on a shared disk all of them lie in one directory.
-    """
-    lock = os.open(run.path / f".lock-{host}", os.O_RDWR | os.O_CREAT, 0o644)
+    """Hold this host's part of the run, together with the ranks to come. None when former ranks hold it still."""
+    lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else holds it
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # each rank takes it too: rundir.hold
             return lock
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -184,7 +183,7 @@ def _launch(run: rundir.RunDir, host: str, start: dict[str, Any], lock: int) -> 
             stderr=log,
             start_new_session=True,
             pass_fds=(lock,),
-            preexec_fn=processes.die_with_parent,
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
         )
 
 

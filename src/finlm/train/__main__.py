@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from finlm.base.processes import die_with_parent
-from finlm.base.rundir import apply_host_env, host_name
+from finlm.base.rundir import RunDir, apply_host_env, hold, host_name
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
     die_with_parent()
     run_path = Path(sys.argv[1])
     apply_host_env(run_path)
+    hold(RunDir(run_path))
     _log_to(run_path / "logs" / f"{host_name()}.{os.environ.get('RANK', '0')}.log")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the watchdog asks silent ranks where they are
