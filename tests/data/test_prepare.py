@@ -156,6 +156,22 @@ def test_changed_content_is_noticed_and_a_changed_date_is_not(make: Make, tmp_pa
     assert prepare.run(make()) != directory
 
 
+def test_a_step_whose_files_are_not_as_long_as_they_were_is_made_again(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = prepare.run(make())
+    reference = contents(directory.parent)
+    (chunk,) = directory.parent.glob("documents-*/chunks/reports*.txt")
+    (model,) = directory.parent.glob("tokenizer-*/tokenizer.model")
+    for damaged in (chunk, chunk.with_suffix(".npy"), model, directory / "train/news-00000.idx"):
+        os.truncate(damaged, 0)  # as a file that was not yet on disk when the host went down
+        assert prepare.locate(make()) is None
+        capsys.readouterr()
+        assert prepare.run(make()) == directory
+        assert f"{damaged} has 0 bytes instead of" in capsys.readouterr().err
+        assert contents(directory.parent) == reference
+
+
 def test_the_bytes_do_not_depend_on_workers_or_blocks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = contents(prepare.run(make("data.num_proc=1", cache="one")))
     monkeypatch.setattr(readers, "BLOCK_BYTES", 10_000)

@@ -3,7 +3,8 @@
 <cache_dir>/<step>-<first 16 digits of the key>/ appears whole, its manifest.json written last, or not at all; a rerun
 finds it and goes on with the next step, and a changed setting changes only the keys that follow from it. A lock lets
 one process at a time build; the kernel frees it when that process is killed, so whatever temporary directory is then
-found is left over and is removed.
+found is left over and is removed. A step's files are flushed before its manifest, which holds their lengths; a step
+that does not have them is built again.
 
 Old steps are never removed: delete what no recipe needs any more to win the space back.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -71,16 +73,21 @@ class Cache:
         key = files.sha256_json({"step": name, **depends_on})
         path = self.directory / f"{name}-{key[:16]}"
         if (path / "manifest.json").is_file():
-            return Step(path, key, files.read_json(path / "manifest.json"), reused=True)
+            manifest = files.read_json(path / "manifest.json")
+            damage = _damage(path, manifest.get("file_bytes", {}))
+            if not damage:
+                return Step(path, key, manifest, reused=True)
+            if self.build:
+                screen.say(f"{name}: {damage}; made again")
         if not self.build:
             raise NotPrepared(name)
         for left_over in self.directory.glob(f".{name}-*.tmp"):
             shutil.rmtree(left_over)
-        if path.exists():  # without a manifest: not ours to trust
+        if path.exists():  # damaged, or without a manifest: not ours to trust
             shutil.rmtree(path)
         require_space(self.directory, needed_bytes, name)
         with full_disk_is_a_user_error(self.directory, name), files.new_directory(path) as temporary:
-            manifest = {"step": name, "key": key, **make(temporary)}
+            manifest = {"step": name, "key": key, **make(temporary), "file_bytes": _flushed(temporary)}
             files.write_json(temporary / "manifest.json", manifest)
         return Step(path, key, manifest, reused=False)
 
@@ -145,6 +152,26 @@ def bar(description: str, total: int, fast_bytes: int) -> Iterator[screen.Advanc
     shown = screen.progress(description, total) if total > fast_bytes else nullcontext(_nothing)
     with shown as advance:
         yield advance
+
+
+def _flushed(directory: Path) -> dict[str, int]:
+    """The length of every file below a directory, all of them on disk: a crash of the host leaves no empty ones."""
+    lengths = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            lengths[path.relative_to(directory).as_posix()] = os.fstat(file.fileno()).st_size
+    return lengths
+
+
+def _damage(directory: Path, lengths: Mapping[str, int]) -> str:
+    """What is wrong with the first file that is not as long as it was written, "" where all are."""
+    for name, wanted in lengths.items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != wanted:
+            return f"{path} {'is gone' if found is None else f'has {found:,} bytes instead of {wanted:,}'}"
+    return ""
 
 
 def _nothing(amount: float, description: str | None = None) -> None:
