@@ -127,7 +127,38 @@ def test_a_signature_estimates_the_similarity(tmp_path: Path) -> None:
     grams = ngrams.grams(
         ngrams.words_only(ngrams.characters(b"".join(encoded), np.cumsum([len(text) for text in encoded]))), 5
     )
-    assert near_verify.jaccard(grams, left, right) == pytest.approx(exact)
+    sets = near_verify.different(grams)
+    for number in set(left.tolist()):
+        others = [sets[place] for place in right[left == number]]
+        for partner, wanted in zip(others, exact[left == number], strict=True):
+            for several in ([partner], [partner, *others, *others]):  # counted at once, and one by one
+                assert near_verify.similar(sets[number], several, wanted)[0]
+                assert not near_verify.similar(sets[number], several, wanted + 1e-9)[0]
+
+
+def test_texts_of_one_frame_are_read_once_however_often_they_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, letters = random.Random(3), [chr(0x4E00 + place) for place in range(3000)]
+    frame = "".join(dice.choices(letters, k=400))
+    texts = [frame + "".join(dice.choices(letters, k=60)) for _ in range(300)]  # 0.75 alike
+    hashed, plain = list[int](), ngrams.grams
+    compared, similar = list[int](), near_verify.similar
+
+    def count(text: ngrams.Characters, n: int) -> ngrams.Grams:
+        hashed.append(len(text.starts) - 1)
+        return plain(text, n)
+
+    def count_pairs(own: near_verify.Grams, others: Sequence[near_verify.Grams], least: float) -> npt.NDArray[np.bool_]:
+        compared.append(len(others))
+        return similar(own, others, least)
+
+    monkeypatch.setattr(ngrams, "grams", count)
+    monkeypatch.setattr(near_verify, "similar", count_pairs)
+    labels = components(texts, tmp_path / "near", [300])
+    assert np.array_equal(labels, np.arange(300))
+    assert sum(hashed) <= 2 * len(texts)  # once for the signature, once to compare
+    assert 1000 < sum(compared) <= 300 * 299 // 2
 
 
 def test_joining_pairs_in_any_order_gives_the_smallest_document_of_a_component() -> None:
