@@ -12,7 +12,7 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import documents, readers
+from finlm.data import broken_rows, documents, readers
 from finlm.data.sources import Input
 from finlm.recipe.schema_clean import Clean, clean_or_none
 
@@ -82,6 +82,36 @@ def test_too_many_broken_rows_stop_with_examples_and_keep_them_beside_the_cache(
     assert f"{path}:98: not JSON" in caught.value.evidence and len(caught.value.evidence.splitlines()) == 3
     assert str(kept) in caught.value.fix
     assert len(list(files.read_json_lines(kept))) == 3
+
+
+def test_of_very_many_broken_rows_the_first_are_kept_and_the_cut_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broken_rows, "_KEPT", 5)
+    path = tmp_path / "news.jsonl.gz"
+    path.write_bytes(gzip.compress(b"oops\n" * 300 + (row("好的文档") + b"\n") * 60)[:-8])
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, path, allowed=0.02)
+    assert f"the first 5 of them are in {tmp_path}/broken-news.jsonl" in caught.value.fix
+    assert [row["line"] for row in files.read_json_lines(tmp_path / "broken-news.jsonl")] == [1, 2, 3, 4, 5]
+    assert "the archive is cut short" in caught.value.evidence
+
+
+def test_a_wrong_text_field_of_the_last_source_is_told_before_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 1000)
+    for name, field in (("good", "text"), ("wrong", "content")):
+        (tmp_path / f"{name}.jsonl").write_bytes(f'{{"{field}": "{"营业收入" * 20}"}}\n'.encode() * 50)
+    inputs = [Input(name, (tmp_path / f"{name}.jsonl",), "share", sha256=("0" * 64,)) for name in ("good", "wrong")]
+    out = tmp_path / "step"
+    out.mkdir()
+    with pytest.raises(UserError, match=r"source wrong: \d+ of its first \d+ rows cannot be read") as caught:
+        documents.write(out, inputs, NO_RULES, 1, 0.001, tmp_path)
+    assert f"{tmp_path}/wrong.jsonl:1: no field 'text', only 'content'" in caught.value.evidence
+    assert "text_field" in caught.value.fix and not list(out.glob("chunks/*.txt"))
+    (tmp_path / "wrong.jsonl").write_bytes(b"oops\n" * 400)
+    broken_rows.check_first(inputs, 1.0)  # all that is asked for
 
 
 def test_broken_rows_within_the_limit_are_counted_only(tmp_path: Path) -> None:

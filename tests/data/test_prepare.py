@@ -183,7 +183,7 @@ def test_the_bytes_do_not_depend_on_workers_or_blocks(make: Make, monkeypatch: p
 KILLED = """
 import os, signal, sys
 from finlm.base import files
-from finlm.data import dedup, documents, encode, prepare, readers, vocab
+from finlm.data import broken_rows, dedup, encode, prepare, readers, vocab
 from finlm.recipe import recipe
 
 def deadly(owner, name, calls):
@@ -199,7 +199,7 @@ def deadly(owner, name, calls):
 if __name__ == "__main__":
     point, calls, yaml, *overrides = sys.argv[1:]
     readers.BLOCK_BYTES = 20_000
-    owner, name = {"documents": (documents, "check_broken"), "selection": (dedup, "write"),
+    owner, name = {"documents": (broken_rows, "check"), "selection": (dedup, "write"),
                    "tokenizer": (vocab, "describe"), "shards": (encode._Shard, "append"),
                    "manifest": (files, "write_json")}[point]
     deadly(owner, name, int(calls))

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import files
-from finlm.base.errors import UserError
-from finlm.data import clean, cut_files, parsing, readers, steps, streams, workers
+from finlm.data import broken_rows, clean, cut_files, parsing, readers, steps, streams, workers
 from finlm.data.readers import Block
 from finlm.data.sources import Input
 from finlm.recipe.schema_clean import Clean
@@ -78,8 +77,10 @@ def write(
 ) -> dict[str, Any]:
     """Write the chunks of all inputs below directory; the manifest: inputs with their counts, chunks in order.
 
-    Raises UserError when a source has too many broken rows, with those kept in `keep`/broken-<source>.jsonl.
+    Raises UserError when a source has too many broken rows, kept in `keep`/broken-<source>.jsonl; at once when it
+    begins with hardly anything else.
     """
+    broken_rows.check_first(inputs, max_broken_fraction)
     (directory / "chunks").mkdir()
     tallies = [_Tally(item) for item in inputs]
     written: list[dict[str, Any]] = []
@@ -104,7 +105,7 @@ def write(
             if parsed.documents:
                 written.append({"input": parsed.number, "file": parsed.chunk, "documents": parsed.documents})
     manifest = {"inputs": [tally.described() for tally in tallies], "chunks": written}
-    check_broken(directory, manifest, max_broken_fraction, keep)
+    broken_rows.check(directory, manifest, max_broken_fraction, keep)
     return manifest
 
 
@@ -151,29 +152,6 @@ class _Tally:
                 if len(values) <= _VALUES
             },
         }
-
-
-def check_broken(directory: Path, manifest: dict[str, Any], max_broken_fraction: float, keep: Path) -> None:
-    """Raises UserError for the first source with more broken rows than allowed, and keeps them where they are found."""
-    for item in manifest["inputs"]:
-        kept = keep / f"broken-{item['source']}.jsonl"
-        if cut_files.lost(item["rows"], item["broken"], bool(item["cut"])) <= max_broken_fraction * item["rows"]:
-            kept.unlink(missing_ok=True)
-            continue
-        found = [row for row in files.read_json_lines(directory / "broken.jsonl") if row["source"] == item["source"]]
-        files.write_text(kept, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found))
-        ends = [row for row in found if cut_files.is_cut(row["reason"])]
-        where = [(row["file"], row["line"], row["reason"]) for row in ends]
-        cut_files.refuse(item["source"], where, item["rows"], item["broken"], max_broken_fraction)
-        shown = [*ends[:1], *(row for row in found if row not in ends[:1])][:3]
-        raise UserError(
-            f"source {item['source']}: {item['broken']:,} of {item['rows']:,} rows cannot be read "
-            f"({item['broken'] / item['rows']:.2%}); "
-            f"data.max_broken_fraction allows {max_broken_fraction:.2%}",
-            evidence="\n".join(f"{row['file']}:{row['line']}: {row['reason']}: {row['start'][:60]!r}" for row in shown),
-            fix=f"all of them are in {kept}; mend the file (or set data.sources[i].text_field or .encoding), "
-            "or raise data.max_broken_fraction",
-        )
 
 
 def cut(directory: Path, manifest: dict[str, Any]) -> list[str]:

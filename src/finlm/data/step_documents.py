@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import units
-from finlm.data import clean, cut_files, documents
+from finlm.data import broken_rows, clean, cut_files, documents
 from finlm.data.context import Context
 from finlm.data.sources import Input
 from finlm.data.steps import NotPrepared, Step
@@ -30,7 +30,7 @@ def run(context: Context, inputs: Sequence[Input]) -> Step:
     }
     step = context.cache.step("documents", depends_on, make, documents.estimate_bytes(inputs))
     if context.cache.build:
-        documents.check_broken(step.path, step.manifest, allowed, keep)
+        broken_rows.check(step.path, step.manifest, allowed, keep)
     rows = step.manifest["inputs"]
     dropped = sum(sum(row["dropped"].values()) for row in rows)
     context.say(
