@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finlm.base import files
+from finlm.base import files, memory
 from finlm.base.errors import UserError
-from finlm.data import encode, prepare, readers, steps, vocab
+from finlm.data import encode, prepare, readers, step_shards, steps, vocab
 from finlm.data.shards import Shards
 from finlm.recipe import recipe
 from finlm.recipe.schema import Recipe
@@ -98,6 +98,10 @@ def test_every_document_is_in_the_shards_once_and_decodes_to_itself(make: Make, 
     expected = {text for seed, n in ((1, 400), (2, 200)) for text in corpus(tmp_path / "x", n, seed) if text != "短"}
     assert set(found) == expected and len(found) == len(expected)
     total = counts["total"]
+    (tokenizer,) = directory.parent.glob("tokenizer-*/manifest.json")
+    written = sum(path.stat().st_size for split in ("train", "held_out") for path in (directory / split).iterdir())
+    needed = step_shards.needed_bytes(files.read_json(tokenizer), total, "uint16")
+    assert written < needed < 1.5 * written  # what is asked of the disk, and no more
     assert total["rows"] == 600 and total["too_short"] == 30 and total["duplicate"] == 60
     assert total["kept"] + total["held_out"] == len(expected)
     manifest = files.read_json(directory / "manifest.json")
@@ -409,6 +413,18 @@ def test_a_full_disk_is_told_before_and_cleaned_up_after(
         patch.setattr(steps.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
         with pytest.raises(UserError, match="not enough disk space for the step documents"):
             prepare.run(make())
+
+    size = (tmp_path / "corpus/reports.jsonl").stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "_SPACE_TO_SPARE", 0)
+        patch.setattr(steps.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, size))  # type: ignore[attr-defined]
+        with pytest.raises(UserError, match="not enough disk space for the step documents to shards"):
+            prepare.run(make(f"data.sources={tmp_path}/corpus/reports.jsonl"))
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_bytes", lambda: 1000)
+        with pytest.raises(UserError, match=r"training a tokenizer on .* does not fit in memory"):
+            prepare.run(make("data.num_proc=1"))
+    assert not steps_in(tmp_path / "cache")
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

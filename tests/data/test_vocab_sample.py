@@ -34,6 +34,16 @@ def test_the_sample_takes_its_share_of_every_source_and_no_held_out_document() -
     assert np.array_equal(only_news, (decision == dedup.TRAIN) & (table.source == 0))
 
 
+def test_a_document_longer_than_the_share_is_left_out_or_alone_gives_its_beginning() -> None:
+    sizes = np.array([300, 100, 5_000_000_000 // 2, 100, 100], dtype=np.uint32)
+    hashes = np.stack([np.arange(5, dtype=np.uint64)] * 2, axis=1)
+    table = dedup.Table(np.zeros(5, dtype=np.int32), sizes, sizes, hashes)
+    decision = np.zeros(5, dtype=np.uint8)
+    assert vocab_sample.choose(table, decision, ["news"], 450).tolist() == [True, True, False, False, False]
+    assert vocab_sample.choose(table, decision, ["news"], 50).tolist() == [False, True, False, False, False]
+    assert "".join(vocab_sample.lines(["短", "长" * 100], 50)) == "短" + "长" * 16
+
+
 def test_what_a_source_lacks_the_others_give_by_their_weights() -> None:
     available = {"a": 100, "b": 1000, "c": 1000}
     assert shares(available, 600, {"a": 1, "b": 1, "c": 1}) == {"a": 100, "b": 250, "c": 250}

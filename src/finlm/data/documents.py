@@ -66,10 +66,10 @@ class Parsed:
     chunk: str = ""
 
 
-def estimate_bytes(inputs: Sequence[Input]) -> int:
-    """Disk space for the chunks of these files; compressed Chinese text is a third to a quarter of its size."""
+def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
+    """Disk space for the chunks of these files; compressed Chinese text is a third of its size, at least a quarter."""
     paths = [path for item in inputs for path in item.paths]
-    return sum(path.stat().st_size * (4 if _is_compressed(path) else 1) for path in paths)
+    return sum(path.stat().st_size * (packed if _is_compressed(path) else 1) for path in paths)
 
 
 def write(

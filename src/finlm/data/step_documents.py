@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import units
-from finlm.data import broken_rows, clean, cut_files, documents
+from finlm.data import broken_rows, clean, cut_files, documents, steps, vocab_sample
 from finlm.data.context import Context
 from finlm.data.sources import Input
 from finlm.data.steps import NotPrepared, Step
@@ -18,6 +18,7 @@ def run(context: Context, inputs: Sequence[Input]) -> Step:
     allowed, keep = context.data.max_broken_fraction, context.cache.directory
 
     def make(directory: Path) -> dict[str, Any]:
+        _check_all_steps(context, inputs)
         return documents.write(directory, inputs, context.data.clean, context.processes, allowed, keep)
 
     words = context.data.clean.bad_keywords
@@ -41,3 +42,12 @@ def run(context: Context, inputs: Sequence[Input]) -> Step:
         f"{cut_files.accepted(documents.cut(step.path, step.manifest))}",
     )
     return step
+
+
+def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
+    """Raises UserError for a disk or a memory that a later step would find too small, after hours of reading."""
+    settings, text_bytes = context.recipe.tokenizer, documents.estimate_bytes(inputs, packed=3)
+    token_bytes = 4 if context.data.token_dtype == "uint32" or (settings.pieces or 0) > 65536 else 2
+    steps.require_space(context.cache.directory, text_bytes + text_bytes * token_bytes // 4, "documents to shards")
+    if settings.path is None or settings.extend_to is not None:
+        vocab_sample.check(min(settings.sample_bytes, text_bytes))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finlm.base import screen, units
 from finlm.data import dedup, documents, vocab, vocab_compression, vocab_extend, vocab_sample
 from finlm.data.context import Context
@@ -99,6 +101,7 @@ def _depends_on(context: Context, chosen: Step) -> dict[str, Any]:
         "version": vocab.VERSION,
         "selection": chosen.key,
         "vocab_size": settings.vocab_size,
+        "sample": vocab_sample.VERSION,
         "sample_bytes": settings.sample_bytes,
         "sample_weights": settings.sample_weights,
         "character_coverage": settings.character_coverage,
@@ -113,12 +116,13 @@ def _sampled_lines(context: Context, read: Step, chosen: Step) -> Iterator[str]:
     wanted = vocab_sample.choose(
         table, dedup.read(chosen.path), sources, settings.sample_bytes, settings.sample_weights
     )
-    size = units.format_bytes(int(table.text_bytes[wanted].sum()))
+    size = units.format_bytes(int(np.minimum(table.text_bytes[wanted].astype(np.int64), settings.sample_bytes).sum()))
     screen.say(
         f"tokenizer: {'extending to' if settings.extend_to else 'training'} {settings.pieces:,} pieces on {size}"
     )
     chunks = documents.chunks(read.path, read.manifest)
-    return vocab_sample.lines(text for chunk in chunks for text in documents.read_texts(chunk.path, wanted[chunk.rows]))
+    texts = (text for chunk in chunks for text in documents.read_texts(chunk.path, wanted[chunk.rows]))
+    return vocab_sample.lines(texts, settings.sample_bytes)
 
 
 def _held_out(read: Step, chosen: Step) -> Iterator[tuple[str, str]]:

@@ -1,13 +1,15 @@
 """The text that a tokenizer is learnt from: a share of every source's training documents, chosen by hash.
 
 By default each source gives in proportion to its text; weights change that, and what a source lacks the others give.
-The choice depends on the documents only, not on workers or time, and a sample that training would not have the memory
-for is refused before anything is read. The weights of data.mixture are not taken over: changing the mixture of a run
+The choice depends on the documents only, not on workers or time; a document longer than its source's share is left out
+where others fit. A sample that training would not have the memory for is refused before anything is read, and again
+when the text is counted. The weights of data.mixture are not taken over: changing the mixture of a run
 would then make another tokenizer and encode everything again.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,6 +20,7 @@ from finlm.base.errors import UserError
 from finlm.data import mixture
 from finlm.data.dedup import TRAIN, Decisions, Table
 
+VERSION = 2
 # sentencepiece drops lines over 4,192 bytes without a word; a character has at most 4.
 _LINE_CHARACTERS = 1000
 _MEMORY_PER_SAMPLE_BYTE = 30  # 26 measured at 21 MB
@@ -42,13 +45,18 @@ def choose(
     available = {name: int(size) for name, size in zip(names, text_bytes, strict=True)}
     weight = weights and mixture.of_each(weights, available, "tokenizer.sample_weights")
     wanted = shares(available, sample_bytes, weight)
-    _fits(sum(wanted.values()))
+    check(sum(wanted.values()))
     chosen = np.zeros(len(decision), dtype=np.bool_)
     for place, share in enumerate(wanted.values()):
         here = np.flatnonzero(is_train & (number == place))
         here = here[np.argsort(table.hash[here, 1], kind="stable")]
-        ends = np.cumsum(table.text_bytes[here])
-        chosen[here[: 1 + np.searchsorted(ends, share)] if share else here[:0]] = True
+        size = table.text_bytes[here].astype(np.int64)
+        fitting = size <= share
+        if fitting.any():
+            here, size = here[fitting], size[fitting]
+            chosen[here[: np.searchsorted(np.cumsum(size), share, side="right")]] = True
+        elif share:
+            chosen[here[np.argmin(size)]] = True  # lines() takes its beginning
     return chosen
 
 
@@ -73,15 +81,21 @@ def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, floa
     return result
 
 
-def lines(texts: Iterable[str]) -> Iterator[str]:
-    """Documents as the lines that sentencepiece learns from; a long line is cut, which splits a word now and then."""
+def lines(texts: Iterable[str], longest: int = sys.maxsize) -> Iterator[str]:
+    """Documents as the lines that sentencepiece learns from; a long line is cut, which splits a word now and then.
+
+    Of a document of more than `longest` bytes its beginning.
+    """
     for text in texts:
+        if len(text) > longest // 4:
+            text = text.encode()[:longest].decode(errors="ignore")
         for line in text.split("\n"):
             for start in range(0, len(line), _LINE_CHARACTERS):
                 yield line[start : start + _LINE_CHARACTERS]
 
 
-def _fits(sample_bytes: int) -> None:
+def check(sample_bytes: int) -> None:
+    """Raises UserError when training on so much text does not fit in memory."""
     needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, memory.available_bytes()
     if needed > available:
         raise UserError(
