@@ -101,8 +101,28 @@ def test_components_do_not_depend_on_chunks_or_on_how_much_is_sorted_at_once(
     monkeypatch.setattr(near, "_ROWS_AT_ONCE", 7)
     monkeypatch.setattr(near_verify, "_PAIRS_AT_ONCE", 5)
     monkeypatch.setattr(near_verify, "_BYTES_AT_ONCE", 2000)
-    monkeypatch.setattr(near_signatures, "_GRAMS_AT_ONCE", 500)
+    monkeypatch.setattr(near_signatures, "_BYTES_AT_ONCE", 500)
     assert np.array_equal(components(texts, tmp_path / "parts", [250, 350]), whole)
+
+
+def test_a_long_document_has_the_same_signature_piece_by_piece_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = [*corpus(30), "", "短", "a、b。" * 400, "长篇" + "".join(map(str, range(4000)))]
+    data, ends = "".join(texts).encode(), np.cumsum([len(text.encode()) for text in texts])
+    reference = near_signatures.of_block(data, ends)
+    longest, plain = 0, ngrams.windows
+
+    def watched(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
+        nonlocal longest
+        longest = max(longest, len(codes))
+        return plain(codes, n)
+
+    monkeypatch.setattr(ngrams, "windows", watched)
+    monkeypatch.setattr(near_signatures, "_BYTES_AT_ONCE", 101, raising=False)
+    pieces = near_signatures.of_block(data, ends)
+    assert all(np.array_equal(*pair) for pair in zip(pieces, reference, strict=True))
+    assert longest <= 101 + 4
 
 
 def test_duplicates_within_a_source_and_across_sources_are_joined(tmp_path: Path) -> None:

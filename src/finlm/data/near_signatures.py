@@ -25,7 +25,7 @@ BINS = 128
 BANDS, ROWS = 21, 6
 
 _EMPTY = np.uint32(2**32 - 1)
-_GRAMS_AT_ONCE = 2**20
+_BYTES_AT_ONCE = 2**21
 
 Signatures = npt.NDArray[np.uint16]
 Keys = npt.NDArray[np.uint32]
@@ -38,17 +38,17 @@ def of_chunk(path: Path) -> tuple[Signatures, Keys]:
 
 def of_block(data: bytes, ends: npt.NDArray[np.integer]) -> tuple[Signatures, Keys]:
     """(signatures uint16 [documents, BINS], band keys uint32 [BANDS, documents]) of UTF-8 documents end to end."""
-    grams = ngrams.grams(ngrams.words_only(ngrams.characters(data, ends)), SHINGLE)
-    signatures = np.zeros((len(grams.count), BINS), dtype=np.uint16)
-    last = np.cumsum(grams.count)
-    first_document = first_gram = 0
-    while first_document < len(last):  # a few thousand documents at a time stay in the processor's cache
-        limit = max(first_document + 1, int(np.searchsorted(last, first_gram + _GRAMS_AT_ONCE)))
-        end = int(last[limit - 1])
-        here = slice(first_gram, end)
-        minima = _minima(grams.hashes[here], grams.document[here] - first_document, limit - first_document)
-        signatures[first_document:limit] = _densified(minima)
-        first_document, first_gram = limit, end
+    signatures = np.zeros((len(ends), BINS), dtype=np.uint16)
+    limits = np.concatenate(([0], np.asarray(ends, dtype=np.int64)))
+    first = 0
+    while first < len(ends):  # a few thousand documents at a time stay in the processor's cache
+        limit = max(first + 1, int(np.searchsorted(limits, limits[first] + _BYTES_AT_ONCE, side="right")) - 1)
+        here = data[limits[first] : limits[limit]]
+        minima = (
+            _of_documents(here, limits[first + 1 : limit + 1] - limits[first]) if limit > first + 1 else _of_one(here)
+        )
+        signatures[first:limit] = _densified(minima)
+        first = limit
     return signatures, band_keys(signatures)
 
 
@@ -71,6 +71,29 @@ def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
     """Estimated Jaccard similarity of rows: standard error 0.035 at 0.8, more for short documents."""
     share: npt.NDArray[np.float32] = np.count_nonzero(left == right, axis=1).astype(np.float32) / np.float32(BINS)
     return share
+
+
+def _of_documents(data: bytes, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    grams = ngrams.grams(ngrams.words_only(ngrams.characters(data, ends)), SHINGLE)
+    return _minima(grams.hashes, grams.document, len(ends))
+
+
+def _of_one(data: bytes) -> npt.NDArray[np.uint32]:
+    """The minima of one document, piece by piece: all at once one of 100 MB would take 2 GB."""
+    minima = np.full((1, BINS), _EMPTY, dtype=np.uint32)
+    before = np.empty(0, dtype=np.uint32)  # characters of 5-grams that end in the next piece
+    start = 0
+    while start < len(data):
+        end = start + _BYTES_AT_ONCE
+        while end < len(data) and data[end] & 0xC0 == 0x80:  # within a character
+            end += 1
+        piece = data[start:end]
+        text = ngrams.words_only(ngrams.characters(piece, np.array([len(piece)])))
+        codes = np.concatenate((before, text.codes))
+        grams = ngrams.grams(ngrams.Characters(codes, np.array([0, len(codes)])), SHINGLE)
+        minima = np.minimum(minima, _minima(grams.hashes, grams.document, 1))
+        before, start = codes[1 - SHINGLE :], end
+    return minima
 
 
 def _minima(hashes: npt.NDArray[np.uint64], document: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint32]:
