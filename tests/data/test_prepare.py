@@ -311,12 +311,17 @@ def test_a_directory_instead_of_files_is_said_to_be_one(make: Make, tmp_path: Pa
 def test_files_of_one_name_under_a_glob_get_a_fix_that_works(make: Make, tmp_path: Path) -> None:
     corpus(tmp_path / "corpus/old/news.jsonl", 30, 5)
     corpus(tmp_path / "corpus/new/news.jsonl", 30, 6)
-    for name in ("", ", name: corpus"):
-        with pytest.raises(UserError, match=r"2 sources are named (corpus-)?news") as caught:
-            prepare.run(make(f"data.sources={{path: {tmp_path}/corpus/*/*.jsonl{name}}}"))
-    assert "one entry a directory instead of data.sources[0]" in caught.value.fix
+    with pytest.raises(UserError, match="2 sources are named news") as caught:
+        prepare.run(make(f"data.sources={{path: {tmp_path}/corpus/*/*.jsonl}}"))
+    assert (
+        "one name for all: data.sources[0].name; or one entry a directory instead of data.sources[0]"
+        in caught.value.fix
+    )
     directory = prepare.run(make(caught.value.fix.partition("--set ")[2].strip("'")))
     assert [shard.source for shard in Shards(directory).split("train")] == ["a", "b"]
+    directory = prepare.run(make(f"data.sources={{path: {tmp_path}/corpus/*/*.jsonl, name: all news}}"))
+    assert [shard.source for shard in Shards(directory).split("train")] == ["all_news"]
+    assert [row["file"] for row in files.read_json(directory / "documents.json")["files"]] == ["news.jsonl"] * 2
 
 
 def test_the_sha256_of_a_source_is_checked(make: Make, tmp_path: Path) -> None:

@@ -176,6 +176,30 @@ def test_text_files_of_a_folder_are_one_source_and_each_one_document(tmp_path: P
     assert entry["source"] == "books" and entry["file"] == "5 files" and len(entry["files"]) == 5
 
 
+def test_json_lines_files_are_one_source_under_a_name_and_one_each_without(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"part-{number}.jsonl").write_bytes(jsonl(TEXTS[number * 10 : number * 10 + 10]))
+    entry, texts, _ = read(tmp_path, path=f"{tmp_path}/part-*.jsonl", name="news")
+    assert texts == TEXTS[:30] and entry["source"] == "news" and entry["file"] == "3 files"
+    found = sources.of_source(Source(path=f"{tmp_path}/part-*.jsonl"), "data.sources[0]")
+    assert [item.source for item in found] == ["part-0", "part-1", "part-2"]
+
+
+def test_two_stars_follow_links_and_find_every_file_once(tmp_path: Path) -> None:
+    for name in ("corpus/a/old.jsonl", "corpus/b/deep/new.jsonl", "elsewhere/x/linked.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "corpus/0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/1").symlink_to(tmp_path / "corpus/b")
+    (tmp_path / "corpus/a/again.jsonl").symlink_to(tmp_path / "corpus/a/old.jsonl")
+    for circle in ("corpus/b/up", "corpus/b/deep/up", "elsewhere/up"):
+        (tmp_path / circle).symlink_to(tmp_path / "corpus")
+    found = sources.expand(f"{tmp_path}/**/*.jsonl")
+    assert {path.name for path in found} == {"again.jsonl", "new.jsonl", "linked.jsonl"} and len(found) == 3
+    found = sources.expand(f"{tmp_path}/corpus/**/x/*.jsonl")
+    assert found == [tmp_path / "corpus/0/x/linked.jsonl"]
+
+
 def test_a_worker_is_not_sent_the_names_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, plain = list[int](), documents.parse
     monkeypatch.setattr(documents, "parse", lambda task: sizes.append(len(pickle.dumps(task.item))) or plain(task))

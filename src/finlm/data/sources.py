@@ -1,8 +1,8 @@
 """Which files a recipe reads: globs expanded, formats found, every mistake answered with what lies beside it.
 
-A JSON-lines file is a source of its own in counts and in held-out perplexity, named after itself unless the recipe
-names it; the text, parquet or Arrow files of one entry are one source together. Nothing is read here but directories
-and the first bytes of files.
+A JSON-lines file is a source of its own in counts and in held-out perplexity, named after itself; under a name that the
+recipe gives, and always of text, parquet or Arrow, the files of one entry are one source together. Nothing is read here
+but directories and the first bytes of files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -80,7 +80,7 @@ def of_source(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     together = source.dataset or str(source.path)
     found = []
     for kind, members in by_format.items():
-        groups = [[path] for path in members] if kind == "jsonl" else [members]
+        groups = [[path] for path in members] if kind == "jsonl" and source.name is None else [members]
         for group in groups:
             alone = len(by_format) == len(groups) == 1
             own = stem(group[0]) if len(group) == 1 and kind != "arrow" else _common(together)
@@ -96,7 +96,7 @@ def of_source(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
 
 
 def expand(pattern: str, split: str = "train") -> list[Path]:
-    """The files of a path or glob, sorted by name; `**` spans directories, hidden files are left out.
+    """The files of a path or glob, sorted by name; `**` spans directories and links, hidden files are left out.
 
     A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`. Raises
     UserError for a name that is not UTF-8, as an old archive's: it could be written into no manifest.
@@ -127,8 +127,33 @@ def _matching(pattern: str, split: str) -> list[Path]:
     rest = path.parts[len(fixed) :]
     if not rest:
         return []
-    found = Path(*fixed).glob(str(Path(*rest)))
-    return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+    found = sorted(file for file in _glob(Path(*fixed), rest) if file.is_file() and not file.name.startswith("."))
+    return list({file.resolve(): file for file in reversed(found)}.values())[::-1] if "**" in rest else found
+
+
+def _glob(directory: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Path.glob, whose `**` passes over linked directories without a word."""
+    if "**" not in parts:
+        yield from directory.glob(str(Path(*parts))) if parts else ()
+        return
+    at = parts.index("**")
+    for start in directory.glob(str(Path(*parts[:at]))) if at else (directory,):
+        for inner in _below(start):
+            yield from _glob(inner, parts[at + 1 :])
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """The directory and those in it, each once: what is there before what is linked, which may lead in a circle."""
+    waiting, links, seen = [directory], list[Path](), set[Path]()
+    while waiting or links:
+        here = waiting.pop() if waiting else links.pop(0)
+        if here.resolve() in seen or not os.access(here, os.R_OK | os.X_OK):
+            continue
+        seen.add(here.resolve())
+        yield here
+        for inner in sorted(here.iterdir()):
+            if inner.is_dir():
+                (links if inner.is_symlink() else waiting).append(inner)
 
 
 def readable(name: str) -> bool:
@@ -173,7 +198,6 @@ def _other_names(same: Sequence[Input]) -> str:
     entries = Counter(item.entry for item in same)
     if len(entries) == len(same):
         return "give each a name of its own: data.sources[i].name"
-    # Within an entry a name would only be put before all of them.
     again = [item for item in same if entries[item.entry] > 1]
     if any("@" in item.expected for item in again):
         return f"write an entry for each instead of {again[0].entry}, with files and a name of its own"
@@ -183,7 +207,10 @@ def _other_names(same: Sequence[Input]) -> str:
     example = ", ".join(f"{{path: {path}, name: {chr(ord('a') + at)}}}" for at, path in enumerate(paths[:2]))
     what = "directory" if "*" in paths[0].name else "file"
     more = ", ..." if len(paths) > 2 else ""
-    return f"one entry a {what} instead of {again[0].entry}, each with a name: --set 'data.sources=[{example}{more}]'"
+    return (
+        f"one name for all: {again[0].entry}.name; or "
+        f"one entry a {what} instead of {again[0].entry}, each with a name: --set 'data.sources=[{example}{more}]'"
+    )
 
 
 def verified(item: Input, sha256: Sequence[str]) -> Input:

@@ -51,8 +51,8 @@ class Source(Section):
     synthetic: Synthetic | None = Field(None, description="Generate the embedded corpus instead of reading files.")
     name: str | None = Field(
         None,
-        description="Name in reports; the file's stem when absent. Where path matches several .jsonl files, a prefix "
-        "of their stems.",
+        description="Name in reports; the file's stem when absent. Several .jsonl files are one source under a name, "
+        "and one each without.",
     )
     format: Literal["auto", "jsonl", "lines", "txt", "parquet", "arrow"] = Field(
         "auto", description="auto: by the file's name; txt is a document a file, lines a document a line."
