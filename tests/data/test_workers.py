@@ -61,6 +61,36 @@ def test_a_killed_worker_is_a_user_error() -> None:
         list(workers.in_order(pool, 2, double, [99, 1]))
 
 
+def test_a_worker_killed_while_others_start_is_a_user_error_and_the_tasks_own_errors_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(*_: object) -> None:
+        raise OSError("handle is closed")
+
+    def unreadable() -> Iterator[int]:
+        raise OSError("the source is gone")
+        yield 1
+
+    with pytest.raises(OSError, match="the source is gone"), workers.pool(2) as pool:
+        list(workers.in_order(pool, 2, double, unreadable()))
+    monkeypatch.setattr(workers.ProcessPoolExecutor, "submit", closed)
+    with pytest.raises(UserError, match="a worker process was killed") as caught, workers.pool(2) as pool:
+        list(workers.in_order(pool, 2, double, [1, 2]))
+    assert "handle is closed" in caught.value.evidence
+
+
+def test_without_shared_memory_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")  # which would be taken for a full cache
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", full)
+    with pytest.raises(UserError, match="/dev/shm is missing, full or read-only") as caught, workers.pool(2):
+        pass
+    assert "data.num_proc to 1" in caught.value.fix
+    with workers.pool(1) as pool:
+        assert list(workers.in_order(pool, 1, double, [1, 2])) == [2, 4]
+
+
 SCRIPT = """
 import os, resource, signal, sys, time
 from finlm.data import workers

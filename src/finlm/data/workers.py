@@ -76,13 +76,20 @@ def pool(count: int) -> Iterator[Executor | None]:
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare_worker)
+    try:
+        executor = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare_worker)
+    except OSError as error:  # its semaphores are files there
+        raise UserError(
+            "worker processes cannot be started: /dev/shm is missing, full or read-only",
+            evidence=str(error),
+            fix="mount it (docker run --shm-size=1g), or set data.num_proc to 1, which needs none",
+        ) from None
     try:
         yield executor
-    except BrokenProcessPool:
+    except BrokenProcessPool as error:
         raise UserError(
             "a worker process was killed",
-            evidence=f"{count} workers, {units.format_bytes(memory.available_bytes())} of memory available now",
+            evidence=f"{error}\n{count} workers, {units.format_bytes(memory.available_bytes())} of memory available now",
             fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
         ) from None
     finally:
@@ -97,13 +104,19 @@ def in_order(
         yield from map(function, tasks)
         return
     rest = iter(tasks)
-    waiting: deque[Future[Result]] = deque(
-        executor.submit(function, task) for task in itertools.islice(rest, count + 2)
-    )
+    waiting = deque(_submitted(executor, function, task) for task in itertools.islice(rest, count + 2))
     while waiting:
         result = waiting.popleft().result()
-        waiting.extend(executor.submit(function, task) for task in itertools.islice(rest, 1))
+        waiting.extend(_submitted(executor, function, task) for task in itertools.islice(rest, 1))
         yield result
+
+
+def _submitted(executor: Executor, function: Callable[[Task], Result], task: Task) -> Future[Result]:
+    """The task's result to come. Raises BrokenProcessPool also when a worker was killed while others still started."""
+    try:
+        return executor.submit(function, task)
+    except OSError as error:  # its pipe is closed
+        raise BrokenProcessPool(str(error)) from None
 
 
 def _prepare_worker() -> None:
