@@ -84,6 +84,14 @@ def test_too_many_broken_rows_stop_with_examples_and_keep_them_beside_the_cache(
     assert len(list(files.read_json_lines(kept))) == 3
 
 
+def test_a_file_that_is_one_json_list_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "news.json"
+    path.write_bytes(b"[" + b", ".join([row("好的文档")] * 3) + b"]")
+    with pytest.raises(UserError, match="1 of 1 rows cannot be read") as caught:
+        read(tmp_path, path, allowed=0.02)
+    assert "it is one JSON list: write a row a line (jq -c '.[]'" in caught.value.fix
+
+
 def test_of_very_many_broken_rows_the_first_are_kept_and_the_cut_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

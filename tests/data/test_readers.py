@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import pickle
 import subprocess
@@ -225,6 +227,36 @@ def test_text_and_counted_fields_may_lie_deep_and_rows_may_differ(tmp_path: Path
     assert [row["reason"] for row in broken] == [
         "no field 'body.zh', only 'body'", "half of a surrogate pair in field 'meta.source'"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pack", "what", "tool"), [(lzma.compress, "an xz", "xz -d"), (bz2.compress, "a bzip2", "bunzip2")]
+)
+def test_an_archive_that_is_not_read_is_named_with_what_unpacks_it(
+    tmp_path: Path, pack: Any, what: str, tool: str
+) -> None:
+    path = tmp_path / "news.jsonl.packed"
+    path.write_bytes(pack(jsonl(TEXTS)))
+    with pytest.raises(UserError, match=f"news.jsonl.packed is {what} archive") as caught:
+        read(tmp_path, path=str(path))
+    assert f"{tool} news.jsonl.packed" in caught.value.fix
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_joined_files_may_each_begin_with_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    mark = "".encode("utf-16") if encoding == "utf-16" else b"\xef\xbb\xbf"
+    native = "utf-16-le" if encoding == "utf-16" else encoding
+    parts = [mark + jsonl(TEXTS[first : first + 10]).decode().encode(native) for first in (0, 10)]
+    (tmp_path / "news.jsonl.gz").write_bytes(b"".join(map(gzip.compress, parts)))
+    _, texts, broken = read(tmp_path, path=str(tmp_path / "news.jsonl.gz"))
+    assert texts == TEXTS[:20] and broken == []
+
+
+def test_only_encodings_of_text_are_taken() -> None:
+    for name in ("base64", "rot13", "zlib"):
+        with pytest.raises(ValueError, match=f"no text encoding '{name}'"):
+            Source(path="a.jsonl", encoding=name)
+    assert Source(path="a.jsonl", encoding="big5").encoding == "big5"
 
 
 def test_damage_costs_only_the_rows_it_struck_and_is_named(tmp_path: Path) -> None:

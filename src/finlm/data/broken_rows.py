@@ -37,7 +37,7 @@ def check_first(inputs: Sequence[Input], max_broken_fraction: float) -> None:
                 evidence="\n".join(
                     _shown(str(row.path), row.line, row.broken, row.excerpt()) for row in broken[:_SAMPLES]
                 ),
-                fix=_HOW,
+                fix=_how(broken[0].line, broken[0].excerpt()),
             )
 
 
@@ -62,8 +62,17 @@ def check(directory: Path, manifest: dict[str, Any], max_broken_fraction: float,
             f"({item['broken'] / item['rows']:.2%}); "
             f"data.max_broken_fraction allows {max_broken_fraction:.2%}",
             evidence="\n".join(_shown(row["file"], row["line"], row["reason"], row["start"]) for row in shown),
-            fix=f"{'all' if item['broken'] <= _KEPT else f'the first {_KEPT:,}'} of them are in {kept}; {_HOW}",
+            fix=f"{'all' if item['broken'] <= _KEPT else f'the first {_KEPT:,}'} of them are in {kept}; "
+            + _how(found[0]["line"], found[0]["start"]),
         )
+
+
+def _how(line: int, start: str) -> str:
+    """The way out, by the first broken row."""
+    is_list = line == 1 and start.lstrip().startswith("[")
+    return (
+        f"it is one JSON list: write a row a line (jq -c '.[]' LIST.json > ROWS.jsonl), or {_HOW}" if is_list else _HOW
+    )
 
 
 def _shown(file: str, line: int, reason: str, start: str) -> str:

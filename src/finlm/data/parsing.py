@@ -5,6 +5,7 @@ Only the text and the fields that the recipe counts are taken, so rows may diffe
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,7 +73,10 @@ def json_of(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
-        return json.loads(line.decode("utf-8"))  # slower; takes NaN and such halves, and says better what is wrong
+        # Joined files have the mark at each beginning.
+        return json.loads(
+            line.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+        )  # slower; takes NaN and such halves, and says better what is wrong
 
 
 def _json(path: Path, number: int, line: bytes, item: Input) -> Row:
@@ -87,7 +91,7 @@ def _json(path: Path, number: int, line: bytes, item: Input) -> Row:
 
 def _plain(path: Path, number: int, data: bytes, item: Input) -> Row:
     try:
-        return Row(path, number, data.decode("utf-8"), {}, "", data)
+        return Row(path, number, data.decode("utf-8").removeprefix("\ufeff"), {}, "", data)
     except UnicodeDecodeError as error:
         return Row(path, number, "", {}, _reason(error, data, item), data)
 

@@ -16,8 +16,15 @@ from typing import Any, BinaryIO
 from isal import isal_zlib
 
 from finlm.base import screen
+from finlm.base.errors import UserError
 from finlm.data import cut_files
 
+_UNREAD = {  # by a file's first bytes: what it is, and what unpacks it
+    b"\xfd7zXZ\0": ("an xz archive", "xz -d"),
+    b"BZh": ("a bzip2 archive", "bunzip2"),
+    b"PK\x03\x04": ("a zip archive", "unzip"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "7z x"),
+}
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _READ = 256 * 1024
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -30,10 +37,16 @@ class Cut(Exception):
 
 
 def compression(path: Path) -> str:
-    """ "gzip", "zstd" or "" by a file's first bytes."""
+    """ "gzip", "zstd" or "" by a file's first bytes. Raises UserError for an archive that is not read."""
     with path.open("rb") as file:
-        start = file.read(4)
-    return "gzip" if start[:2] == GZIP else "zstd" if start == ZSTD else ""
+        start = file.read(6)
+    for mark, (what, unpack) in _UNREAD.items():
+        if start.startswith(mark):
+            raise UserError(
+                f"{path} is {what}, which is not read",
+                fix=f"unpack it ({unpack} {path.name}) and name what it holds; .gz and .zst need no unpacking",
+            )
+    return "gzip" if start[:2] == GZIP else "zstd" if start[:4] == ZSTD else ""
 
 
 def pieces(path: Path, encoding: str, most: int, advance: screen.Advance) -> Iterator[bytes]:

@@ -89,7 +89,8 @@ def pool(count: int) -> Iterator[Executor | None]:
     except BrokenProcessPool as error:
         raise UserError(
             "a worker process was killed",
-            evidence=f"{error}\n{count} workers, {units.format_bytes(memory.available_bytes())} of memory available now",
+            evidence=f"{error}\n"
+            f"{count} workers, {units.format_bytes(memory.available_bytes())} of memory available now",
             fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
         ) from None
     finally:

@@ -20,7 +20,9 @@ def _sources(value: Any) -> Any:
 def _encoding(value: Any) -> Any:
     if isinstance(value, str) and value != "auto":
         try:
-            codecs.lookup(value)
+            found = codecs.lookup(value)
+            if not found._is_text_encoding or found.incrementaldecoder is None:  # as base64 is not
+                raise LookupError
         except LookupError:
             raise ValueError(f"no text encoding {value!r}; utf-8, utf-16 and gb18030 are some") from None
     return value
