@@ -2,8 +2,8 @@
 
 The number asked for is bounded by the cores this process may use (affinity and cgroup), memory (1 GiB stays free, half
 a GiB a worker) and open files; the limit that binds is said. Of that memory two workers took 454 MiB in all on 1 GB of
-text, 1.3 GiB on documents of 100 MB each. Spawned, never forked: a fork copies locks that other threads hold. Starting
-a worker costs 0.2 s, so one worker means none: the work runs in this process.
+text; one document of 100 MB takes a worker up to 3.8 GB, which no limit knows. Spawned, never forked: a fork copies
+locks that other threads hold. Starting a worker costs 0.2 s, so one worker means none: the work runs in this process.
 
 Tasks are taken one by one with a few in flight, so memory does not grow with their number. It does not retry: a worker
 that dies ends the step.
