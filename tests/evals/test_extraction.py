@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from finlm.data import pairs
 from finlm.evals import extraction
 
 OPTIONS = ("5%", "10%", "20%", "30%")
@@ -19,7 +20,7 @@ CASES = {
     "A+。\n答案：B": "B",
     "The correct answer is B.": "B",
     "Answer: (C) 20%": "C",
-    "选项A是错误的": "A",  # the first statement counts, whatever it states
+    "选项A是错误的": "A",  # the only letter, whatever is said of it
     "C": "C",
     "我认为是 D 吧": "D",
     "涨跌幅限制是20%": "C",
@@ -28,6 +29,29 @@ CASES = {
     "不知道": None,
     "": None,
     "5%或10%": None,
+    # What is discussed is not what is chosen.
+    "A、B、C三项均正确，故选D。": "D",
+    "选项A错误，因为基金不保本；选项B、C也不对，所以答案是D。": "D",
+    "A和B都不对，应选C。": "C",
+    "分析：选项A属于流动资产，不符合题意。故选B": "B",
+    "A 股市场的特点是波动大，因此答案是C": "C",
+    "不能选A，正确答案是C": "C",
+    "不应该选A": None,
+    "Option A is incorrect. The answer is B.": "B",
+    "A: 错误 B: 正确。答案是B": "B",
+    "A: 错误 B: 正确": "B",
+    "选项A、B错误，选项C正确。": "C",
+    "选项A正确，选项B正确。": None,
+    "下列说法中，不正确的是C": "C",
+    "这道题选择A还是B？答案：B": "B",
+    "答案A错误，答案D符合题意": "D",
+    "答案是A吗？不，正确的是C": "C",
+    "有人认为答案是A，但正确答案是B": "B",
+    "故选A、B": None,
+    "A、B均可": None,
+    "B\n解析：选A的人忽略了利息，而答案是B。": "B",
+    "答案是B。\n题目：……\n答案是：C。": "B",  # the rest is another question
+    "B. 10%\n故选B": "B",
 }
 
 
@@ -36,7 +60,20 @@ def test_the_letter_of_an_answer(text: str, expected: str | None) -> None:
     assert extraction.letter(text, OPTIONS) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("B\n", "B"), ("答案是B。", "B"), ("故选B. 10%\n", "B"), ("B", None), ("答案是A，", None)]
+)
+def test_writing_ends_where_the_letter_is_settled(text: str, expected: str | None) -> None:
+    assert extraction.decided(text) == expected
+
+
 @pytest.mark.parametrize("text", CASES)
 def test_what_is_decided_early_is_what_the_whole_answer_says(text: str) -> None:
     early = {extraction.decided(text[:length]) for length in range(len(text) + 1)} - {None}
     assert early <= {extraction.letter(text, OPTIONS)}
+
+
+def test_a_reward_reads_the_letter_that_the_evaluation_reads() -> None:
+    by_text = {text: expected for text, expected in CASES.items() if text != "涨跌幅限制是20%"}  # quotes no letter
+    assert {text: pairs.letter(text) for text in by_text} == by_text
+    assert pairs.letter("不选A，答案是f。") == "F"

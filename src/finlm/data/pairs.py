@@ -9,19 +9,17 @@ right answer beside it. A row is encoded as SFT encodes a dialogue, so the model
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from finlm.data import answer_letter
 from finlm.data.chat import Message, Refused
 from finlm.data.chat_encode import Encoded, Encoder
 from finlm.data.chat_read import ROLES, asked, checked, with_system
 from finlm.recipe.schema import Recipe
 
-_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
-_LETTER = re.compile(
-    r"(?:答案|选|answer)[^A-Za-z]{0,6}([A-Ha-h])(?![A-Za-z])|^\W*([A-Ha-h])(?![A-Za-z])", re.IGNORECASE
-)
+_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+_LETTERS = "ABCDEFGH"  # of the questions of a file: some have more than four options
 
 
 class Preference(NamedTuple):
@@ -95,9 +93,8 @@ def pieces(encoder: Encoder, preference: Preference, stage: str, limit: int, nee
 
 
 def letter(text: str) -> str | None:
-    """The option that an answer names: 答案：B, 选 B, B. ...; None where it names none."""
-    found = _LETTER.search(text)
-    return (found[1] or found[2]).upper() if found else None
+    """The option that an answer names, read as the evaluation reads it; None where it names none."""
+    return answer_letter.named(text, _LETTERS)
 
 
 def _prompt(encoder: Encoder, preference: Preference, limit: int, needs_letter: bool) -> Encoded:

@@ -26,7 +26,7 @@ from finlm.evals.styles import Style
 from finlm.train.opened import Opened
 
 Mode = Literal["likelihood", "chat", "cloze"]
-VERSION = 1  # of what decides an answer here
+VERSION = 2  # of what decides an answer here
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 
