@@ -43,12 +43,13 @@ def test_normalising_twice_changes_nothing() -> None:
     [
         "甲" + " " * 1_000_000 + "乙 \n",
         "<" * 300_000 + "p" * 300_000,
+        "<b" + " a" * 50_000 + "<b" + " " * 100_000 + "<b a" + "=" * 100_000 + '<b a="' * 20_000,
         "<!--" * 200_000,
         "（" * 300_000 + "(" * 300_000,
         "\n" * 300_000 + "责任编辑" * 100_000,
         "?" * 1_000_000,
     ],
-    ids=["blanks", "brackets", "comments", "parentheses", "lines", "symbols"],
+    ids=["blanks", "brackets", "attributes", "comments", "parentheses", "lines", "symbols"],
 )
 def test_hostile_text_takes_linear_time(text: str) -> None:
     started = time.monotonic()
@@ -75,6 +76,10 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
         # Not HTML: FinCUGE's placeholder, comparisons, names with &, a bracketed English word.
         ("截至<N>年", "截至<N>年"),
         ("当a<b且c>d", "当a<b且c>d"),
+        ("若 x<b 且本期净利润同比增长 12%，则 y>d 成立", "若 x<b 且本期净利润同比增长 12%，则 y>d 成立"),
+        ("当 a<p 时买入，当 b>q 时卖出", "当 a<p 时买入，当 b>q 时卖出"),
+        ("一<BR CLEAR=all/>二<td nowrap width='9'class=\"c\" >三</td>", "一\n二\t三"),
+        ("<a href=http://x.cn/?a=1&b=2 style=color:#3d5699 =>四</a><img src='a.png' alt=\"净 利\" / >", "四"),
         ("S&P 500；AT&T", "S&P 500；AT&T"),
         ("<中国证券报>", "<中国证券报>"),
     ],

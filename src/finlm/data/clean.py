@@ -17,7 +17,7 @@ from finlm.data import clean_pii, clean_rules, clean_text
 from finlm.data.clean_text import normalise
 from finlm.recipe.schema_clean import Clean
 
-VERSION = 3
+VERSION = 4
 
 
 class Cleaner:

@@ -54,7 +54,10 @@ _INLINE = (
     "a|abbr|b|big|button|code|em|figure|font|i|iframe|img|input|label|link|meta|nobr|o:p|s|small|span|strike|strong|"
     "sub|sup|u|wbr"
 )
-_ATTRIBUTES = r"(?:[\s/][^<>]{0,2000})?"
+# Only what has the form of attributes: "x<b 且利润增长，y>d" compares. Possessive, so nothing is tried twice.
+_VALUE = r"""(?:"[^"<>]{0,2000}+"|'[^'<>]{0,2000}+'|[^\s<>"']{1,2000}+)"""
+_ATTRIBUTE = rf"""(?:[\s/]++|(?<=["']))[a-zA-Z_:@][-a-zA-Z0-9_:.;]{{0,60}}+(?:\s*+=\s*+{_VALUE})?+"""
+_ATTRIBUTES = rf"(?:{_ATTRIBUTE}){{0,50}}+[\s/=]*+"
 _HIDDEN = {"<!--": "-->", "<script": "</script>", "<style": "</style>"}
 _BLOCK_TAG = re.compile(rf"</?(?:{_BLOCK}){_ATTRIBUTES}>[ \t\n]{{0,8}}", re.IGNORECASE)
 _CELL_TAG = re.compile(rf"</?t[dh]{_ATTRIBUTES}>", re.IGNORECASE)
