@@ -47,6 +47,7 @@ def test_the_embedded_corpus_passes_the_default_rules_untouched() -> None:
         ({}, ARTICLE * 9 + "\ufffd", None),  # one lost character
         ({}, "20230101 12.5 13.8 15.2 99.1 20.7 31.4\n" * 4, "numeric_table"),
         ({}, "★☆★→←↑↓■□●○" * 10, "symbols"),
+        ({}, "|    |\n" * 30, "symbols"),  # shares are of what is not blank
         (
             {"min_chinese": 0.1},
             "The company reported higher revenue for the third quarter of the year. " * 2,

@@ -21,7 +21,6 @@ _ENOUGH = 50
 _SHORT_LINE = 10
 _ENOUGH_LINES = 10
 
-_BLANK = re.compile(r"\s+")
 _NOT_CHINESE = re.compile(f"[^{CHINESE}]+")
 _NOT_A_LETTER = re.compile(r"[\W\d_]+")
 _SYMBOL = re.compile("[!-/:-@\\[-`{-~\u00a1-\u00bf\u2010-\u2bff\u3001-\u303f\uff01-\uff65]")
@@ -58,8 +57,7 @@ def symbols(most: float) -> Filter:
     def check(text: str) -> str | None:
         if len(text) < _ENOUGH:
             return None
-        count = len(_SYMBOL.findall(text))
-        return "symbols" if 2 * count > most * len(text) and count > most * _visible(text) else None
+        return "symbols" if len(_SYMBOL.findall(text)) > most * _visible(text) else None
 
     return check
 
@@ -129,4 +127,4 @@ def _begun_as_chinese(data: bytes) -> int:
 
 
 def _visible(text: str) -> int:
-    return len(_BLANK.sub("", text))
+    return sum(map(len, text.split()))
