@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from finlm.data import ngrams
 
-VERSION = 1
+VERSION = 2
 _UNIFORM = 1 / 20_000  # probability of a character that the clean set does not have, before discounting
 _FIXED_POINT = 2**20
 _EMPTY = np.uint64(2**64 - 1)

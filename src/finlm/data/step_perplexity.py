@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +20,7 @@ from finlm.base.errors import UserError
 from finlm.data import clean, documents, language_model, ngrams, parsing, readers, sources
 from finlm.data.context import Context
 from finlm.data.sources import Input
-from finlm.data.steps import NotPrepared, Step
+from finlm.data.steps import NotPrepared, Step, bar
 from finlm.recipe.schema_clean import Clean, Perplexity
 from finlm.recipe.schema_data import Source
 
@@ -85,20 +88,21 @@ def _model(context: Context, settings: Perplexity) -> Step:
     inputs = _inputs(context, settings)
 
     def make(directory: Path) -> dict[str, Any]:
-        return _train(directory, _texts(inputs, rules, settings.clean_bytes), settings.order)
+        return _train(directory, _chosen(inputs, rules, settings.clean_bytes), settings.order)
 
     depends_on = {
         "version": language_model.VERSION,
         "clean": clean.depends_on(rules),
-        "clean_set": [item.identity() for item in inputs],
+        "clean_set": sorted((item.identity() for item in inputs), key=repr),
         "order": settings.order,
         "clean_bytes": settings.clean_bytes,
     }
     step = context.cache.step("language_model", depends_on, make, 24 * settings.clean_bytes)
     about = step.manifest
+    used = [f"{source} {units.format_bytes(size)}" for source, size in about["used"].items()]
     context.say(
         step,
-        f"{settings.order}-grams of {units.format_bytes(about['bytes'])} of clean text; perplexity "
+        f"{settings.order}-grams of {', '.join(used[:8])}{', ...' * (len(used) > 8)}; perplexity "
         f"{math.exp(about['mean']):,.0f} on {about['held_out']:,} clean documents held out",
     )
     return step
@@ -115,26 +119,46 @@ def _inputs(context: Context, settings: Perplexity) -> list[Input]:
     return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
 
 
-def _texts(inputs: Sequence[Input], rules: Clean, most_bytes: int) -> Iterator[bytes]:
-    """The clean set's documents, spelled as the corpus is, up to so many bytes."""
+def _chosen(inputs: Sequence[Input], rules: Clean, wanted_bytes: int) -> list[tuple[str, bytes]]:
+    """(source, text) of different documents of the clean set, spelled as the corpus is: about so many bytes.
+
+    Those of the lowest hashes, in their order: every document is as likely as the other, so each file gives in
+    proportion to its text, wherever it stands. Only what may still be among them is cleaned.
+    """
     cleaner, total = clean.Cleaner(rules), 0
-    for item in inputs:
-        for block in readers.blocks(item, lambda amount, description=None: None):
-            for row in parsing.rows(block, item):
-                text, reason = ("", "broken") if row.broken else cleaner(row.text)
-                if reason is None and text:
-                    encoded = text.encode()
-                    total += len(encoded)
-                    if total > most_bytes:
-                        return
-                    yield encoded
+    found: list[tuple[int, str, bytes]] = []  # a heap, the highest hash first
+    seen = set[int]()
+    size = sum(path.stat().st_size for item in inputs for path in item.paths)
+    with bar("language model", size, fast_bytes=20_000_000) as advance:
+        rows = (
+            (item.source, row)
+            for item in inputs
+            for block in readers.blocks(item, advance)
+            for row in parsing.rows(block, item)
+        )
+        for source, row in rows:
+            number = int.from_bytes(hashlib.blake2b(row.text.encode("utf-8", "replace"), digest_size=8).digest())
+            if row.broken or number in seen or (total >= wanted_bytes and number > -found[0][0]):
+                continue
+            text, reason = cleaner(row.text)
+            if reason or not text:
+                continue
+            encoded = text.encode()
+            heapq.heappush(found, (-number, source, encoded))
+            seen.add(number)
+            total += len(encoded)
+            while total - len(found[0][2]) >= wanted_bytes:
+                total -= len(heapq.heappop(found)[2])
+    return [(source, text) for _, source, text in sorted(found, reverse=True)]
 
 
-def _train(directory: Path, texts: Iterator[bytes], order: int) -> dict[str, Any]:
+def _train(directory: Path, chosen: Sequence[tuple[str, bytes]], order: int) -> dict[str, Any]:
     """The model of nine tenths of the texts, and what is usual in the other tenth. Raises UserError for too few."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for number, text in enumerate(texts):
+    used = Counter[str]()
+    for number, (source, text) in enumerate(chosen):
         parts[number % _HELD_OUT == 0].append(text)
+        used[source] += len(text)
     train, held_out = (
         ngrams.characters(b"".join(part), np.cumsum([len(text) for text in part], dtype=np.int64)) for part in parts
     )
@@ -150,7 +174,7 @@ def _train(directory: Path, texts: Iterator[bytes], order: int) -> dict[str, Any
         )
     model.save(directory / "model.npz")
     return {
-        "bytes": sum(map(len, parts[0])),
+        "used": dict(sorted(used.items())),
         "held_out": len(usual),
         "mean": float(usual.mean()),
         "deviation": float(usual.std()),

@@ -35,7 +35,9 @@ class Perplexity(Section):
     )
     text_field: str = Field("text", description="Key of the text in their rows.")
     order: Annotated[Int, Field(ge=2, le=5)] = Field(3, description="Characters of an n-gram.")
-    clean_bytes: Bytes = Field(64_000_000, description="Text of the clean set used at most, e.g. 64MB.")
+    clean_bytes: Bytes = Field(
+        64_000_000, description="Text used of the clean set, by hash from all of its files, e.g. 64MB."
+    )
     max_perplexity: Annotated[float, Field(gt=1)] | Auto = Field(
         "auto", description="Perplexity a character above which a document is dropped; auto: see sigmas."
     )
