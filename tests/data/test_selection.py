@@ -12,8 +12,10 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import prepare, readers, synthetic
+from finlm.data import prepare, readers, step_sources, synthetic
+from finlm.data.context import Context
 from finlm.data.shards import Shards
+from finlm.data.steps import Cache
 from finlm.recipe import recipe
 
 from helpers import QUICKSTART
@@ -108,9 +110,21 @@ def test_a_setting_redoes_only_what_follows_from_it(corpus: Path, capsys: pytest
         ("data.clean.bad_keywords=absent.txt", "cannot read"),
         ("data.clean.mask=[passport]", "mask"),
         ("data.dedup=fuzzy", "dedup"),
+        ("data.mixture={weights: {news: 1, exma: 2}}", "data.mixture[0].weights: exma is no source"),
+        ("data.mixture={weights: {news: 1}, to: {exma: 2}}", "data.mixture[0].to: exma is no source"),
+        ("data.mixture=[{tokens: {new?: 1000, exma: 2000}}]", "data.mixture[0].tokens: exma is no source"),
+        ("tokenizer.sample_weights={exma: 1}", "tokenizer.sample_weights: exma is no source"),
     ],
 )
-def test_mistakes_are_refused_by_name(corpus: Path, override: str, problem: str) -> None:
+def test_mistakes_are_refused_by_name_before_any_step(corpus: Path, override: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
         run(corpus, "cache", override)
     assert problem in f"{caught.value}"
+    assert not list(corpus.glob("cache/*-*/"))
+
+
+def test_a_weight_of_no_source_of_dialogues_is_refused_as_early(corpus: Path) -> None:
+    settings = (f"data.sources=[{corpus}/news.jsonl.gz]", "data.mixture={weights: {exam_chat: 1}}", "eval.suites=[]")
+    wanted = recipe.load(QUICKSTART.with_name("sft.yaml"), settings).recipe
+    with pytest.raises(UserError, match="exam_chat is no source"):
+        step_sources.inputs(Context(wanted, Cache(corpus / "cache", build=True)))

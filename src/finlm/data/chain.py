@@ -11,8 +11,10 @@ from pathlib import Path
 
 from finlm.data import (
     start,
+    step_contamination,
     step_dialogues,
     step_documents,
+    step_perplexity,
     step_selection,
     step_shards,
     step_sources,
@@ -30,7 +32,8 @@ def shards(recipe: Recipe, cache: Cache) -> Path:
     context = Context(recipe, cache)
     if recipe.stage != "pretrain":
         return step_dialogues.run(context, start.directory(recipe, RUNS, must_exist=cache.build)).path
-    step_tokenizer.check(context)  # before hours of reading
+    for step in (step_tokenizer, step_contamination, step_perplexity):
+        step.check(context)  # before hours of reading
     inputs = step_sources.inputs(context)
     read = step_documents.run(context, inputs)
     chosen = step_selection.run(context, read, inputs)

@@ -19,6 +19,12 @@ from finlm.data.steps import NotPrepared, Step
 _SAMPLES = 50  # hits a source kept in contaminated.jsonl
 
 
+def check(context: Context) -> None:
+    """Raises UserError for a benchmark that there is not, where the cache may build."""
+    if context.cache.build:
+        _files(context, context.data.decontaminate)
+
+
 def run(context: Context, read: Step) -> Step | None:
     """The contaminated documents, in documents.npy; None where the recipe names no benchmark. Raises UserError."""
     patterns = context.data.decontaminate

@@ -29,6 +29,12 @@ _HELD_OUT = 10  # every tenth document of the clean set measures what is usual
 _LEAST_HELD_OUT = 20
 
 
+def check(context: Context) -> None:
+    """Raises UserError for a clean set that there is not, where the cache may build."""
+    if context.cache.build and context.data.clean.perplexity is not None:
+        _files(context, context.data.clean.perplexity)
+
+
 def run(context: Context, read: Step) -> Step | None:
     """ln perplexity of each document, in log.npy; None where the recipe does not ask for it. Raises UserError."""
     settings = context.data.clean.perplexity
@@ -109,14 +115,19 @@ def _model(context: Context, settings: Perplexity) -> Step:
 
 
 def _inputs(context: Context, settings: Perplexity) -> list[Input]:
+    found = _files(context, settings)
+    hashes = context.cache.fingerprints([path for item in found for path in item.paths])
+    return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
+
+
+def _files(context: Context, settings: Perplexity) -> list[Input]:
     key = "data.clean.perplexity.clean_set"
     found: list[Input] = []
     for pattern in settings.clean_set:
         if not context.cache.build and not sources.expand(pattern):
             raise NotPrepared("language_model")
         found += sources.of_source(Source(path=pattern, text_field=settings.text_field), key)
-    hashes = context.cache.fingerprints([path for item in found for path in item.paths])
-    return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
+    return found
 
 
 def _chosen(inputs: Sequence[Input], rules: Clean, wanted_bytes: int) -> list[tuple[str, bytes]]:

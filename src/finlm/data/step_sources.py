@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finlm.base import files, units
-from finlm.data import sources
+from finlm.data import mixture, sources
 from finlm.data.context import Context
 from finlm.data.sources import Input, Split
 from finlm.data.steps import NotPrepared, Step
 from finlm.recipe import parents
+from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_data import Synthetic
 
 SYNTHETIC_SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -36,7 +38,9 @@ class _Part(NamedTuple):
 
 
 def inputs(context: Context) -> list[Input]:
-    """Every file of every source in the recipe's order. Raises UserError, or NotPrepared where files are missing."""
+    """Every file of every source in the recipe's order. Raises UserError, also for weights of what is no source, and
+    NotPrepared where files are missing.
+    """
     found: list[Input] = []
     for number, source in enumerate(context.data.sources):
         key = f"data.sources[{number}]"
@@ -51,8 +55,18 @@ def inputs(context: Context) -> list[Input]:
             for split in SYNTHETIC_SPLITS:
                 paths = tuple(step.path / split / file for file in step.manifest["files"][split][name])
                 found.append(Input(sources.safe(f"{prefix}{name}"), paths, split, entry=key))
-    hashes = context.cache.fingerprints([path for item in sources.checked(found) for path in item.paths])
+    _check_weights(context.recipe, [item.source for item in sources.checked(found) if item.split != "held_out"])
+    hashes = context.cache.fingerprints([path for item in found for path in item.paths])
     return [sources.verified(item, [hashes[path] for path in item.paths]) for item in found]
+
+
+def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
+    """Raises UserError for a weight of no source; which sources have no text is known only when they are read."""
+    weights = {"tokenizer.sample_weights": recipe.tokenizer.sample_weights}
+    for number, stage in enumerate(recipe.data.mixture):
+        weights |= {f"data.mixture[{number}].{name}": getattr(stage, name) for name in ("weights", "to", "tokens")}
+    for key, given in weights.items():
+        mixture.of_each(given or {}, dict.fromkeys(names, 1), key)
 
 
 def synthetic(context: Context, settings: Synthetic) -> Step:
