@@ -49,6 +49,9 @@ def test_a_ramp_rises_in_steps_and_budgets_are_tokens() -> None:
     shares = [part.rows[0] / (part.end - part.start) for part in parts]
     assert len(parts) == 16 and shares[0] == pytest.approx(0.1) and shares[-1] == pytest.approx(0.2)
     assert shares == sorted(shares) and parts[-1].end == 16_000
+    short = mixture.parts(RANGES, (Stage(weights={"fin_news": 1, "web": 39}, to={"fin_news": 1, "web": 24}),), 160, 64)
+    assert [part.end for part in short] == list(range(10, 170, 10))
+    assert sum(part.rows[0] for part in short) == 5  # 0.25 to 0.4 a part, which alone rounds to none
     budget = (Stage(tokens={"web": 64_000}), Stage(tokens={"fin_laws": 6400, "web": 6400}))
     parts = mixture.parts(RANGES, budget, 1500, 64)
     assert [(part.end, part.rows) for part in parts] == [(1000, (0, 0, 1000)), (1500, (0, 250, 250))]
@@ -74,3 +77,18 @@ def test_a_name_that_is_no_source_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.mixture: books is no source") as caught:
         mixture.order(RANGES, (Stage(weights={"books": 1}),), 100, 64, 0)
     assert "fin_news, fin_laws, web" in caught.value.evidence
+
+
+def test_stages_longer_than_the_run_are_refused_not_dropped() -> None:
+    web, laws = Stage(tokens={"web": 64_000}), Stage(tokens={"fin_laws": 6400})
+    mixture.check((web, laws), 70_400)
+    mixture.check((web, Stage(weights={"fin_laws": 1})), 64_001)
+    mixture.check((Stage(weights={"web": 1}, share=0.9), Stage(weights={"fin_laws": 1}, share=0.1)), 1000)
+    for stages in (
+        (web, laws),
+        (web, Stage(weights={"fin_laws": 1})),
+        (Stage(tokens={"web": 60_000}), Stage(weights={"fin_laws": 1}, share=0.1)),
+    ):
+        with pytest.raises(UserError, match="longer than the run") as caught:
+            mixture.check(stages, 64_000)
+        assert "those of the run 64,000" in caught.value.evidence

@@ -40,6 +40,7 @@ NVME = "zero.nvme_path=nvme"
             "more than 1",
         ),
         (["data.mixture={tokens: {a: 1M}, share: 0.5}"], "data.mixture[0]", "leave out to and share"),
+        (["data.mixture={tokens: {a: 100B}}"], "data.mixture", "100,000,000,000, more than the run's"),
         (["data.mixture={weights: {a: 0}}"], "data.mixture[0]", "no source a weight above 0"),
         (["data.token_dtype=uint16", "tokenizer.vocab_size=70000"], "data.token_dtype", "65,535"),
         (["train.tokens=1M", "train.epochs=1"], "train", "exactly one"),

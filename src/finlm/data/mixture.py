@@ -89,23 +89,42 @@ class Mixture:
 def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
     """The run as parts with whole numbers of rows. Raises UserError for a source that there is not or has no row."""
     shares = _shares(stages, run_rows * sequence_length)
-    slices: list[tuple[float, npt.NDArray[np.float64]]] = []
-    for stage, share in zip(stages, shares, strict=True):
+    slices: list[tuple[int, float, npt.NDArray[np.float64]]] = []
+    for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):
         first = _normed(stage.weights or dict(stage.tokens or {}), ranges)
         last = first if stage.to is None else _normed(stage.to, ranges)
         steps = 1 if stage.to is None else _RAMP
         for step in range(steps):
             along = step / max(1, steps - 1)
-            slices.append((share / steps, first * (1 - along) + last * along))
-    ends = np.rint(np.cumsum([share for share, _ in slices]) * run_rows).astype(np.int64)
+            slices.append((number, share / steps, first * (1 - along) + last * along))
+    ends = np.rint(np.cumsum([share for _, share, _ in slices]) * run_rows).astype(np.int64)
     ends = np.minimum(ends, run_rows)
     ends[-1] = run_rows  # budgets may be less than the run: the last stage goes on
-    found, start = [], 0
-    for end, (_, weights) in zip(ends.tolist(), slices, strict=True):
+    found, start, own = list[Part](), 0, -1
+    owed = np.zeros(len(ranges))
+    for end, (number, _, weights) in zip(ends.tolist(), slices, strict=True):
+        if number != own:
+            own, owed = number, np.zeros(len(ranges))
         if end > start:
-            found.append(Part(start, end, _apportioned(weights, end - start)))
+            rows = _apportioned(weights, end - start, owed)
+            owed += weights * (end - start) - rows
+            found.append(Part(start, end, rows))
             start = end
     return found
+
+
+def check(stages: Sequence[Stage], run_tokens: int) -> None:
+    """Raises UserError for stages that are longer than the run together: the last would be cut short or left out."""
+    budgets = sum(sum(stage.tokens.values()) for stage in stages if stage.tokens)
+    left = run_tokens * (1 - sum(stage.share or 0.0 for stage in stages)) - budgets
+    rounding = 1e-9 * run_tokens
+    if left < -rounding or (left <= rounding and any(stage.tokens is None and stage.share is None for stage in stages)):
+        raise UserError(
+            "data.mixture: the stages are longer than the run, so the last would be cut short or left out",
+            evidence=f"their tokens are {budgets:,}, those of the run {run_tokens:,}, and with the shares given "
+            f"{round(max(left, 0)):,} are left",
+            fix="lower data.mixture[i].tokens or share, or train longer",
+        )
 
 
 def drawn(ranges: Mapping[str, range], parts: Sequence[Part], sequence_length: int) -> list[dict[str, Any]]:
@@ -158,9 +177,15 @@ def of_each(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) ->
     return found
 
 
-def _apportioned(weights: npt.NDArray[np.float64], rows: int) -> tuple[int, ...]:
-    """Whole numbers of rows in proportion to the weights, by largest remainder."""
-    exact = weights * rows
+def _apportioned(weights: npt.NDArray[np.float64], rows: int, owed: npt.NDArray[np.float64]) -> tuple[int, ...]:
+    """Whole numbers of rows in proportion to the weights, by largest remainder.
+
+    `owed` [sources] is what the stage's earlier parts rounded away, so that a small weight is not lost in each of them.
+    """
+    exact = weights * rows + owed
+    if exact.min() < 0:  # it has had more than it is due
+        exact = np.maximum(exact, 0)
+        exact *= rows / exact.sum()
     counts = np.floor(exact).astype(np.int64)
     largest = np.argsort(-(exact - counts), kind="stable")[: rows - int(counts.sum())]
     counts[largest] += 1

@@ -39,8 +39,10 @@ def reading(recipe: Recipe, shards: Shards) -> dict[str, Any]:
     length = recipe.batch.sequence_length
     rows = dialogue_rows.of(shards, recipe)
     ranges = rows.source_ranges()
-    run_rows = max(1, run_tokens(recipe, shards) // length)
+    tokens = run_tokens(recipe, shards)
+    run_rows = max(1, tokens // length)
     if recipe.data.mixture:
+        mixture.check(recipe.data.mixture, tokens)
         parts = mixture.parts(ranges, recipe.data.mixture, run_rows, length)
     else:
         sizes = tuple(len(part) for part in ranges.values())

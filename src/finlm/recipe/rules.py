@@ -88,6 +88,10 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if batch.tokens_per_step < batch.sequence_length:
         yield "batch.tokens_per_step", f"{batch.tokens_per_step} is less than one row of {batch.sequence_length} tokens"
     steps = train.steps or (train.tokens // batch.tokens_per_step if train.tokens else None)
+    tokens = train.tokens or (train.steps or 0) * batch.tokens_per_step
+    budgets = sum(sum(stage.tokens.values()) for stage in recipe.data.mixture if stage.tokens)
+    if 0 < tokens < budgets:
+        yield "data.mixture", f"the stages' tokens are {budgets:,}, more than the run's {tokens:,}"
     if steps is not None:
         yield from warmup_problems(optim, steps)
     every, always = recipe.checkpoint.every_steps, recipe.checkpoint.keep_every_steps
