@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--mode",
         choices=("likelihood", "chat", "cloze"),
-        help="the likeliest letter, the letter in a written answer, or the likeliest option in full; "
+        help="the likeliest letter, the letter in a written answer, or the likeliest option per character; "
         "default: chat for models with a chat template, else likelihood",
     )
     command.add_argument(

@@ -68,7 +68,7 @@ def exam(run: RunDir) -> Suite:
 
 def reference(opened: Opened, prompt: Prompt) -> list[float]:
     """The letters' log-likelihoods from one plain forward pass each."""
-    begin = len(likelihood._common(prompt.ids))
+    begin = prompt.begin or len(prompts.common(prompt.ids))
     found = []
     for ids in prompt.ids:
         with torch.inference_mode():
@@ -168,6 +168,27 @@ def test_cloze_weighs_the_options_in_full_and_shows_them_to_an_assistant_only(
     assert first.endswith(f"Assistant: {question.options[0]}。")
 
 
+def test_cloze_compares_likelihoods_per_character_of_the_whole_option(
+    opened: Opened, exam: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("净利润", "净利润同比下降，营业收入同比增长", "净利润环比", "净利润率")
+    asked = [dataclasses.replace(exam.questions[0], options=options), exam.questions[1]]
+    of = dataclasses.replace(exam, questions=tuple(asked))
+    (prompt, _) = prompts.cloze(opened, of, asked, 0)
+    stem = opened.tokenizer.decode(prompt.ids[0][: prompt.begin])
+    assert stem.endswith("答案：") and "净利润" not in stem[-3:], "what the options have in common counts too"
+    assert prompt.characters == tuple(len(option) + 1 for option in options)
+    for batch in likelihood.scores(opened, [prompt, *prompts.cloze(opened, of, asked[1:], 0)]):
+        for own in batch.values():
+            assert len(own) == 4
+    sums = [-4.0, -9.0, -6.0, -5.0]  # the shortest is the likeliest, the second the likeliest per character
+    monkeypatch.setattr(likelihood, "scores", lambda opened, asked: iter([dict.fromkeys(range(len(asked)), sums)]))
+    found = choice.answers(opened, of, asked[:1], "cloze", 0, tmp_path / "cloze.jsonl")
+    assert [answer.letter for answer in found] == ["B"] and list(found[0].scores) == sums
+    letters = choice.answers(opened, of, asked[:1], "likelihood", 0, tmp_path / "letters.jsonl")
+    assert [answer.letter for answer in letters] == ["A"], "letters are as they were"
+
+
 def test_suites_at_the_end_of_a_run_ask_the_model_it_started_from_too(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +198,7 @@ def test_suites_at_the_end_of_a_run_ask_the_model_it_started_from_too(
     start, end = list(run.read_events("suite"))[before:]
     assert (start["step"], end["step"]) == (0, run.complete_checkpoints()[-1][0])
     assert start["mode"] == end["mode"] == "cloze" and start["micro"] == end["micro"]  # here they are the same weights
+    assert start["likelihood_per"] == "character"
 
 
 def test_a_run_that_cannot_be_written_still_gives_its_result(

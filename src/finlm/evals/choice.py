@@ -26,7 +26,7 @@ from finlm.evals.styles import Style
 from finlm.train.opened import Opened
 
 Mode = Literal["likelihood", "chat", "cloze"]
-VERSION = 2  # of what decides an answer here
+VERSION = 3  # of what decides an answer here
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 
@@ -36,7 +36,7 @@ class Answer:
 
     letter: str | None
     shots: int
-    scores: tuple[float, ...] = ()  # log-likelihoods
+    scores: tuple[float, ...] = ()  # log-likelihoods, sums over tokens
     text: str = ""  # what it wrote
 
 
@@ -91,7 +91,10 @@ def _likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tuple[Promp
     for batch in likelihood.scores(opened, asked):
         answered = []
         for place, scores in batch.items():
-            best = LETTERS[scores.index(max(scores))]
+            # Of options in full the likeliest per character, as acc_norm of lm-evaluation-harness and OLMES.
+            lengths = asked[place].characters or (1,) * len(scores)
+            compared = [score / length for score, length in zip(scores, lengths, strict=True)]
+            best = LETTERS[compared.index(max(compared))]
             rounded = tuple(round(score, 5) for score in scores)
             answered.append((asked[place], Answer(best, asked[place].shots, scores=rounded)))
         yield answered

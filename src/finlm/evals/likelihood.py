@@ -2,8 +2,9 @@
 
 All questions of a subject begin with the same examples: these are computed once and their keys and values shared (at
 five shots four tokens of five). What the four letters' token sequences have in common is computed once too, which for
-almost every tokenizer is all but the letter: one forward pass a question instead of four. Batches hold rows of similar
-length; padding goes to the right, where causal attention does not see it.
+almost every tokenizer is all but the letter: one forward pass a question instead of four. Of options in full every
+token counts, those in common too. Batches hold rows of similar length; padding goes to the right, where causal
+attention does not see it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 import torch
 
 from finlm.base import memory
-from finlm.evals.prompts import Prompt
+from finlm.evals.prompts import Prompt, common
 from finlm.train.opened import Opened
 
 _WORTH_SHARING = 16  # tokens; below it a second forward pass costs more
@@ -40,10 +41,11 @@ def scores(opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None)
     for place, prompt in enumerate(prompts):
         alike.setdefault((prompt.question.subject, prompt.shots), []).append(place)
     for places in alike.values():
-        shared = _common([ids for place in places for ids in prompts[place].ids])[:-1]
+        begins = {place: _begin(prompts[place]) for place in places}
+        shared = common([ids for place in places for ids in prompts[place].ids])[: min(begins.values()) - 1]
         if len(shared) < _WORTH_SHARING or len(places) == 1:
             shared = ()
-        work = {place: _rows(prompts[place].ids, len(shared)) for place in places}
+        work = {place: _rows(prompts[place].ids, begins[place], len(shared)) for place in places}
         with torch.inference_mode():
             prefix = _prefix(opened, shared)
             for batch in _batches(opened, work, prefix, budget):
@@ -54,15 +56,14 @@ def scores(opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None)
                 }
 
 
-def _common(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest beginning that all have."""
-    pairs = zip(min(sequences), max(sequences), strict=False)
-    return tuple(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _begin(prompt: Prompt) -> int:
+    """The first token whose likelihood counts: of each answer at least the last."""
+    begin = len(common(prompt.ids)) if prompt.begin is None else prompt.begin
+    return min(begin, *(len(ids) - 1 for ids in prompt.ids))
 
 
-def _rows(four: tuple[tuple[int, ...], ...], shared: int) -> list[Row]:
+def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Row]:
     """One row where the letters are one token each, else one a letter; without the shared tokens."""
-    begin = min(len(_common(four)), *(len(ids) - 1 for ids in four))
     if all(len(ids) == begin + 1 for ids in four):
         last = begin - shared - 1
         return [Row(four[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(four)))]

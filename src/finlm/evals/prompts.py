@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from finlm.data.synthetic_exam import LETTERS
 from finlm.evals.questions import Question, Suite
@@ -23,6 +24,8 @@ class Prompt:
     text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
     shots: int  # examples shown
     ids: tuple[tuple[int, ...], ...]  # tokens: with each of the four letters behind, or those of the conversation
+    begin: int | None = None  # the first token whose likelihood counts; None = the first that differs
+    characters: tuple[int, ...] = ()  # of each of the four answers, where likelihoods are compared per character
 
 
 def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
@@ -63,8 +66,9 @@ def _continuation(style: Style, suite: Suite, question: Question, shots: int) ->
 def cloze(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
     """Texts that end with each of the four options in full instead of with its letter; no examples.
 
-    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). An
-    assistant sees the options in the user's turn and opens its own with one of them; a base model sees no option.
+    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446), and
+    as there the likelihood counts per character, or short options would win. An assistant sees the options in the
+    user's turn and opens its own with one of them; a base model sees no option.
     """
     style, prompts = STYLES[suite.name], list[Prompt]()
     is_chat = bool(opened.tokenizer.chat_template)
@@ -75,10 +79,27 @@ def cloze(opened: Opened, suite: Suite, questions: Sequence[Question], shots: in
         else:
             stem = style.begin(question.subject) + style.lead + question.text + style.cue
             texts = [stem + answer for answer in answers]
-        ids = opened.tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        stem = texts[0].removesuffix(answers[0])
+        stem_ids, *ids = opened.tokenizer([stem, *texts], add_special_tokens=not is_chat, verbose=False)["input_ids"]
         cut = max(0, max(map(len, ids)) - opened.context)
-        prompts.append(Prompt(question, "\n".join(texts), 0, tuple(tuple(own[cut:]) for own in ids)))
+        prompts.append(
+            Prompt(
+                question,
+                "\n".join(texts),
+                0,
+                tuple(tuple(own[cut:]) for own in ids),
+                # The last token of the stem may be another one before each answer.
+                begin=max(1, len(common([tuple(stem_ids), *map(tuple, ids)])) - cut),
+                characters=tuple(map(len, answers)),
+            )
+        )
     return prompts
+
+
+def common(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The longest beginning that all have."""
+    pairs = zip(min(sequences), max(sequences), strict=False)
+    return tuple(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _answered(opened: Opened, asked: str, answer: str) -> str:

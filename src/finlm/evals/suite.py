@@ -1,7 +1,8 @@
 """`finlm eval CHECKPOINT --suite exam|recall|financeiq|ceval`: questions, answers, scores, and a row in the run.
 
 Base models continue text with a letter after five examples (--mode likelihood), assistants write an answer without any
-(--mode chat); --mode cloze weighs the options in full, for models too small for letters. What stands in events.jsonl,
+(--mode chat); --mode cloze weighs the options in full by their likelihood per character, for models too small for
+letters. What stands in events.jsonl,
 on screen and under --json is the same result.
 """
 
@@ -138,6 +139,7 @@ def _result(
         "fingerprint": opened.fingerprint,
         "mode": mode,
         "shots": shots,
+        "likelihood_per": {"likelihood": "answer", "cloze": "character"}.get(mode),
         "fewer_shots": sum(answer.shots < shots for answer in answers),  # not that many there, or not all fitted
         **scores.summary(dict(sorted(counts.items()))),
         "unanswered": letters.count(None),
@@ -158,6 +160,10 @@ def show(result: dict[str, Any]) -> None:
     screen.heading(f"{result['suite']}, {result['mode']}, {result['shots']} examples: {result['model']}")
     screen.table(("subject", "questions", "accuracy", "95 % interval"), rows)
     screen.say("chosen: " + ", ".join(f"{letter} {count:,}" for letter, count in result["letters"].items()))
+    if result["likelihood_per"] == "character":
+        screen.say(
+            "the likeliest option per character, as acc_norm: no comparison with sums, which favour short options"
+        )
     if result["unanswered"]:
         screen.say(f"{result['unanswered']:,} answers name no letter and count as wrong")
     if result["fewer_shots"]:

@@ -183,7 +183,7 @@ class Eval(Section):
     )
     mode: Literal["auto", "likelihood", "chat", "cloze"] = Field(
         "auto",
-        description="How they are asked: the likeliest letter, a written answer, or the likeliest option in full; "
+        description="The likeliest letter, a written answer, or the likeliest option per character; "
         "auto: written by models with a chat template, else the likeliest letter.",
     )
 
