@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from finlm.train import heldout
@@ -22,7 +23,8 @@ class Numbered:
         return tokens, tokens.copy()
 
 
-def test_rows_of_dialogues_are_taken_from_everywhere_as_best_fit_puts_the_longest_first() -> None:
+@pytest.mark.parametrize("is_stream", [True, False], ids=["documents", "dialogues"])
+def test_rows_are_taken_from_everywhere(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def loss_sum(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,10 @@ def test_rows_of_dialogues_are_taken_from_everywhere_as_best_fit_puts_the_longes
 
     part: Any = SimpleNamespace(source="chat", text_bytes=40, tokens=10)
     shards: Any = SimpleNamespace(split=lambda name: [part])
-    found = heldout.evaluate(loss_sum, shards, 4, [2], 12, torch.device("cpu"), rows_of=lambda *_: Numbered())
+    if is_stream:
+        monkeypatch.setattr(heldout, "Rows", lambda *_: Numbered())
+    rows_of: Any = heldout.Rows if is_stream else lambda *_: Numbered()
+    found = heldout.evaluate(loss_sum, shards, 4, [2], 12, torch.device("cpu"), rows_of=rows_of)
     assert seen == [0, 4, 9]
     assert found["sources"]["chat"]["tokens"] == 12
     assert "bits_per_byte" not in found["sources"]["chat"], "the bytes of what is learnt of a dialogue are not known"

@@ -48,8 +48,8 @@ def evaluate(
     for name, parts in sorted(by_source.items()):
         rows = rows_of(parts, sequence_length)
         count = min(len(rows), max(1, max_tokens // sequence_length))
-        # Documents of a stream lie in no order; where rows are filled by best fit the longest come first.
-        chosen = np.arange(count) if rows_of is Rows else np.linspace(0, len(rows) - 1, count).round().astype(np.int64)
+        # From everywhere: a stream lies in the order of its files; where best fit fills rows the longest come first.
+        chosen = np.linspace(0, len(rows) - 1, count).round().astype(np.int64)
         nll, tokens = torch.zeros(2, dtype=torch.float64, device=device)
         for start in range(first, count + first, sum(micro_batches)):
             wanted = np.arange(start, start + micro_batches[rank])
