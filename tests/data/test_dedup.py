@@ -76,6 +76,15 @@ def test_the_held_out_share_is_bounded_and_never_everything(
     assert low <= np.count_nonzero(decision == dedup.HELD_OUT) <= high
 
 
+def test_copies_of_the_lowest_hash_do_not_keep_a_source_from_holding_a_document_out() -> None:
+    texts = sorted((f"文档{number}" for number in range(4)), key=lambda text: table([text]).hash[0, 0])
+    copies = [texts[0]] * 30 + texts[1:]
+    decision = dedup.decide(table(copies), ["share"], data(dedup="none", held_out_fraction=0.001, held_out_documents=5))
+    assert names(decision) == ["held_out", *["equals_held_out"] * 29, "kept", "kept", "kept"]
+    every = dedup.decide(table(copies), ["share"], data(dedup="none", held_out_fraction=1.0))
+    assert names(every)[-3:].count("held_out") == 2 and names(every)[-1] == "kept", "never all"
+
+
 def test_held_out_documents_stay_held_out_when_the_corpus_grows() -> None:
     texts = [f"文档{number}" for number in range(2000)]
     held_out = []

@@ -22,7 +22,7 @@ from finlm.base.errors import UserError
 from finlm.data import documents
 from finlm.recipe.schema_data import Data
 
-VERSION = 2
+VERSION = 3
 
 (
     TRAIN,
@@ -201,20 +201,17 @@ def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
 def _held_out(hashes: npt.NDArray[np.uint64], settings: Data) -> Bools:
     """Which documents of a source are held out: bool [documents].
 
-    Those whose hash is in the lowest held_out_fraction of all hashes, at most held_out_documents, at least one where
-    two different documents are left, never all.
+    Of the different ones those whose hash is in the lowest held_out_fraction of all hashes, at most
+    held_out_documents, at least one where two are left, never all. Of equal ones (dedup: none) the first; its copies
+    are then no training text either.
     """
     chosen = np.zeros(len(hashes), dtype=np.bool_)
-    most = min(settings.held_out_documents, len(hashes) - 1)
+    lowest, first = np.unique(hashes, return_index=True)
+    most = min(settings.held_out_documents, len(lowest) - 1)
     if most < 1 or settings.held_out_fraction == 0:
         return chosen
-    lowest = np.sort(hashes)
     share = int(
         np.searchsorted(lowest, np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64))), side="right")
     )
-    limit = lowest[min(most, max(1, share)) - 1]
-    chosen[hashes <= limit] = True
-    # Equal texts stay together (dedup: none), so the limit moves down until no more than `most` are chosen.
-    if np.count_nonzero(chosen) > most:
-        chosen[hashes == limit] = False
+    chosen[first[: min(most, max(1, share))]] = True
     return chosen
