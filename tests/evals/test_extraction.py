@@ -22,6 +22,7 @@ CASES = {
     "Answer: (C) 20%": "C",
     "选项A是错误的": "A",  # the only letter, whatever is said of it
     "C": "C",
+    "c": "C",
     "我认为是 D 吧": "D",
     "涨跌幅限制是20%": "C",
     "A和B都对": None,

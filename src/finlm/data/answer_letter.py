@@ -30,6 +30,7 @@ _RIGHT = (
 
 
 class _Patterns(NamedTuple):
+    whole: re.Pattern[str]
     line: re.Pattern[str]
     concludes: re.Pattern[str]
     ends: re.Pattern[str]
@@ -44,6 +45,7 @@ def _patterns(letters: str) -> _Patterns:
     several = rf"[ \t]*(?:[、/和与或及]|还是)[ \t]*{one}(?![A-Za-z])"
     single = rf"(?![A-Za-z])(?!{several})(?!{_CLOSE}{_WRONG})"
     return _Patterns(
+        re.compile(rf"{_WRAP}({either})[.．。]?{_CLOSE}\n?"),
         re.compile(rf"{_WRAP}({one}){_CLOSE}\n"),
         re.compile(
             rf"{_DENIED}(?:{_CONCLUDES}{_WRAP}(?:选项|选)?{_WRAP}(?P<letter>{either})"
@@ -70,6 +72,9 @@ def decided(text: str, letters: str) -> str | None:
 def named(text: str, letters: str) -> str | None:
     """The letter, one of `letters`, of a whole answer; None when it names none, or several alike."""
     own = _patterns(letters)
+    whole = own.whole.fullmatch(text)
+    if whole:
+        return whole[1].upper()
     concluded = [_letter(found) for found in _conclusions(own, text)]
     found = decided(text, letters) or (concluded[-1] if concluded else None)
     if found:

@@ -18,7 +18,7 @@ from finlm.data.chat_encode import Encoded, Encoder
 from finlm.data.chat_read import ROLES, asked, checked, with_system
 from finlm.recipe.schema import Recipe
 
-_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
 _LETTERS = "ABCDEFGH"  # of the questions of a file: some have more than four options
 
 
