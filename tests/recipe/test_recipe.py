@@ -246,3 +246,20 @@ def test_a_dumped_recipe_loads_as_the_same_recipe(write: Path) -> None:
     first: Recipe = load(MINIMAL).recipe
     Path("dumped.yaml").write_text(recipe.dump(first))
     assert recipe.load("dumped.yaml").recipe == first
+
+
+def test_the_home_directory_is_expanded_once_in_what_names_a_directory(
+    write: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = write / "home"
+    monkeypatch.setenv("HOME", str(home))
+    named = ["model.init_from=~/model", "data.cache_dir=~/cache", "data.prepared=~/shards", "zero.nvme_path=~/nvme"]
+    read = load(MINIMAL, *named).recipe
+    found = (read.model.init_from, read.data.cache_dir, read.data.prepared, read.zero.nvme_path)
+    assert found == tuple(str(home / name) for name in ("model", "cache", "shards", "nvme"))
+    assert "~" not in recipe.dump(read), "the ranks read recipe.yaml"
+    assert load(MINIMAL, "model.init_from=owner/name").recipe.model.init_from == "owner/name"
+    (home / "shape").mkdir(parents=True)
+    (home / "shape/pretrain.yaml").write_text(MINIMAL)
+    after = MINIMAL.replace("name: tiny", "name: tiny-sft\nstage: sft\nchat: {template: xuanyuan}")
+    assert load(after, "model.init_from=~/shape/pretrain.yaml").recipe.model.init_from == f"{home}/shape/pretrain.yaml"

@@ -98,7 +98,7 @@ def _checked(directory: Path) -> Path:
 
 def _given(recipe: Recipe, prepared: str) -> Path:
     """data.prepared after its checks. Raises UserError when it is incomplete or belongs to another recipe's model."""
-    directory = Path(prepared).expanduser()
+    directory = Path(prepared)
     shards = Shards(directory)
     holds = shards.manifest.get("stage", "pretrain")
     if holds != recipe.stage:

@@ -9,6 +9,7 @@ all three).
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
 # An unfinished run goes on when only these were changed; what precision: auto stood for is in its plan, compared too.
 SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch", "train.precision")
 
+# Their ~ becomes the home directory here and nowhere else: ranks, other hosts and libraries read the path as it is.
+_DIRECTORIES = ("model.init_from", "data.cache_dir", "data.prepared", "zero.nvme_path", "grpo.reward", "self_qa.model")
 _LENGTHS = ("steps", "tokens", "epochs")  # of train; exactly one is given
 _INDEX = re.compile(r"[0-9]{1,9}")
 
@@ -71,6 +74,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     for text in overrides:
         _override(document, text)
     _forget_lengths(document, [name for name in _lengths(document) if document.lines.get(("train", name)) == "--set"])
+    _expand_home(document.values)
     problems: list[str] = []
     mistaken, inherited = parents.inherit(document.values, parent or load)
     problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
@@ -223,6 +227,14 @@ def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
         if len(nearer) == 1 and name not in nearer:
             del document.values["train"][name]
             document.lines.pop(("train", name), None)
+
+
+def _expand_home(values: dict[str, Any]) -> None:
+    for key in _DIRECTORIES:
+        section, _, name = key.partition(".")
+        inside = values.get(section)
+        if isinstance(inside, dict) and isinstance(inside.get(name), str):
+            inside[name] = os.path.expanduser(inside[name])  # noqa: PTH111 - a Hub id is no path
 
 
 def _at(values: Any, location: Location) -> Any:
