@@ -78,3 +78,44 @@ def test_a_recipe_whose_name_begins_like_anothers_does_not_take_its_run(tmp_path
     wanted = recipe.load(QUICKSTART, TINY).recipe
     plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
     assert lineage.earlier(wanted, plan, tmp_path / "shards", tmp_path / "runs") is None
+
+
+@pytest.mark.parametrize("name, content", [("manifest.json", ""), ("plan.json", None), ("plan.json", "\0" * 9)])
+def test_a_damaged_run_is_named_and_left_out(
+    name: str, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier(tmp_path)
+    damaged = tmp_path / "runs/quickstart-2"
+    shutil.copytree(tmp_path / "runs/quickstart-1", damaged)
+    (damaged / name).unlink()
+    if content is not None:
+        (damaged / name).write_text(content)
+    found = earlier(tmp_path, "batch.micro_batch=2")
+    assert found is not None and found.run.path.name == "quickstart-1"
+    assert "quickstart-2 is left out: manifest.json or plan.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_readable_manifest_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "runs/quickstart-1")
+    files.write_text(run.checkpoint(20) / "manifest.json", "")
+    found = earlier(tmp_path, "batch.micro_batch=2")
+    assert found is not None and found.step == 10
+    assert "step-20 is damaged and not used: manifest.json" in capsys.readouterr().err
+
+
+def test_the_parent_of_a_continued_run_is_known_by_another_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier(tmp_path)
+    parent, child = (RunDir(tmp_path / f"runs/quickstart-{number}") for number in (1, 2))
+    shutil.copytree(parent.path, child.path)
+    shards = {"shards": {"path": str(tmp_path / "shards")}}
+    files.write_json(child.manifest, shards | {"continues": {"run": str(parent.path)}})
+    child.append_event("prediction")  # it was ended
+    monkeypatch.chdir(tmp_path)
+    wanted = recipe.load(QUICKSTART, TINY).recipe
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
+    assert lineage.unfinished(wanted, plan, tmp_path / "shards", Path("runs")) is None
+    assert lineage.unfinished(wanted, plan, tmp_path / "shards", tmp_path / "runs") is None

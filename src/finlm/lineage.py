@@ -82,19 +82,21 @@ def unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir |
     """The newest run of the same recipe, plan and data that is not trained, or not exported and examined to its end.
 
     Of a trained run the plan may be another one of the same training, and what follows may be asked for otherwise than
-    before: an exam that failed is left out, and nothing is lost.
+    before: an exam that failed is left out, and nothing is lost. Raises UserError when that run is running.
     """
-    for run, former in _open(wanted, shards, runs):
+    for run, former, planned in _open(wanted, shards, runs):
         if is_trained(run):
             keys = [key for key, _, _ in differences.differing(former, wanted)]
             if former.name != wanted.name or not all(recipes.is_within(key, recipes.SAME_RUN) for key in keys):
                 continue
-            if _changed(WHAT, files.read_json(run.plan), plan):
+            if _changed(WHAT, planned, plan):
                 continue
+            _check_idle(run)
             screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
             return run
-        if _differences(run, plan) or former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
+        if _differences(planned, plan) or former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS):
             continue
+        _check_idle(run)
         step = max((step for step, _ in _checkpoints(run)), default=0)
         screen.say(f"resuming {run.path} from step {step:,} (--new starts afresh)")
         return run
@@ -107,7 +109,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
     Raises UserError when that run is running, or a host that holds a part of its checkpoint cannot give it.
     """
     told = False
-    for run, former in _open(wanted, shards, runs):
+    for run, former, planned in _open(wanted, shards, runs):
         if is_trained(run) or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
             continue
         keys = [key for key, _, _ in differences.differing(former, wanted)]
@@ -116,7 +118,6 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
                 screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
             told = True
             continue
-        planned = files.read_json(run.plan)
         if other := _changed(WHAT, planned, plan):
             screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
             continue
@@ -127,7 +128,7 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
         with locked(run):
             found = _proved(run, former, Plan.from_json(planned), accept_new)
         if found is not None:
-            changed = tuple(_differences(run, plan)) or tuple(keys)
+            changed = tuple(_differences(planned, plan)) or tuple(keys)
             step = Manifest.read(found).step
             screen.say(f"continuing {run.path} from step {step:,} in a new run directory (--new starts afresh)")
             screen.say(f"  changed: {'; '.join(changed)}; data, order and tokens a step are the same")
@@ -135,21 +136,32 @@ def earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bo
     return None
 
 
-def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Recipe]]:
-    """Runs of this name and data that `finlm train` has not ended, newest first, with their recipes."""
+def _check_idle(run: RunDir) -> None:
+    """Raises UserError when another process runs it: before doctor asks about the GPUs that it is on."""
+    with locked(run):
+        pass
+
+
+def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Recipe, dict[str, Any]]]:
+    """Runs of this name and data that `finlm train` has not ended, newest first, with their recipes and plans."""
     every = [RunDir(directory) for directory in sorted(runs.glob(f"{wanted.name}-*"), reverse=True)]
     parents = set()
     for run in every:
         if not (run.manifest.exists() and run.recipe.exists()):
             continue
-        content = files.read_json(run.manifest)
-        parents.add((content.get("continues") or {}).get("run"))
-        if str(run.path) in parents or content["shards"]["path"] != str(shards.resolve()):
+        try:
+            content, planned = files.read_json(run.manifest), files.read_json(run.plan)
+        except (OSError, ValueError) as error:  # cut short with the power, or removed
+            screen.say(f"{run.path} is left out: manifest.json or plan.json cannot be read ({error})")
+            continue
+        if "continues" in content:
+            parents.add(Path(content["continues"]["run"]).name)  # beside it, by whatever path it was found then
+        if run.path.name in parents or content["shards"]["path"] != str(shards.resolve()):
             continue  # what continues it is newer
         if any(run.read_events("prediction")):  # the last row of `finlm train`
             continue
         try:
-            yield run, recipes.load(run.recipe).recipe
+            yield run, recipes.load(run.recipe).recipe, planned
         except UserError:  # written by a version with other keys
             continue
 
@@ -160,9 +172,9 @@ def _changed(keys: Sequence[str], planned: Mapping[str, Any], plan: Plan) -> lis
     return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
 
 
-def _differences(run: RunDir, plan: Plan) -> list[str]:
-    """`key old -> new` for the differing parts of two plans, those that matter most in words."""
-    old, new = files.read_json(run.plan), json.loads(json.dumps(plan.to_json()))
+def _differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
+    """`key old -> new` for the differing parts of two plans, those that matter most in words; the old one as JSON."""
+    new = json.loads(json.dumps(plan.to_json()))
     return _changed(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
 
 
@@ -180,7 +192,10 @@ def _proved(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Pat
     for step, directory in reversed(_checkpoints(run)):
         if directory.parent == run.checkpoints:
             gather.checkpoint(run, hosts_of(planned, former), step, accept_new)
-        found = disk.faults(directory, Manifest.read(directory).files, THREADS)
+        try:
+            found = disk.faults(directory, Manifest.read(directory).files, THREADS)
+        except (OSError, disk.Unreadable) as error:
+            found = [f"{disk.MANIFEST}: {error}"]
         if not found:
             return directory
         screen.say(f"{directory} is damaged and not used: {'; '.join(found[:5])}")

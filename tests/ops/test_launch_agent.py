@@ -216,3 +216,8 @@ def test_a_rank_that_outlives_its_launcher_is_seen_by_the_next_agent(
         assert launch_agent._lock(there, "n1") is None
         os.close(held)
     assert launch_agent._lock(there, "n1") is not None
+
+
+def test_a_note_of_what_was_sent_that_a_power_cut_emptied_counts_for_nothing(here: RunDir, greet: Greet) -> None:
+    (here.path / ".sent-n1.json").touch()
+    assert greet().sent == {}
