@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -95,6 +96,19 @@ def test_an_unfinished_runs_checkpoints_need_no_second_room(
     assert cli.main(["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)]) == 1
     written = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
     assert seen[0]["localhost"]["disks"]["run"]["checkpoint_bytes"] >= written > 0
+
+
+def test_a_second_command_leaves_a_running_run_as_it_is(
+    finished: tuple[RunDir, str], tiny: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(finished[0], tmp_path, "checkpoint")
+    before = {path: path.read_bytes() for path in (run.doctor, run.report)}
+    with (run.path / ".lock").open("a") as other:  # as another process holds it
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert cli.main(["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{run.path} is running now" in said and "doctor" not in said
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def copied(run: RunDir, runs: Path, last: str) -> RunDir:

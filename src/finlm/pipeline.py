@@ -50,7 +50,8 @@ def train(
     resumed = None if new else lineage.unfinished(wanted, plan, shards, runs)
     if resumed is not None and lineage.is_trained(resumed):
         planned = Plan.read(resumed.plan)
-        return _completed(resumed, planned, wanted, lineage.hosts_of(planned, wanted), accept_new)
+        with locked(resumed):
+            return _completed(resumed, planned, wanted, lineage.hosts_of(planned, wanted), accept_new)
     labels = _linted(wanted, shards)
     # Of an unfinished run, whose checkpoints need no second room.
     facts = doctor_gather.gather(wanted, plan, hosts, resumed.path if resumed else runs, accept_new=accept_new)
@@ -60,8 +61,9 @@ def train(
     if any(finding.level == "error" for finding in found):
         return 1
     run = resumed or _new_run(loaded, plan, ds_config, shards, runs, new, accept_new, facts)
-    files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
-    return _completed(run, plan, wanted, hosts, accept_new, doctor_network.host_env(facts))
+    with locked(run):
+        files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
+        return _completed(run, plan, wanted, hosts, accept_new, doctor_network.host_env(facts))
 
 
 def _completed(
@@ -72,7 +74,7 @@ def _completed(
     accept_new: bool,
     network: Mapping[str, Mapping[str, str]] | None = None,
 ) -> int:
-    """Train a run unless that is done, then all that follows; 0, or 1 when it is not what its recipe promises.
+    """Train a locked run unless that is done, then all that follows; 0, or 1 when it is not what its recipe promises.
 
     The row `prediction` comes last: without it the same command goes on here.
     """
@@ -80,11 +82,10 @@ def _completed(
         with tracking.beside(run, wanted.record.tracking):
             if not lineage.is_trained(run):
                 launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
-            with locked(run):
-                gather.checkpoint(run, hosts, plan.steps, accept_new)
-                _export(run)
-                _ask(run, wanted)
-                _give_back()
+            gather.checkpoint(run, hosts, plan.steps, accept_new)
+            _export(run)
+            _ask(run, wanted)
+            _give_back()
         kept = _keeps_promises(run, wanted)
         prediction.record(run)
     finally:
@@ -249,8 +250,7 @@ def _finish(run: RunDir) -> None:
     """What the user wants to know at the end, and what to try next."""
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
     speeds = sorted(step["tokens_per_second"] for step in steps)
-    screen.say()
-    screen.say(f"run directory   {_shown(run.path)}")
+    screen.say(f"\nrun directory   {_shown(run.path)}")
     screen.say(f"training loss   {steps[-1]['loss']:.4f} after {steps[-1]['step']:,} steps")
     if evals:
         first, last = evals[0], evals[-1]
@@ -275,8 +275,7 @@ def _finish(run: RunDir) -> None:
     for row in list(run.read_events("expect"))[-1:]:
         for line in expectations.Outcome.from_json(row).lines():
             screen.say(line)
-    screen.say()
-    screen.say("try next:")
+    screen.say("\ntry next:")
     finlm = f"{_shown(Path(sys.executable))} -m finlm"
     stage = recipe.load(run.recipe).recipe.stage
     if stage != "reward":  # it says how good a text is, and writes none

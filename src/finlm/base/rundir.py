@@ -35,6 +35,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 
 HOST_VARIABLE = "FINLM_HOST"
+_held: set[Path] = set()  # run directories that this process has locked
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,14 @@ def complete_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[None]:
-    """Hold the run for this process. Raises UserError when another one holds it, with its pid.
+    """Hold the run for this process, again where it does already. Raises UserError when another one does, with its pid.
 
     Ranks hold .lock-<host> (hold, ops.launch_agent), so those of a killed `finlm train` are waited for too.
     """
+    own = run.path.resolve()
+    if own in _held:
+        yield
+        return
     with (run.path / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +190,11 @@ def locked(run: RunDir) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()} {os.uname().nodename}\n")
         file.flush()
-        yield
+        _held.add(own)
+        try:
+            yield
+        finally:
+            _held.remove(own)
 
 
 def holder(run: RunDir) -> tuple[str, str]:
