@@ -56,7 +56,10 @@ def healthy(host: str = "h0") -> Facts:
         "python": {"version": "3.12.3", "executable": "/opt/venv/bin/python3"},
         "memory": {"total": 128 * GIB, "available": 120 * GIB, "cgroup_limit": None},
         "disks": {
-            "run": {"path": "runs", "writable": True, "checkpoint_bytes": 0, "total": 900 * GIB, "free": 700 * GIB}
+            "run": {
+                **{"path": "runs", "is_directory": True, "writable": True},
+                **{"checkpoint_bytes": 0, "total": 900 * GIB, "free": 700 * GIB},
+            }
         },
         "shm": {"total": 64 * GIB, "free": 64 * GIB},
         "limits": {"nofile": [20000, 20000], "memlock": [None, None]},

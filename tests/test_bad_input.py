@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from finlm import cli
+from finlm.base import files
+from finlm.base.rundir import RunDir
+from finlm.recipe import recipe
 
 from helpers import QUICKSTART, TINY, finlm, sets
 
@@ -128,3 +132,54 @@ def test_a_model_with_fewer_rows_than_the_tokenizer_has_pieces_is_refused(tmp_pa
     small = ["tokenizer.vocab_size=290", "model.vocab_size=290", f"data.prepared={shards}"]
     result = finlm("train", QUICKSTART, *sets([*TINY, *small]), "--runs", tmp_path / "runs")
     assert result.returncode == 2 and "the tokenizer has 300 pieces, the model 290 rows" in result.stderr
+
+
+def cut_short(directory: Path, name: str) -> Path:
+    """A run directory whose file of this name is empty, as after a power cut."""
+    run = RunDir(directory / "cut")
+    files.write_text(run.recipe, recipe.dump(recipe.load(QUICKSTART, TINY).recipe))
+    for path in (run.plan, run.ds_config, run.origins):
+        files.write_json(path, {})
+    (run.path / name).write_text("")
+    return run.path
+
+
+REFUSED: dict[str, tuple[Callable[[Path], list[str | Path]], str]] = {
+    "recipes in a file": (
+        lambda d: ["new", "mine", "--from", QUICKSTART, "--recipes", d / "file"],
+        "new: {d}/file/mine: Not a directory",
+    ),
+    "runs in a file": (
+        lambda d: ["verify-resume", QUICKSTART, "--runs", d / "file"],
+        "verify-resume: {d}/file: Not a directory",
+    ),
+    "a page in the place of a directory": (
+        lambda d: ["report", cut_short(d, "origins.json"), "--out", d / "directory"],
+        "Is a directory",
+    ),
+    "an empty plan, watched": (lambda d: ["watch", cut_short(d, "plan.json")], "{d}/cut/plan.json is not JSON"),
+    "empty origins": (lambda d: ["diff", QUICKSTART, cut_short(d, "origins.json")], "{d}/cut/origins.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_is_no_such_thing_or_is_cut_short_ends_the_command_without_a_traceback(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    arguments, words = REFUSED[name]
+    assert cli.main(list(map(str, arguments(tmp_path)))) == 2
+    said = capsys.readouterr().err
+    assert words.format(d=tmp_path) in said and "fix:" in said
+
+
+def test_an_error_of_the_system_without_a_file_is_a_bug_and_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_: object) -> int:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    monkeypatch.setitem(cli.COMMANDS, "watch", refused)
+    with pytest.raises(ConnectionRefusedError):
+        cli.main(["watch", "run"])

@@ -92,7 +92,7 @@ def test_a_damaged_run_is_named_and_left_out(
         (damaged / name).write_text(content)
     found = earlier(tmp_path, "batch.micro_batch=2")
     assert found is not None and found.run.path.name == "quickstart-1"
-    assert "quickstart-2 is left out: manifest.json or plan.json cannot be read" in capsys.readouterr().err
+    assert "quickstart-2 is left out: its manifest.json or plan.json is missing or damaged" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_readable_manifest_is_not_used(

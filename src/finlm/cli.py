@@ -7,6 +7,7 @@ loads torch. Human text goes to stderr, one JSON document to stdout under --json
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import logging
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
     from finlm.record.compare import Comparison
 
 
+# What the system says of a path that somebody gave; any other OSError is a bug, or names no file.
+REFUSED = {
+    errno.ENOENT: "give a file or directory that is there",
+    errno.EEXIST: "give another path: a file is in the way",
+    errno.ENOTDIR: "give a directory: a file is in the way",
+    errno.EISDIR: "give a file: this is a directory",
+    errno.EACCES: "change its owner or permissions, or give another path",
+    errno.EROFS: "give a path on a disk that can be written",
+    errno.ENOSPC: "free space there, or give a path on a larger disk",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     options = cli_options.parser().parse_args(argv)
@@ -36,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         screen.fail(error)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in REFUSED:
+            raise
+        screen.fail(UserError(f"{options.command}: {error.filename}: {error.strerror}", fix=REFUSED[error.errno]))
+        return UserError.exit_code
     except KeyboardInterrupt:
         screen.say("interrupted")
         return 130

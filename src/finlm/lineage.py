@@ -151,8 +151,8 @@ def _open(wanted: Recipe, shards: Path, runs: Path) -> Iterator[tuple[RunDir, Re
             continue
         try:
             content, planned = files.read_json(run.manifest), files.read_json(run.plan)
-        except (OSError, ValueError) as error:  # cut short with the power, or removed
-            screen.say(f"{run.path} is left out: manifest.json or plan.json cannot be read ({error})")
+        except (OSError, files.NotJson):
+            screen.say(f"{run.path} is left out: its manifest.json or plan.json is missing or damaged")
             continue
         if "continues" in content:
             parents.add(Path(content["continues"]["run"]).name)  # beside it, by whatever path it was found then

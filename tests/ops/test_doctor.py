@@ -89,6 +89,8 @@ def test_the_disk_must_hold_one_checkpoint_more_than_are_kept() -> None:
     kept = place | {"free": need // 3, "checkpoint_bytes": 2 * need // 3 + 1}
     assert examine(changed(disks={"run": kept}), plan) == []
     assert only(examine(changed(disks={"run": place | {"writable": False}}), plan)).check == "disk"
+    found = only(examine(changed(disks={"run": place | {"is_directory": False}}), plan))
+    assert found.level == "error" and "runs is a file" in found.evidence
 
 
 def test_a_host_of_several_needs_room_for_its_own_share_only() -> None:
@@ -137,7 +139,7 @@ def test_a_ninja_off_the_path_is_not_enough() -> None:
 def test_nvme_needs_libaio_and_room() -> None:
     plan = gpu_plan(zero_stage=3, offload_optimizer="nvme", offload_param="nvme", parameters=7_000_000_000)
     assert only(examine(changed(libaio=False), plan)).check == "libaio"
-    full = {"path": "/nvme", "writable": True, "checkpoint_bytes": 0, "total": 900 * GIB, "free": 50 * GIB}
+    full = healthy()["disks"]["run"] | {"path": "/nvme", "free": 50 * GIB}
     found = only(examine(changed(disks={"nvme": full}), plan))
     assert found.check == "nvme" and "50.0 GiB" in found.evidence and "91.3 GiB" in found.evidence
 

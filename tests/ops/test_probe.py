@@ -35,6 +35,7 @@ def test_this_machine_answers_every_section_without_an_error(tmp_path: Path) -> 
     assert 1 <= facts["cores"]["usable"] <= facts["cores"]["logical"]
     assert 0 < facts["memory"]["available"] <= facts["memory"]["total"]
     assert facts["disks"]["run"]["free"] > 0 and facts["disks"]["run"]["writable"]
+    assert facts["disks"]["run"]["is_directory"] and not probe.disk(f"{__file__}/runs")["is_directory"]
     assert facts["packages"]["torch"].startswith("2.")
 
 

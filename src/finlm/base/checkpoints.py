@@ -101,8 +101,8 @@ class Manifest:
         path = directory / MANIFEST
         try:
             return Manifest.from_json(files.read_json(path), str(path))
-        except ValueError as error:
-            raise Unreadable(f"{path} is not JSON", evidence=str(error), fix=f"remove {directory}") from None
+        except files.NotJson as error:
+            raise Unreadable(error.problem, evidence=error.evidence, fix=f"remove {directory}") from None
 
 
 def _is_inside(name: str) -> bool:

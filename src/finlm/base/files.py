@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from finlm.base.errors import UserError
+
 
 def write_text(path: Path, text: str) -> None:
     """Write text under path in one step: a temporary neighbour, fsync, rename."""
@@ -35,9 +37,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
+class NotJson(UserError, ValueError):
+    """A file that should be a JSON document and is none: a power cut emptied it, or somebody edited it."""
+
+
 def read_json(path: Path) -> Any:
-    """The JSON document in path."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON document in path. Raises NotJson."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fix = "it may have been cut short: put a whole copy in its place"
+        raise NotJson(f"{path} is not JSON", evidence=str(error), fix=fix) from None
 
 
 def append_json_line(path: Path, value: Any) -> None:

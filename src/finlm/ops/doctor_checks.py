@@ -145,7 +145,9 @@ def _space(name: str, disk: Mapping[str, Any], need: float, what: str, fix: str)
     if disk["free"] < need:
         evidence = f"{format_bytes(disk['free'])} free at {disk['path']}, {format_bytes(need)} needed for {what}"
         yield name, "error", evidence, fix
-    if not disk["writable"]:
+    if not disk["is_directory"]:
+        yield name, "error", f"{disk['path']} is a file, or below one", f"give a directory ({what} go there)"
+    elif not disk["writable"]:
         yield name, "error", f"{disk['path']} cannot be written", f"change its owner or permissions ({what} go there)"
 
 

@@ -61,7 +61,7 @@ class Session:
 
     def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new: bool) -> None:
         """Start the agent for the run directory that lies at `there` on the host."""
-        with contextlib.suppress(FileNotFoundError, ValueError):  # without fsync it may be empty after a power cut
+        with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
         code = there / "code"
         agent = ["-u", "-m", "finlm.ops.launch_agent"]

@@ -145,12 +145,13 @@ def space(path: str | Path) -> dict[str, Any]:
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Space where path is or would be created, whether it can be written, and bytes of a run's checkpoints in it."""
+    """Space where path is or would be created, whether it can be, and bytes of a run's checkpoints in it."""
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     kept = sum(file.stat().st_size for file in Path(path).glob("checkpoints/**/*"))
-    return {"path": path, "writable": os.access(str(place), os.W_OK), "checkpoint_bytes": kept, **space(place)}
+    facts = {"path": path, "is_directory": place.is_dir(), "writable": os.access(str(place), os.W_OK)}
+    return {**facts, "checkpoint_bytes": kept, **space(place)}
 
 
 def limits() -> dict[str, Any]:
