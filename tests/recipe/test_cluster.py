@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base.errors import UserError
+from finlm.ops import sync
 from finlm.recipe import cluster
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Hardware, HardwareHost, HostAccess
@@ -103,6 +104,22 @@ def test_empty_and_missing_hostfiles_are_user_mistakes(tmp_path: Path) -> None:
         cluster.load(write(tmp_path, "# nothing\n"))
     with pytest.raises(UserError, match="cannot read the hostfile"):
         cluster.load(tmp_path / "gone.txt")
+
+
+@pytest.mark.parametrize(
+    "raw", ["# 主机\na slots=2  # 头节点\n".encode("gbk"), "a slots=2\r\n# 主机\r\n".encode("utf-8-sig")], ids=("gbk", "bom")
+)
+def test_comments_of_any_encoding_and_a_byte_order_mark_do_no_harm(
+    raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile.txt").write_bytes(raw)
+    found = cluster.default_hostfile()
+    assert found is not None and [(host.name, host.slots) for host in cluster.load(found).hosts] == [("a", 2)]
+    Path("hostfile.txt").write_bytes(raw.replace(b"a slots=2", b""))
+    assert cluster.default_hostfile() is None
+    assert sync.main(Path("hostfile.txt"), accept_new=False, dry_run=True) == 0
+    assert "names no host" in capsys.readouterr().err
 
 
 def test_a_count_stands_for_identical_hosts(tmp_path: Path) -> None:

@@ -34,16 +34,12 @@ def main(hostfile: Path, accept_new: bool, dry_run: bool) -> int:
     """`finlm sync`: the repository around the working directory to the hosts of the hostfile. The exit code."""
     from finlm.recipe import cluster  # brings pydantic: 0.3 s that a caller of sync() has no use for
 
-    if hostfile.is_file() and not _names_a_host(hostfile.read_text(encoding="utf-8")):
+    if hostfile.is_file() and not cluster.entries(hostfile):
         screen.say(f"{hostfile} names no host, so runs use this machine: nothing to sync")
         return 0
     hosts = [host.name for host in cluster.load(hostfile).hosts]
     sync(repository_root(), hosts, accept_new=accept_new, dry_run=dry_run)
     return 0
-
-
-def _names_a_host(hostfile: str) -> bool:
-    return any(line.partition("#")[0].strip() for line in hostfile.splitlines())
 
 
 def repository_root() -> Path:

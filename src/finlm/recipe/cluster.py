@@ -135,19 +135,25 @@ def described(hosts: Cluster, hardware: Hardware) -> Cluster:
     return hosts
 
 
+def entries(path: Path) -> list[tuple[int, str]]:
+    """(line number, text) of what a hostfile says besides comments. Raises UserError when it cannot be read.
+
+    Names are ASCII, so that comments may be of any encoding; Windows editors begin a file with a byte-order mark.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read the hostfile {path}", evidence=str(error)) from None
+    said = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1))
+    return [(number, text) for number, text in said if text]
+
+
 def _read(path: Path) -> dict[str, int]:
     """Slots of every host of the file, in its order."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the hostfile {path}", evidence=str(error)) from None
     slots: dict[str, int] = {}
     first: dict[str, int] = {}
     mistakes = []
-    for number, raw in enumerate(lines, 1):
-        line = raw.partition("#")[0].strip()
-        if not line:
-            continue
+    for number, line in entries(path):
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if match is None:
             mistakes.append(f"{path}:{number}: expected `name slots=N`, got {line!r}")
@@ -208,9 +214,7 @@ def is_local(name: str) -> bool:
 def default_hostfile() -> Path | None:
     """hostfile.txt of the current directory, when any of its lines is more than a comment."""
     path = Path("hostfile.txt")
-    if path.is_file() and any(line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()):
-        return path
-    return None
+    return path if path.is_file() and entries(path) else None
 
 
 def local(cpu_ranks: int) -> Cluster:
