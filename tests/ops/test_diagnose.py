@@ -178,6 +178,18 @@ def test_the_command_prints_text_or_json_and_its_exit_code_tells(tmp_path: Path)
     assert missing.returncode == 2 and "none.log" in missing.stderr and "Traceback" not in missing.stderr
 
 
+def test_without_a_log_nothing_is_called_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.log").touch()
+    (tmp_path / "none").mkdir()
+    for path in (tmp_path, tmp_path / "none", tmp_path / "empty.log", "/dev/null"):
+        assert diagnose.main([str(path)]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and f"error: no logs in {path}\n" in printed.err
+    (tmp_path / "one.log").write_text("loading\nhalf a line")
+    assert diagnose.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "2 log(s), 2 line(s), nothing fatal\n"
+
+
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     """`finlm diagnose LOG | head -1`: the pipe is closed before anything is written."""
     (tmp_path / "x.log").write_text(OOM)

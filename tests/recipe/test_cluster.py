@@ -107,7 +107,9 @@ def test_empty_and_missing_hostfiles_are_user_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", ["# 主机\na slots=2  # 头节点\n".encode("gbk"), "a slots=2\r\n# 主机\r\n".encode("utf-8-sig")], ids=("gbk", "bom")
+    "raw",
+    ["# 主机\na slots=2  # 头节点\n".encode("gbk"), "a slots=2\r\n# 主机\r\n".encode("utf-8-sig")],
+    ids=("gbk", "bom"),
 )
 def test_comments_of_any_encoding_and_a_byte_order_mark_do_no_harm(
     raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

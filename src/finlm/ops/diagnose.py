@@ -36,16 +36,7 @@ def of_logs(
 
     since: how many lines of a path are not looked at. Raises OSError when one cannot be read.
     """
-    signatures = _signatures()
-    logs = []
-    for path in paths:
-        if path == "-":
-            logs.append(scan(standard_input, "-", signatures.prefilter))
-            continue
-        with Path(path).open("rb") as file:
-            former = sum(1 for _ in islice(file, since.get(path, 0))) if since else 0
-            logs.append(scan(file, path, signatures.prefilter, 1 + former))
-    return diagnose(_distinct(logs), signatures, lang)
+    return diagnose(_read(paths, standard_input, since), _signatures(), lang)
 
 
 def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None) -> list[Finding]:
@@ -54,10 +45,32 @@ def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None) 
     since: lines of each log that former launches wrote, which then count for nothing. Raises OSError when a log cannot
     be read.
     """
-    findings = of_logs([str(path) for path in diagnose_run.logs(run)], lang, since=since)
-    findings = diagnose_run.concrete(findings, run, lang)
+    return _of_run(_read_run(run, since), run, lang)
+
+
+def _of_run(logs: Sequence[Log], run: Path, lang: str) -> list[Finding]:
+    findings = diagnose_run.concrete(diagnose(logs, _signatures(), lang), run, lang)
     diagnose_run.keep(findings, run)
     return findings
+
+
+def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
+    return _read([str(path) for path in diagnose_run.logs(run)], since=since)
+
+
+def _read(
+    paths: Sequence[str], standard_input: BinaryIO = sys.stdin.buffer, since: Mapping[str, int] | None = None
+) -> list[Log]:
+    """The logs, each once, however often it is named."""
+    prefilter, logs = _signatures().prefilter, []
+    for path in dict.fromkeys(paths):
+        if path == "-":
+            logs.append(scan(standard_input, "-", prefilter))
+            continue
+        with Path(path).open("rb") as file:
+            former = sum(1 for _ in islice(file, since.get(path, 0))) if since else 0
+            logs.append(scan(file, path, prefilter, 1 + former))
+    return logs
 
 
 @lru_cache(maxsize=1)
@@ -65,29 +78,36 @@ def _signatures() -> Signatures:
     return Signatures()
 
 
-def _distinct(logs: list[Log]) -> list[Log]:
-    """Logs without those named twice."""
-    return list({log.name: log for log in logs}.values())
-
-
 def run(paths: Sequence[str], lang: str, as_json: bool) -> int:
-    """Diagnose and print; 0 = nothing fatal, 1 = a fatal cause, 2 = a file that cannot be read."""
+    """Diagnose and print; 0 = nothing fatal, 1 = a fatal cause, 2 = a file that cannot be read, or nothing to read."""
     findings: list[Finding] = []
+    logs: list[Log] = []
     files = []
     try:
         for path in paths:
-            if path != "-" and Path(path).is_dir():
-                findings += of_run(Path(path), lang)
-            else:
+            if path == "-" or not Path(path).is_dir():
                 files.append(path)
-        findings += of_logs(files, lang) if files else []
+            elif own := _read_run(Path(path)):
+                findings += _of_run(own, Path(path), lang)
+                logs += own
+        given = _read(files)
     except OSError as error:
-        print(f"error: cannot read {error.filename or paths[0]}", file=sys.stderr)
-        print(f"  evidence: {error.strerror or error}", file=sys.stderr)
-        print("  fix:      give log files, - for standard input, or a run directory", file=sys.stderr)
-        return 2
-    diagnose_show.show(findings, lang, as_json)
+        return _refused(f"cannot read {error.filename or paths[0]}", error.strerror or str(error))
+    findings += diagnose(given, _signatures(), lang)
+    logs += given
+    lines = sum(log.lines for log in logs)
+    if not lines:
+        ends = ", ".join(f"*{suffix}" for suffix in diagnose_run.LOG_SUFFIXES)
+        return _refused(f"no logs in {', '.join(paths)}", f"{len(logs)} empty files; of a directory {ends} are read")
+    diagnose_show.show(findings, lang, as_json, len(logs), lines)
     return 1 if any(finding.fatal for finding in findings) else 0
+
+
+def _refused(problem: str, evidence: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    print(f"  evidence: {evidence}", file=sys.stderr)
+    print("  fix:      give log files, - for standard input, or a run directory", file=sys.stderr)
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,6 +74,7 @@ class Log:
     name: str
     hits: list[Hit] = field(default_factory=list)
     size: int = 0
+    lines: int = 0
     steps: list[tuple[int, str]] = field(default_factory=list)  # byte offset and text of training progress, the last
     tail: bytes = b""
     ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
@@ -154,9 +155,11 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
             kept.setdefault(shape, []).append(hit)
             log.hits.append(hit)
         log.size = offset + len(block)
+        log.lines += block.count(b"\n")
         tail = (tail + block)[-TAIL_BYTES:]
     log.steps = _progress(tail, log.size - len(tail))
     log.tail = tail
+    log.lines += bool(tail) and not tail.endswith(b"\n")
     return log
 
 

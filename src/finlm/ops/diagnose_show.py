@@ -11,7 +11,7 @@ from finlm.ops.diagnose_match import Finding
 
 _WORDS = {
     "en": {
-        "nothing": "nothing fatal found",
+        "nothing": "{logs} log(s), {lines:,} line(s), nothing fatal",
         "evidence": "evidence",
         "fix": "fix",
         "confirm": "confirm",
@@ -21,7 +21,7 @@ _WORDS = {
         "at": "line",
     },
     "zh": {
-        "nothing": "没有发现致命问题",
+        "nothing": "{logs} 份日志，{lines:,} 行，没有发现致命问题",
         "evidence": "证据",
         "fix": "处理",
         "confirm": "确认",
@@ -33,22 +33,22 @@ _WORDS = {
 }
 
 
-def text(findings: Sequence[Finding], lang: str = "en") -> str:
-    """The first finding in full, the others in a line each."""
+def text(findings: Sequence[Finding], lang: str, logs: int, lines: int) -> str:
+    """The first finding in full, the others in a line each; without any, how many logs and lines were read."""
     words = _WORDS[lang]
     if not findings:
-        return words["nothing"]
+        return words["nothing"].format(logs=logs, lines=lines)
     first = findings[0]
-    lines = [f"{first.title}  [{first.cause}]", "", first.explanation, ""]
-    lines += [f"{words['evidence']}: {where(first, words['at'])}", *_indented(first.evidence)]
-    lines += [f"{words['fix']}:", *(f"  {i}. {step}" for i, step in enumerate(first.fix.splitlines(), 1))]
-    lines += [f"{words['confirm']}: {first.confirm}"] if first.confirm else []
-    lines += [f"{words['doctor']}: {first.doctor}"] if first.doctor else []
-    lines += [f"{words['threads']}: {' '.join(first.threads)}"] if first.threads else []
+    shown = [f"{first.title}  [{first.cause}]", "", first.explanation, ""]
+    shown += [f"{words['evidence']}: {where(first, words['at'])}", *_indented(first.evidence)]
+    shown += [f"{words['fix']}:", *(f"  {i}. {step}" for i, step in enumerate(first.fix.splitlines(), 1))]
+    shown += [f"{words['confirm']}: {first.confirm}"] if first.confirm else []
+    shown += [f"{words['doctor']}: {first.doctor}"] if first.doctor else []
+    shown += [f"{words['threads']}: {' '.join(first.threads)}"] if first.threads else []
     if len(findings) > 1:
-        lines += ["", f"{words['also']}:"]
-        lines += [f"  {other.cause}: {other.title} ({where(other, words['at'])})" for other in findings[1:]]
-    return "\n".join(lines)
+        shown += ["", f"{words['also']}:"]
+        shown += [f"  {other.cause}: {other.title} ({where(other, words['at'])})" for other in findings[1:]]
+    return "\n".join(shown)
 
 
 def where(finding: Finding, line: str = "line") -> str:
@@ -62,10 +62,10 @@ def _indented(block: str) -> list[str]:
     return [f"  {line}" for line in block.splitlines()]
 
 
-def show(findings: Sequence[Finding], lang: str, as_json: bool) -> None:
+def show(findings: Sequence[Finding], lang: str, as_json: bool, logs: int, lines: int) -> None:
     """Text to stdout, or JSON to stdout and the text to stderr. A reader that stops early (`| head -1`) is no error."""
     try:
-        print(text(findings, lang), file=sys.stderr if as_json else sys.stdout)
+        print(text(findings, lang, logs, lines), file=sys.stderr if as_json else sys.stdout)
         if as_json:
             print(json.dumps({"findings": [finding.to_json() for finding in findings]}, ensure_ascii=False))
         sys.stdout.flush()
