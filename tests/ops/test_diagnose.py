@@ -120,6 +120,19 @@ def test_an_unknown_error_of_one_rank_beats_the_echoes_of_the_others(tmp_path: P
     assert finding.cause == "unknown" and "PhaseError: phase 3 before phase 2" in finding.evidence
 
 
+def test_a_ranks_own_exception_comes_before_the_timeout_of_one_that_waited_for_it(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    timeout = "[rank0]:[E924 10:12:33.123456789 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation"
+    timeout += " timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds.\n"
+    raised = "[rank{}]: Traceback (most recent call last):\n[rank{}]: ValueError: bad sample in shard 17\n"
+    log.write_text(timeout + raised.replace("{}", "1"))
+    (finding, other) = diagnose.of_logs([str(log)])
+    assert (finding.rank, other.cause) == (1, "nccl_collective_timeout")
+    assert "ValueError: bad sample in shard 17" in finding.evidence
+    log.write_text(timeout + raised.replace("{}", "0"))  # what a rank says after its own timeout follows from that
+    assert causes(log)[0] == "nccl_collective_timeout"
+
+
 def test_colours_prefixes_and_redrawn_bars_hide_nothing(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_bytes(

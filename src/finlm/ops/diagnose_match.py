@@ -9,7 +9,7 @@ A hit after which training goes on is no failure. Python 3.8 and the standard li
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,8 @@ def diagnose(logs: Sequence[Log], signatures: Signatures, lang: str = "en") -> l
         explained = {(c.hit.source, c.hit.line) for c in candidates} if signature.id == "unknown" else set()
         counting = _counting(signature, found, logs)
         candidates += [c for c in counting if (c.hit.source, c.hit.line) not in explained]
-    candidates.sort(key=lambda c: (LEVELS.index(c.pattern.level), *_order(c, several)))
+    died = {c.hit.rank for c in candidates if c.signature.id == "unknown" and c.pattern.level == "symptom"} - {None}
+    candidates.sort(key=lambda c: (LEVELS.index(_level(c, died)), *_order(c, several)))
     first: dict[str, _Candidate] = {}
     for candidate in candidates:
         first.setdefault(candidate.signature.id, candidate)
@@ -88,6 +89,12 @@ def diagnose(logs: Sequence[Log], signatures: Signatures, lang: str = "en") -> l
     if kept and kept[0].pattern.level == "cause":
         kept = [c for c in kept if c.signature.id != "unknown"]
     return [_finding(candidate, candidates, lang) for candidate in kept[:MAX_FINDINGS]]
+
+
+def _level(candidate: _Candidate, died: Set[int | None]) -> str:
+    """The pattern's, or an echo's where the rank waited for one of those that died of an exception of their own."""
+    waited = candidate.signature.waits and candidate.hit.rank is not None and died - {candidate.hit.rank}
+    return "echo" if waited else candidate.pattern.level
 
 
 def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:

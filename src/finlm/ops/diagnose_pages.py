@@ -51,7 +51,8 @@ produced in `tests/ops/logs/<id>.log`; then run the generator and the tests.
 
 它们分别读取一次运行的全部日志、多台主机的日志（一起分析）、标准输入。
 退出码 0：没有致命问题；1：找到原因；2：文件无法读取，或没有日志。
-没有安装 finlm 的机器只需要 `src/finlm/ops/diagnose*.py`、`src/finlm/ops/signatures.yaml`、Python 3.8 和 PyYAML：`python src/finlm/ops/diagnose.py LOG`。
+没有安装 finlm 的机器只需要 `src/finlm/ops/diagnose*.py`、`src/finlm/ops/signatures.yaml`、Python 3.8 和 PyYAML：
+`python src/finlm/ops/diagnose.py LOG`。
 
 **添加一条特征**：在 signatures.yaml 中加一项（文件开头说明了各个键），
 并在 `tests/ops/logs/<id>.log` 放一份自己写的或自己产生的日志；然后运行生成命令和测试。

@@ -157,8 +157,7 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
         log.size = offset + len(block)
         log.lines += block.count(b"\n")
         tail = (tail + block)[-TAIL_BYTES:]
-    log.steps = _progress(tail, log.size - len(tail))
-    log.tail = tail
+    log.steps, log.tail = _progress(tail, log.size - len(tail)), tail
     log.lines += bool(tail) and not tail.endswith(b"\n")
     return log
 

@@ -46,6 +46,7 @@ class Signature:
     facts: tuple[str, ...]
     doctor: str | None
     threads: tuple[str, ...]
+    waits: bool = False
 
 
 class Signatures:
@@ -118,6 +119,7 @@ def _signature(entry: dict[str, Any]) -> Signature:
         facts=tuple(entry.get("facts", ())),
         doctor=entry.get("doctor"),
         threads=tuple(entry.get("threads", ())),
+        waits=entry.get("waits", False),
     )
 
 
