@@ -212,6 +212,7 @@ def test_a_model_that_only_the_hosts_have_must_be_on_all_of_them() -> None:
     facts = {"h0": changed("h0", trees=one), "h1": changed("h1", trees=two)}
     found = only(doctor.judge(wanted, CPU_PLAN, hosts, facts, [tree]))
     assert (found.check, found.host) == ("model", "h1") and found.evidence == "/models/llama is not there"
+    assert "`finlm train` copies" in found.fix
 
 
 def test_a_path_below_the_working_directory_lies_below_the_hosts_work_dir(monkeypatch: pytest.MonkeyPatch) -> None:

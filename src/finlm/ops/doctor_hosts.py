@@ -101,6 +101,6 @@ def of_trees(trees: Sequence[Tree], facts: AllFacts) -> Iterator[HostFault]:
             fix = {
                 "code": "`finlm sync` copies the code and proves it equal; `finlm train` does so for its own copy",
                 "data": "`finlm train` copies the shards; a directory given as data.prepared must be there",
-                "model": "copy the directory of model.init_from to the same path there, or give a Hub id",
+                "model": "`finlm train` copies the directory of model.init_from, which must be on this machine",
             }[tree.role]
             yield name, (tree.role, "error", "\n".join(lines), fix)
