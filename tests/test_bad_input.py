@@ -12,6 +12,8 @@ import pytest
 from finlm import cli
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.data import prepare
+from finlm.ops import doctor_gather
 from finlm.recipe import recipe
 
 from helpers import QUICKSTART, TINY, finlm, sets
@@ -95,6 +97,21 @@ def test_a_choice_of_hosts_without_a_hostfile_is_refused(
     assert cli.main(["train", str(QUICKSTART), option, "a100"]) == 2
     assert "are about a hostfile's hosts, and there is none" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [[], ["--gpu", "A100-40G"]])
+def test_a_host_that_does_not_answer_is_told_before_anything_is_prepared(
+    kind: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down = {"problem": "b does not answer", "evidence": "ssh: connect to host b: timed out", "fix": "try `ssh b`"}
+    monkeypatch.setattr(doctor_gather, "hardware", lambda *_: {"a": {}, "b": {"failed": down}})
+    monkeypatch.setattr(prepare, "run", lambda _: pytest.fail("prepared"))
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    command = ["train", str(QUICKSTART), "--hostfile", str(tmp_path / "hosts"), "--runs", str(tmp_path / "runs")]
+    assert cli.main([*command, *kind]) == 2
+    said = capsys.readouterr().err
+    assert "error: 1 of 2 hosts cannot be asked: b" in said and "connect to host b: timed out" in said
+    assert "try `ssh b`" in said and "--exclude b" in said
 
 
 def test_broken_rows_are_kept_aside_and_their_limit_can_be_raised(tmp_path: Path) -> None:

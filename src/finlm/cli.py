@@ -98,7 +98,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from finlm import pipeline
     from finlm.data import start
-    from finlm.ops import doctor_kinds
+    from finlm.ops import doctor_gather, doctor_kinds
     from finlm.recipe import cluster, toy
     from finlm.recipe.recipe import load
 
@@ -110,8 +110,10 @@ def _train(options: argparse.Namespace) -> int:
         hosts = cluster.load(hostfile, recipe.hardware, options.gpu, recipe.hosts, *ways)
         if options.adapter:  # another launcher's hosts may have no ssh
             hosts = cluster.described(hosts, recipe.hardware)
-        elif not options.gpu:
-            hosts = doctor_kinds.ask(recipe, hosts, options.accept_new)
+        elif options.gpu:
+            doctor_kinds.check_reached(doctor_gather.hardware(recipe, hosts, options.accept_new))
+        else:
+            hosts = doctor_kinds.ask(recipe, hosts, options.accept_new, to_train=True)
     elif options.include or options.exclude or options.gpu:
         raise UserError(
             "--include, --exclude and --gpu are about a hostfile's hosts, and there is none",

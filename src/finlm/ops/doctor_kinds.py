@@ -1,8 +1,8 @@
 """Which GPUs the hosts of a hostfile really have, asked before anything is planned.
 
 A hostfile has names and slots only, and a recipe's `hardware:` says what its author used. What a host's nvidia-smi
-answers counts more than that; where it disagrees with the recipe, it is said. A host that cannot be asked is planned as
-the recipe says, or like the others: doctor reports it before a rank starts.
+answers counts more than that; where it disagrees with the recipe, it is said. Who is about to train hears at once of a
+host that cannot be asked (check_reached); for doctor it is planned as the recipe says, or like the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finlm.base import screen
+from finlm.base.errors import UserError
 from finlm.ops import doctor_gather, doctor_gpu
 from finlm.plan import gpus
 from finlm.plan.plan import PlanError
@@ -19,12 +20,30 @@ from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
 
 
-def ask(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> Cluster:
-    """The cluster with the GPUs its hosts have and the memory beside them; what contradicts the recipe is printed."""
-    found, said = settle(cluster, doctor_gather.hardware(recipe, cluster, accept_new))
+def ask(recipe: Recipe, cluster: Cluster, accept_new: bool = False, *, to_train: bool = False) -> Cluster:
+    """The cluster with the GPUs its hosts have and the memory beside them; what contradicts the recipe is printed.
+
+    to_train: raises UserError when a host cannot be asked.
+    """
+    facts = doctor_gather.hardware(recipe, cluster, accept_new)
+    if to_train:
+        check_reached(facts)
+    found, said = settle(cluster, facts)
     for sentence in said:
         screen.say(sentence)
     return found
+
+
+def check_reached(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises UserError that names every host that could not be asked: before hours go into preparing data."""
+    failed = {name: one["failed"] for name, one in facts.items() if "failed" in one}
+    if failed:
+        fixes = dict.fromkeys(one["fix"] for one in failed.values() if one["fix"])
+        raise UserError(
+            f"{len(failed)} of {len(facts)} hosts cannot be asked: {', '.join(failed)}",
+            evidence="\n".join(f"{one['problem']}\n{one['evidence']}".rstrip() for one in failed.values()),
+            fix="\n".join([*fixes, f"or go on without: --exclude {'@'.join(failed)}"]),
+        )
 
 
 def settle(cluster: Cluster, facts: Mapping[str, Mapping[str, Any]]) -> tuple[Cluster, list[str]]:
