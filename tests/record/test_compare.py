@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finlm import reproduce
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.data import synthetic
@@ -140,6 +142,61 @@ def test_reproduce_refuses_a_run_that_has_not_finished(tmp_path: Path) -> None:
     run = run_at(tmp_path / "a", [3.0])
     result = finlm("reproduce", run.path)
     assert result.returncode == 2 and "has not finished" in result.stderr and "Traceback" not in result.stderr
+
+
+# Stands for the code of a run: prepares nothing, trains what TRAINED says, beside a run that somebody else begins.
+CODE = """
+import json, os, pathlib, sys, time
+command, _, *rest = sys.argv[1:]
+shards = pathlib.Path(os.environ["SHARDS"])
+if command == "prepare":
+    print(shards)
+else:
+    runs = pathlib.Path(rest[rest.index("--runs") + 1])
+    plan = json.loads(os.environ["PLAN"])
+    for name, pid in (("tiny-1", os.getpid()), ("tiny-2", 1)):
+        (runs / name).mkdir()
+        (runs / name / "plan.json").write_text(json.dumps(plan))
+        (runs / name / "recipe.yaml").write_text("")
+        row = {"kind": "end", "time": 0, "step": 1, "status": "finished", "hosts": pathlib.Path(
+            rest[rest.index("--hostfile") + 1]).read_text(), "include": rest[-1]}
+        (runs / name / "events.jsonl").write_text(json.dumps(row) + "\\n")
+        (runs / name / ".lock").write_text(f"{pid} {os.uname().nodename}\\n")
+    if plan["world_size"] != 4:
+        time.sleep(60)
+"""
+
+
+def reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int) -> tuple[compare.Comparison, RunDir]:
+    """What reproduce says of a run of two hosts whose code plans this many ranks, and the new run."""
+    run, shards, again = run_at(tmp_path / "a", [3.0]), tmp_path / "shards", tmp_path / "again"
+    run.append_event("end", step=1, status="finished")
+    described = "hosts={a: {user: u}, left-out: {user: u}}"
+    files.write_text(run.recipe, recipe.dump(recipe.load(QUICKSTART, [described]).recipe))
+    plan = {"hosts": [{"name": "b", "slots": 2}, {"name": "a", "slots": 2}], "world_size": 4}
+    files.write_json(run.plan, plan)
+    files.write_json(run.data, {})
+    files.write_json(shards / "manifest.json", {})
+    files.write_text(run.code / "finlm/__init__.py", "")
+    files.write_text(run.code / "finlm/__main__.py", CODE)
+    monkeypatch.setenv("SHARDS", str(shards))
+    monkeypatch.setenv("PLAN", json.dumps(plan | {"world_size": world_size}))
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
+    return reproduce.reproduce(run, again, 0.0), RunDir(again / "tiny-1")
+
+
+def test_a_run_is_reproduced_on_the_hosts_of_its_plan_and_compared_with_its_own_process_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, again = reproduced(tmp_path, monkeypatch, 4)
+    (end,) = again.read_events("end")
+    assert end["hosts"] == "b slots=2\na slots=2\nleft-out slots=1\n" and end["include"] == "b@a"
+    assert f"again in {again.path}\n" in capsys.readouterr().err
+
+
+def test_another_plan_ends_a_reproduction_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = reproduced(tmp_path, monkeypatch, 2)
+    assert [str(one) for one in found.fields] == ["plan: world_size: 4 | 2"]
 
 
 @pytest.mark.slow

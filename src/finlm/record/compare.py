@@ -85,11 +85,16 @@ def fields(a: RunDir, b: RunDir) -> Iterator[Difference]:
     yield from data(report_details.read(a.data), report_details.read(b.data))
     one, other = report_details.read(a.manifest), report_details.read(b.manifest)
     yield from _code(a, b, one.get("finlm") or {}, other.get("finlm") or {})
-    plans = report_details.read(a.plan), report_details.read(b.plan)
-    yield from _mapping("plan", *({key: plan.get(key) for key in _PLAN} for plan in plans))
+    yield from plans(a, b)
     yield from _mapping("packages", one.get("packages") or {}, other.get("packages") or {})
     yield from _mapping("hardware", _hardware(one), _hardware(other))
     yield from _mapping("environment", _environment(one), _environment(other))
+
+
+def plans(a: RunDir, b: RunDir) -> Iterator[Difference]:
+    """Where two plans differ in what may move a number."""
+    both = report_details.read(a.plan), report_details.read(b.plan)
+    yield from _mapping("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
 
 
 def data(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
