@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm import cli
+from finlm import cli, cli_options
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.data import prepare
@@ -189,6 +189,32 @@ def test_a_file_that_is_no_such_thing_or_is_cut_short_ends_the_command_without_a
     assert cli.main(list(map(str, arguments(tmp_path)))) == 2
     said = capsys.readouterr().err
     assert words.format(d=tmp_path) in said and "fix:" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "r.yaml", "--price", "-3"], "--price: expected a number at least 0, got '-3'"),
+        (["sample", "m", "x", "--tokens", "-4"], "--tokens: expected a whole number of at least 1, got '-4'"),
+        (["sample", "m", "x", "--tokens", "4.5"], "--tokens: expected a whole number of at least 1, got '4.5'"),
+        (["compare", "a", "b", "--tolerance", "nan"], "--tolerance: expected a number at least 0, got 'nan'"),
+        (["reproduce", "a", "--tolerance", "inf"], "--tolerance: expected a number at least 0, got 'inf'"),
+        (["chat", "m", "--top-p", "1.5"], "--top-p: expected a number above 0 and at most 1, got '1.5'"),
+        (["plan", "r.yaml", "--gpu-flops", "0"], "--gpu-flops: expected a number above 0, got '0'"),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_numbers_within_their_bounds_are_read() -> None:
+    read = cli_options.parser().parse_args(["plan", "r.yaml", "--gpu-flops", "165e12", "--price", "0"])
+    assert (read.gpu_flops, read.price) == (165e12, 0.0)
+    assert cli_options.parser().parse_args(["chat", "m", "--tokens", "1", "--top-p", "1"]).tokens == 1
 
 
 def test_an_error_of_the_system_without_a_file_is_a_bug_and_keeps_its_traceback(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +22,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("prepare", help="documents -> clean -> dedup -> tokenizer -> shards; skips what is unchanged")
     _recipe_options(command)
-    command.add_argument("--show", type=int, default=0, metavar="N", help="print the first N rows of the run as text")
+    command.add_argument(
+        "--show", type=_whole(0), default=0, metavar="N", help="print the first N rows of the run as text"
+    )
 
     command = add("self-qa", help="questions and answers about the documents, by any model, as data for SFT")
     _recipe_options(command)
@@ -28,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "lint", help="what dialogues teach: rows with the learnt words marked, and what is wrong with the labels"
     )
     _recipe_options(command)
-    command.add_argument("--rows", type=int, default=2, metavar="N", help="rows to print (default: %(default)s)")
+    command.add_argument("--rows", type=_whole(0), default=2, metavar="N", help="rows to print (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
 
     command = add("new", help="a recipe of your own, made from another")
@@ -48,10 +53,12 @@ def parser() -> argparse.ArgumentParser:
     _recipe_options(command, nargs="?")
     _cluster_options(command)
     command.add_argument("--gpu-memory", metavar="BYTES", help="memory of a GPU kind that is not known, e.g. 48GiB")
-    command.add_argument("--gpu-flops", type=float, metavar="N", help="its dense 16-bit FLOP/s, e.g. 165e12")
-    command.add_argument("--gpu-bandwidth", type=float, metavar="N", help="its memory's bytes/s, e.g. 1e12")
-    command.add_argument("--gpu-capability", type=float, metavar="X.Y", help="its compute capability, e.g. 8.6")
-    command.add_argument("--price", type=float, metavar="N", help="price of a GPU-hour, in your currency")
+    command.add_argument("--gpu-flops", type=_number(above=0), metavar="N", help="its dense 16-bit FLOP/s, e.g. 165e12")
+    command.add_argument("--gpu-bandwidth", type=_number(above=0), metavar="N", help="its memory's bytes/s, e.g. 1e12")
+    command.add_argument(
+        "--gpu-capability", type=_number(above=0), metavar="X.Y", help="its compute capability, e.g. 8.6"
+    )
+    command.add_argument("--price", type=_number(0), metavar="N", help="price of a GPU-hour, in your currency")
     command.add_argument("--calibrate", action="store_true", help="measure this machine's GPUs for all later plans")
     command.add_argument("--json", action="store_true", help="print the plan as JSON on stdout")
 
@@ -109,9 +116,12 @@ def parser() -> argparse.ArgumentParser:
         "default: chat for models with a chat template, else likelihood",
     )
     command.add_argument(
-        "--shots", type=int, metavar="N", help="solved examples before a question (default: 5; chat: 0; cloze: none)"
+        "--shots",
+        type=_whole(0),
+        metavar="N",
+        help="solved examples before a question (default: 5; chat: 0; cloze: none)",
     )
-    command.add_argument("--limit", type=int, metavar="N", help="ask a random N questions, the same every time")
+    command.add_argument("--limit", type=_whole(1), metavar="N", help="ask a random N questions, the same every time")
     command.add_argument(
         "--world", type=Path, metavar="RECIPE", help="the world of this recipe instead of the run's own"
     )
@@ -137,16 +147,18 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     command.add_argument("--system", help="system message")
     command.add_argument(
-        "--temperature", type=float, default=0.7, help="0 = always the likeliest (default: %(default)s)"
+        "--temperature", type=_number(0), default=0.7, help="0 = always the likeliest (default: %(default)s)"
     )
-    command.add_argument("--top-p", type=float, default=0.9, help="nucleus sampling (default: %(default)s)")
-    command.add_argument("--tokens", type=int, default=512, help="of an answer at most (default: %(default)s)")
+    command.add_argument(
+        "--top-p", type=_number(above=0, most=1), default=0.9, help="nucleus sampling (default: %(default)s)"
+    )
+    command.add_argument("--tokens", type=_whole(1), default=512, help="of an answer at most (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
 
     command = add("sample", help="continue a prompt")
     command.add_argument("model", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     command.add_argument("prompt", help="text to continue")
-    command.add_argument("--tokens", type=int, default=64, help="tokens at most (default: %(default)s)")
+    command.add_argument("--tokens", type=_whole(1), default=64, help="tokens at most (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
 
     command = add("watch", help="a run as it goes: loss, speed, memory, when it ends")
@@ -154,7 +166,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("compare", help="what differs between two runs, and the step from which their losses do")
     command.add_argument("run_dirs", nargs=2, metavar="RUN", type=Path, help="runs/<run>")
-    command.add_argument("--tolerance", type=float, default=0.0, help="of the loss, in nats (default: %(default)s)")
+    command.add_argument(
+        "--tolerance", type=_number(0), default=0.0, help="of the loss, in nats (default: %(default)s)"
+    )
     command.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
     command = add("reproduce", help="run a finished run again, with its own code, recipe and data, and compare")
@@ -162,12 +176,14 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--runs", type=Path, default=Path("runs"), help="where the new run goes (default: %(default)s)"
     )
-    command.add_argument("--tolerance", type=float, default=0.0, help="of the loss, in nats (default: %(default)s)")
+    command.add_argument(
+        "--tolerance", type=_number(0), default=0.0, help="of the loss, in nats (default: %(default)s)"
+    )
     command.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
     command = add("verify-resume", help="prove that a recipe's run, killed and resumed, equals one that was not")
     _recipe_options(command)
-    command.add_argument("--kills", type=int, default=2, metavar="N", help="SIGKILLs (default: %(default)s)")
+    command.add_argument("--kills", type=_whole(0), default=2, metavar="N", help="SIGKILLs (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     command.add_argument("--runs", type=Path, help="keep both runs there; default: a scratch directory that is removed")
     command.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -197,6 +213,34 @@ def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the rec
     where.add_argument("--hostfile", help=f"hosts in DeepSpeed's format; default: {otherwise}")
     where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
     command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """A whole number of at least this."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def _number(least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """A finite number within these bounds."""
+    bounds = {"at least": least, "above": above, "at most": most}
+    said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most and value > above):
+            raise argparse.ArgumentTypeError(f"expected a number {said}, got {text!r}")
+        return value
+
+    return read
 
 
 class _Version(argparse.Action):
