@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,43 @@ def test_a_fork_is_its_parent_under_another_name(checkout: Path, parent: Path, c
     assert made.expect is None, "the parent's numbers are no promise of the fork"
     assert fork.parent_of(path) == parent
     assert "chosen by us" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "name: >-\n  folded\n",
+        "name: >-\n  folded\n\n\n",
+        '"name": quoted\n\'forked_from\': a@b\n"expect":\n  loss: {20: 2.0}\n\n  tolerance: 0.1\n',
+        "name : spaced  # a comment\nforked_from: >-\n  a@b\n",
+    ],
+)
+def test_a_copy_replaces_keys_however_they_are_written(checkout: Path, head: str) -> None:
+    text = PRETRAIN.read_text(encoding="utf-8")
+    rest = re.sub(r"^(name|expect):.*\n(([ ].*)?\n)*", "", text, flags=re.MULTILINE)
+    parent = checkout / "recipes/quickstart/other.yaml"
+    parent.write_text(head + rest, encoding="utf-8")
+    path = fork.new("mine", parent, copy=True)
+    made = path.read_text(encoding="utf-8")
+    assert recipe.load(path).recipe.name == "mine-other" and content(path) == content(parent)
+    assert fork.parent_of(path) == Path("recipes/quickstart/other.yaml")
+    assert (recipe.load(path).recipe.forked_from or "").count(" ") == 0
+    assert made.endswith(rest) and ("# a comment" in made) == ("# a comment" in head)
+
+
+def test_a_copy_of_a_copy_finds_its_base_under_a_quoted_key(checkout: Path) -> None:
+    parent = checkout / "recipes/quickstart/other.yaml"
+    parent.write_text("\"base\": 'pretrain.yaml'  # it\nname: other\n", encoding="utf-8")
+    path = fork.new("mine", parent)
+    assert "base: ../quickstart/pretrain.yaml  # it\n" in path.read_text(encoding="utf-8")
+
+
+def test_a_recipe_without_lines_of_its_keys_is_no_traceback(checkout: Path) -> None:
+    parent = checkout / "recipes/quickstart/other.yaml"
+    parent.write_text("{base: pretrain.yaml, name: other}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot be copied as it is written"):
+        fork.new("mine", parent, copy=True)
+    assert not (checkout / "recipes/mine").exists()
 
 
 def test_a_forks_page_and_settings_are_what_the_shipped_ones_must_be(

@@ -7,11 +7,12 @@ copied, as --copy does with any: lines and comments stay, `name` changes. Either
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
+
+from ruamel.yaml import YAML
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -35,7 +36,7 @@ def new(name: str, parent: Path, recipes: Path = Path("recipes"), copy: bool = F
     shown = recipe.relative(parent) if given == parent else str(given)  # not where pip put it here
     lineage = f"{shown}@{files.sha256_file(parent)[:12]}"
     own = name if path.stem == "pretrain" else f"{name}-{path.stem}"
-    inherits = re.search(r"^base:", text, re.MULTILINE) is not None
+    inherits = _entry("base").search(text) is not None
     # What lies outside the working directory may be gone or another version tomorrow.
     copy = copy or inherits or not parent.resolve().is_relative_to(Path.cwd())
     made = _copied(text, own, lineage, parent, path) if copy else _inheriting(own, lineage, parent, path)
@@ -43,14 +44,26 @@ def new(name: str, parent: Path, recipes: Path = Path("recipes"), copy: bool = F
     draft = path.with_name(f".{path.name}")
     try:
         files.write_text(draft, made)
-        if _content(recipe.load(draft)) != _content(loaded):
-            raise RuntimeError(f"{path} would not be what {parent} is")
+        if _read(draft) != _content(loaded):
+            raise UserError(
+                f"{given} cannot be copied as it is written",
+                evidence="with another name it would be another recipe, or none",
+                fix="begin a line with each key of its top level: name, expect, base, ...",
+            )
         draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
     return path
+
+
+def _read(draft: Path) -> dict[str, Any] | None:
+    """The content of a draft; None when it is no recipe."""
+    try:
+        return _content(recipe.load(draft))
+    except UserError:
+        return None
 
 
 def _content(loaded: recipe.Loaded) -> dict[str, Any]:
@@ -90,18 +103,29 @@ def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
 
 
 def _copied(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
-    """The parent's text with another name. Keys of the top level start their line, values that span lines do not."""
+    """The parent's text with another name.
+
+    Keys of the top level start their line, quoted or not; what is indented below them belongs to their value.
+    """
     own = (
         f"# Made from {lineage.partition('@')[0]}; what differs was chosen by us.\nname: {name}\nforked_from: {lineage}"
     )
-    text = re.sub(r"^forked_from:.*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^expect:.*\n((\s.*)?\n)*", "", text, flags=re.MULTILINE)  # measured on the parent
-    text, found = re.subn(r"^name:[^#\n]*?(?=\s*(#.*)?$)", own, text, count=1, flags=re.MULTILINE)
+    text = _entry("forked_from").sub("", text)
+    text = _entry("expect").sub("", text)  # measured on the parent
+    text, found = _entry("name").subn(lambda entry: f"{own}{entry['comment'] or ''}\n", text, count=1)
     if not found:
         text = f"{own}\n{text}"
 
-    def moved(line: re.Match[str]) -> str:
-        target = (parent.parent / json.loads(line[2]) if line[2].startswith('"') else parent.parent / line[2]).resolve()
-        return line[1] + Path(os.path.relpath(target, path.parent.resolve())).as_posix()
+    def moved(entry: re.Match[str]) -> str:
+        target = (parent.parent / YAML(typ="safe", pure=True).load(entry[0])["base"]).resolve()
+        base = Path(os.path.relpath(target, path.parent.resolve())).as_posix()
+        return f"base: {base}{entry['comment'] or ''}\n"
 
-    return re.sub(r"^(base:\s*)(\"[^\"\n]*\"|[^\s#]+)", moved, text, count=1, flags=re.MULTILINE)
+    return _entry("base").sub(moved, text, count=1)
+
+
+def _entry(key: str) -> re.Pattern[str]:
+    """A key of the top level with its value, over all its lines, and the comment on the first."""
+    quoted = rf"""(?:{key}|"{key}"|'{key}')[ \t]*:"""
+    first = rf"^{quoted}(?:[^#\n]|(?<=\S)\#)*?(?P<comment>[ \t]+\#.*)?(?:\n|\Z)"
+    return re.compile(rf"{first}(?:(?:[ \t]*\n)*[ \t]+\S.*(?:\n|\Z))*", re.MULTILINE)
