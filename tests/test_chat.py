@@ -102,14 +102,6 @@ def test_input_in_another_encoding_is_a_mistake_of_the_user(
     assert "the input is not UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])
-def test_a_temperature_is_a_number_from_0_on(
-    temperature: str, assistant: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["chat", str(assistant), "--temperature", temperature]) == 2
-    assert "--temperature is a number from 0 on" in capsys.readouterr().err
-
-
 def test_the_smallest_temperature_takes_the_likeliest_token(opened: Opened) -> None:
     logits = torch.tensor([3.0, 90.0, -5.0])
     assert Talker(opened)._choose(logits, 1e-45, 1.0) == Talker(opened)._choose(logits, 0.0, 1.0) == 1

@@ -8,7 +8,6 @@ terminal.
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from unicodedata import category
@@ -31,8 +30,6 @@ def run(
     seed: int = 0,
 ) -> int:
     """Talk until the input ends; the process's exit code. Raises UserError for a model that cannot chat."""
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_tokens < 1:
-        raise UserError("--temperature is a number from 0 on, --top-p above 0 and at most 1, --tokens at least 1")
     opened = open_model(checkpoint)
     talker = Talker(opened, seed)
     screen.say(f"{opened.name}, {opened.context:,} tokens of context. {HELP}.")

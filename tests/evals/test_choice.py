@@ -93,7 +93,6 @@ def test_the_shots_counted_are_those_shown(opened: Opened, exam: Suite, shots: i
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--suite", "exam", "--shots", "-1"), "fewer than no examples"),
         (("--suite", "exam", "--shots", "3", "--mode", "cloze"), "shows no examples"),
         (("--suite", "exam", "--mode", "cloze", "--write-lm-eval", "out"), "leave out --mode cloze"),
         (("--limit", "3", "--write-lm-eval", "out"), "--limit, --write-lm-eval: only questions"),

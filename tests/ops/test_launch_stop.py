@@ -33,8 +33,12 @@ def test_a_closed_terminal_is_a_request_and_the_ranks_hear_of_it_before_the_scre
     told: list[Any] = []
     monkeypatch.setattr(screen, "say", lambda _: told.append("the screen"))
     session = cast(Any, SimpleNamespace(say=lambda **wish: told.append(wish)))
-    with launch_stop.noted() as stop:
-        signal.raise_signal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by
+    try:
+        with launch_stop.noted() as stop:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     stop.look([session], has_stepped=True, grace_seconds=60, now=0.0)
     assert told == [{"do": "stop", "signal": signal.SIGTERM}, "the screen"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import torch
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, locked
+from finlm.base.rundir import RunDir
 from finlm.ops import launch
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
@@ -158,9 +159,13 @@ def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
 
 def test_a_run_cannot_be_started_twice_at_once(make_run: Any) -> None:
     run = make_run()
-    with locked(run), pytest.raises(UserError, match="is running now") as caught:
-        launch.run_ranks(run, Plan.read(run.plan))
-    assert f"`kill {os.getpid()}` on {os.uname().nodename}" in caught.value.fix
+    with (run.path / ".lock").open("w") as other:
+        other.write("4321 elsewhere\n")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)  # by another open file, as another process does
+        with pytest.raises(UserError, match="is running now") as caught:
+            launch.run_ranks(run, Plan.read(run.plan))
+    assert "`kill 4321` on elsewhere" in caught.value.fix
 
 
 def _ranks_of(run: RunDir) -> list[int]:

@@ -100,8 +100,6 @@ def examples(options: Options, mode: Mode) -> int:
     """How many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
     if options.shots is None:
         return questions.EXAMPLES if mode == "likelihood" else 0
-    if options.shots < 0:
-        raise UserError(f"--shots {options.shots}: fewer than no examples", fix="give 0 or more")
     if options.shots and mode == "cloze":
         raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
     return options.shots
@@ -119,8 +117,6 @@ def chosen(asked: Sequence[Question], limit: int | None) -> list[Question]:
     """All, or a random `limit` of them, the same every time."""
     if limit is None or limit >= len(asked):
         return list(asked)
-    if limit < 1:
-        raise UserError(f"--limit {limit} leaves no question", fix="give at least 1")
     places = np.random.default_rng(0).choice(len(asked), size=limit, replace=False)
     return [asked[place] for place in sorted(places.tolist())]
 
