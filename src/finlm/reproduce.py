@@ -19,7 +19,7 @@ from typing import Any
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, holder
 from finlm.recipe import cluster
 from finlm.recipe import recipe as recipes
 from finlm.record import compare
@@ -76,12 +76,13 @@ def _hosts(run: RunDir, scratch: Path) -> list[str]:
 
 def _begun(train: subprocess.Popen[bytes], runs: Path, former: Set[Path]) -> RunDir | None:
     """The run directory that a training holds, as soon as it does; None when it ends before. Others may make theirs."""
-    holder = f"{train.pid} {os.uname().nodename}\n"
+    own = str(train.pid), os.uname().nodename
     while True:
         is_over = train.poll() is not None  # asked before the last look, which then sees everything
         for lock in runs.glob("*/.lock"):
-            if lock.parent not in former and lock.read_text(encoding="utf-8", errors="replace") == holder:
-                return RunDir(lock.parent)
+            run = RunDir(lock.parent)
+            if run.path not in former and holder(run) == own:
+                return run
         if is_over:
             return None
         time.sleep(POLL_SECONDS)

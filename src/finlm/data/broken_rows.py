@@ -13,7 +13,7 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data import cut_files, parsing, readers
+from finlm.data import cut_files, parsing, readers, steps
 from finlm.data.sources import Input
 
 _KEPT = 10_000  # rows of a source that are kept for a look: most often all are broken for one reason
@@ -26,7 +26,7 @@ _HOW = "mend the file (or set data.sources[i].text_field or .encoding), or raise
 def check_first(inputs: Sequence[Input], max_broken_fraction: float) -> None:
     """Raises UserError for the first source of several blocks whose first rows are almost all broken."""
     for item in inputs:
-        blocks = list(itertools.islice(readers.blocks(item, _nothing), 2))
+        blocks = list(itertools.islice(readers.blocks(item, steps.unseen), 2))
         if len(blocks) < 2 or blocks[0].cut:  # read in no time; all of its broken rows are told then
             continue
         rows = list(itertools.islice(parsing.rows(blocks[0], item), _FIRST))
@@ -77,7 +77,3 @@ def _how(line: int, start: str) -> str:
 
 def _shown(file: str, line: int, reason: str, start: str) -> str:
     return f"{file}:{line}: {reason}: {start[:60]!r}"
-
-
-def _nothing(amount: float, description: str | None = None) -> None:
-    pass

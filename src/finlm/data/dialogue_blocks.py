@@ -16,7 +16,7 @@ import orjson
 
 from finlm.base import screen
 from finlm.base.errors import UserError
-from finlm.data import parsing, readers, streams
+from finlm.data import parsing, readers, steps, streams
 from finlm.data.readers import Block
 from finlm.data.sources import Input
 
@@ -54,7 +54,7 @@ def rows(block: Block) -> Iterator[tuple[Any, str]]:
 
 def _is_list(path: Path, encoding: str) -> bool:
     try:
-        start = next(streams.pieces(path, encoding, 4096, lambda amount, description=None: None), b"")
+        start = next(streams.pieces(path, encoding, 4096, steps.unseen), b"")
     except streams.Cut:  # damaged from its first byte: readers.blocks says so
         return False
     return start.lstrip()[:1] == b"["

@@ -32,7 +32,7 @@ def directory(wanted: Recipe, runs: Path, *, must_exist: bool = True) -> Path:
                 "with other settings: --set model.init_from=runs/RUN/export",
             )
         return found
-    path = Path(init_from).expanduser()
+    path = Path(init_from)
     if path.is_dir():
         return path
     if not must_exist:
@@ -69,7 +69,7 @@ def check_judge(wanted: Recipe) -> None:
 
 
 def _check_directory(key: str, named: str, fix: str) -> Path:
-    path = Path(named).expanduser()
+    path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)

@@ -149,7 +149,7 @@ def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
 @contextmanager
 def bar(description: str, total: int, fast_bytes: int) -> Iterator[screen.Advance]:
     """A progress bar over bytes; none for a total that is done in about two seconds."""
-    shown = screen.progress(description, total) if total > fast_bytes else nullcontext(_nothing)
+    shown = screen.progress(description, total) if total > fast_bytes else nullcontext(unseen)
     with shown as advance:
         yield advance
 
@@ -174,8 +174,8 @@ def _damage(directory: Path, lengths: Mapping[str, int]) -> str:
     return ""
 
 
-def _nothing(amount: float, description: str | None = None) -> None:
-    pass
+def unseen(amount: float, description: str | None = None) -> None:
+    """What advances no bar."""
 
 
 def _sha256(path: Path, advance: screen.Advance) -> str:

@@ -54,7 +54,7 @@ def is_recipe(init_from: str | None) -> bool:
 
 def is_directory(init_from: str) -> bool:
     """Whether model.init_from names a directory, which need not exist, and no model of the Hub (owner/name)."""
-    path = Path(init_from).expanduser()
+    path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))
 
@@ -164,7 +164,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
         model = recipe.model.model_dump(include={*SHAPE, "init_std"})
         limits = {"is_judge": recipe.stage == "reward"}
         return {"model": model, "tokenizer": recipe.tokenizer.model_dump(mode="json"), "limits": limits}
-    directory = Path(init_from).expanduser()
+    directory = Path(init_from)
     if not is_needed and not (directory / "config.json").is_file():
         return None
     tokenizer = _tokenizer_of(directory) if directory.is_dir() else init_from
@@ -173,7 +173,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 def config_path(init_from: str, revision: str | None) -> Path:
     """config.json of a model directory, or of a model of the Hub, from its cache if it is there. Raises UserError."""
-    path = Path(init_from).expanduser() / "config.json"
+    path = Path(init_from) / "config.json"
     if path.is_file():
         return path
     if revision is None:

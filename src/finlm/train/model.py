@@ -59,7 +59,7 @@ def context(recipe: Recipe, plan: Plan) -> int:
     """Tokens that the model can read at once: the rows of pretraining, afterwards also what its start could."""
     rows = plan.sequence_length // 2 if recipe.stage in ("dpo", "reward") else plan.sequence_length
     init_from, revision = str(recipe.model.init_from), recipe.model.revision
-    gone = revision is None and not (Path(init_from).expanduser() / "config.json").is_file()
+    gone = revision is None and not (Path(init_from) / "config.json").is_file()
     if recipe.stage == "pretrain" or gone:
         return rows
     found = files.read_json(parents.config_path(init_from, revision))
