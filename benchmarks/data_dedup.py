@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finlm.data import clean, documents, near, near_signatures, near_verify, ngrams
-from finlm.recipe.schema_clean import Clean
+from finlm.corpus import clean, documents, near, ngrams
+from finlm.recipe.schema_data import Clean
 
-Pairs = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
+Pairs = npt.NDArray[np.int64]  # [pairs, 2]
 
 
 def main() -> None:
@@ -51,16 +52,16 @@ def read(path: Path, most: int) -> list[str]:
 def measure(texts: list[str], threshold: float, directory: Path) -> None:
     """Print how fast the parts are and how many of the exact pairs are found."""
     chunk = write_chunk(texts, directory)
-    table, seconds = near.Table(directory, len(texts)), time.process_time()
-    writer = near.Writer(directory)
-    writer.append(*near_signatures.of_chunk(chunk.path))
+    table, seconds = ngrams.Table(directory, len(texts)), time.process_time()
+    writer = ngrams.Writer(directory)
+    writer.append(*ngrams.sign_chunk(chunk.path))
     writer.close()
     signed = time.process_time()
     text_bytes = np.array([len(text.encode()) for text in texts])
-    verify = near_verify.Verifier(table, [chunk], text_bytes, threshold)
+    verify = near.Verifier(table, [chunk], text_bytes, threshold)
     everything = np.ones(len(texts), dtype=np.bool_)
     started = time.process_time()
-    labels, compared = near.components(table, np.zeros(len(texts), dtype=np.int32), everything, verify)
+    like, compared = near.find_likes(table, np.arange(len(texts)), everything, verify)
     joined = time.process_time()
     megabytes = text_bytes.sum() / 1e6
     print(f"{len(texts):,} documents, {megabytes:.1f} MB, Jaccard >= {threshold}, one core")
@@ -70,27 +71,26 @@ def measure(texts: list[str], threshold: float, directory: Path) -> None:
     pairs, similar = exact_pairs(texts, threshold)
     checked = check(texts[:1500], threshold)
     print(f"exact              {len(pairs):,} pairs (prefix filter = all pairs of Python sets on {checked:,} pairs)")
-    found = labels[pairs[:, 0]] == labels[pairs[:, 1]]
-    print(f"recall, pairs      {found.mean():.4f} ({np.count_nonzero(~found):,} missed)")
+    known = [near.find_facts(text) for text in texts]
+    kept = like == np.arange(len(texts))
+    # A pair is a duplicate where its first document stays and says all that the second says.
+    counted = np.array([near.covers(known[left], known[right]) for left, right in pairs.tolist()], dtype=np.bool_)
+    counted &= kept[pairs[:, 0]]
+    dropped = ~kept[pairs[:, 1]]
+    print(
+        f"duplicates         {np.count_nonzero(counted):,} of these pairs: the others differ in a number, date or name"
+    )
+    print(f"recall             {dropped[counted].mean():.4f} ({np.count_nonzero(~dropped & counted):,} missed)")
     for low, high in pairwise((threshold, 0.85, 0.9, 0.95, 1.01)):
-        here = (similar >= low) & (similar < high)
+        here = (similar >= low) & (similar < high) & counted
         if here.any():
-            print(f"  {low:.2f} to {min(high, 1):.2f}     {found[here].mean():.4f} of {np.count_nonzero(here):,}")
-    exact = components_of(pairs, len(texts))
-    removed, expected = labels != np.arange(len(texts)), exact != np.arange(len(texts))
-    partner = np.zeros(len(texts), dtype=np.bool_)
-    partner[pairs.ravel()] = True
+            print(f"  {low:.2f} to {min(high, 1):.2f}     {dropped[here].mean():.4f} of {np.count_nonzero(here):,}")
+    gone = np.flatnonzero(~kept)
+    closeness = jaccard(grams_of(texts), gone, like[gone].astype(np.int64))
     print(
-        f"recall, removed    {np.count_nonzero(removed & expected) / np.count_nonzero(expected):.4f} "
-        f"({np.count_nonzero(removed):,} removed, exact components {np.count_nonzero(expected):,})"
+        f"precision          {np.mean(closeness >= threshold):.4f} of {len(gone):,} dropped documents are that similar "
+        f"to the one kept (least {closeness.min(initial=1):.2f})"
     )
-    print(
-        f"precision, removed {np.count_nonzero(removed & partner) / np.count_nonzero(removed):.4f} have a partner, ",
-        end="",
-    )
-    gone = np.flatnonzero(removed)
-    kept = near_verify.jaccard(grams_of(texts), gone, labels[gone].astype(np.int64))
-    print(f"{np.mean(kept >= threshold):.4f} are that similar to the document kept (least {kept.min():.2f})")
 
 
 def write_chunk(texts: list[str], directory: Path) -> documents.Chunk:
@@ -108,7 +108,7 @@ def grams_of(texts: list[str]) -> ngrams.Grams:
     """The 5-grams that similarity is about."""
     encoded = [text.encode() for text in texts]
     ends = np.cumsum([len(text) for text in encoded])
-    return ngrams.grams(ngrams.words_only(ngrams.characters(b"".join(encoded), ends)), near_signatures.SHINGLE)
+    return ngrams.hash_grams(ngrams.words_only(ngrams.characters(b"".join(encoded), ends)), ngrams.SHINGLE)
 
 
 def exact_pairs(texts: list[str], threshold: float) -> tuple[Pairs, npt.NDArray[np.float64]]:
@@ -133,10 +133,18 @@ def exact_pairs(texts: list[str], threshold: float) -> tuple[Pairs, npt.NDArray[
             candidates.append((left * len(texts) + right)[near_size])
     packed = np.unique(np.concatenate([*candidates, np.empty(0, dtype=np.int64)]))
     pairs = np.stack((packed // len(texts), packed % len(texts)), axis=1)
-    similar = np.concatenate(
-        [near_verify.jaccard(grams, *pairs[first : first + 2**18].T) for first in range(0, len(pairs), 2**18)]
-    )
+    similar = jaccard(grams, pairs[:, 0], pairs[:, 1])
     return pairs[similar >= threshold], similar[similar >= threshold]
+
+
+def jaccard(grams: ngrams.Grams, left: Ids, right: Ids) -> npt.NDArray[np.float64]:
+    """Exact similarity of the sets of n-grams of pairs of documents."""
+    sets = near.distinct_grams(grams)
+    found = np.empty(len(left))
+    for place, (one, other) in enumerate(zip(left.tolist(), right.tolist(), strict=True)):
+        common = len(np.intersect1d(sets[one], sets[other], assume_unique=True))
+        found[place] = common / max(1, len(sets[one]) + len(sets[other]) - common)
+    return found
 
 
 def check(texts: list[str], threshold: float) -> int:
@@ -153,13 +161,6 @@ def check(texts: list[str], threshold: float) -> int:
     found = {(int(left), int(right)) for left, right in exact_pairs(texts, threshold)[0]}
     assert found == plain, f"{len(found ^ plain)} pairs differ"
     return len(sets) * (len(sets) - 1) // 2
-
-
-def components_of(pairs: Pairs, count: int) -> npt.NDArray[np.uint32]:
-    """The smallest document of each document's component."""
-    labels = np.arange(count, dtype=np.uint32)
-    near.join(labels, pairs[:, 0], pairs[:, 1])
-    return near.roots(labels, np.arange(count)).astype(np.uint32)
 
 
 if __name__ == "__main__":

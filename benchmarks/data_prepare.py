@@ -1,6 +1,7 @@
 """JSONL.gz to packed token rows, side by side: finlm and the two usual ways with Hugging Face `datasets`.
 
     .venv/bin/python benchmarks/data_prepare.py --size 1GB --work /tmp/data-benchmark
+    .venv/bin/python benchmarks/data_prepare.py --toy          # does it run? 1 MB, held to no target
 
 The corpus is grown by the synthetic generator, the tokenizer is trained on it, and each way runs in processes of its
 own on the same files with the same number of workers. Speed is text per CPU second (user and system time of the whole
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "src"))
 RECIPE = ROOT / "recipes/quickstart/pretrain.yaml"
 LENGTH = 2048
 VOCAB_SIZE = 16_000
+TOKENIZER_BYTES, YARDSTICK_BYTES = 30_000_000, 20_000_000  # text of the tokenizer, and of the speed of encoding alone
 TARGETS = {"finlm": 25.0, "per row": 8.0, "batched": 4.0}  # MB of text a core-second; times faster than the peers
 
 
@@ -45,21 +47,27 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes of each way (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("/tmp/finlm-data-benchmark"), help="where (%(default)s)")
     parser.add_argument("--only", choices=["finlm", "per row", "batched", "all rules"], help="one way alone")
+    parser.add_argument("--toy", action="store_true", help="1 MB and a small tokenizer, to try the program")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         print(json.dumps(WAYS[options.way](options.corpus, options.work, options.workers)))
         return 0
-    tokenizer(options.work)
-    print(f"tokenizer of {VOCAB_SIZE:,} pieces, {options.workers} workers, {os.cpu_count()} cores")
-    print(yardstick(options.work), flush=True)
+    if options.toy:
+        options.size, scale = "1MB", 20
+    else:
+        scale = 1
+    pieces = VOCAB_SIZE // 8 if options.toy else VOCAB_SIZE  # 2,000: the corpus has 1,018 characters
+    tokenizer(options.work, pieces, TOKENIZER_BYTES // scale)
+    print(f"tokenizer of {pieces:,} pieces, {options.workers} workers, {os.cpu_count()} cores")
+    print(yardstick(options.work, YARDSTICK_BYTES // scale), flush=True)
     results = {}
     for way in [options.only] if options.only else list(WAYS):
         size = options.peer_size if options.peer_size and way in ("per row", "batched") else options.size
         results[way] = measured(way, corpus(options.work, size), options.work, options.workers)
         print(line(way, results[way]), flush=True)
-    return verdict(results)
+    return 0 if options.toy else verdict(results)
 
 
 def line(way: str, found: dict[str, Any]) -> str:
@@ -71,11 +79,12 @@ def line(way: str, found: dict[str, Any]) -> str:
     )
 
 
-def yardstick(work: Path) -> str:
+def yardstick(work: Path, size: int) -> str:
     """How fast this machine is now: both encoders alone, in this process, on the same text."""
-    from finlm.data import encoders, synthetic
+    from finlm.tokens import encoders
+    from finlm.world import writer
 
-    texts = [row["text"].encode() for row in synthetic.documents("fin_news", 20_000_000, 9, "train")]
+    texts = [row["text"].encode() for row in writer.documents("fin_news", size, 9, "train")]
     found = []
     for kind in (encoders.Sentencepiece, encoders.Gigatoken):
         encode = kind(work / "tokenizer/tokenizer.model")
@@ -107,25 +116,26 @@ def verdict(results: dict[str, dict[str, Any]]) -> int:
 def corpus(work: Path, size: str) -> Path:
     """A directory of .jsonl.gz files with that much text."""
     from finlm.base.units import parse_bytes
-    from finlm.data import synthetic
+    from finlm.world import writer
 
     directory = work / f"corpus-{size}"
     if not directory.is_dir():
-        synthetic.write(directory.with_name(f".{directory.name}"), parse_bytes(size), 7, "train")
+        writer.write(directory.with_name(f".{directory.name}"), parse_bytes(size), 7, "train")
         directory.with_name(f".{directory.name}").rename(directory)
     return directory
 
 
-def tokenizer(work: Path) -> Path:
-    """A sentencepiece model of VOCAB_SIZE pieces, trained on 30 MB of such a corpus of another seed."""
-    from finlm.data import synthetic, vocab
+def tokenizer(work: Path, pieces: int, size: int) -> Path:
+    """A sentencepiece model of so many pieces, trained on so many bytes of such a corpus of another seed."""
+    from finlm.tokens import vocab
+    from finlm.world import writer
 
     directory = work / "tokenizer"
     if not (directory / "tokenizer.model").is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        texts = (row["text"] for name in synthetic.SOURCES for row in synthetic.documents(name, 30_000_000, 8, "train"))
+        texts = (row["text"] for name in writer.SOURCES for row in writer.documents(name, size, 8, "train"))
         lines = (part for text in texts for part in text.split("\n"))
-        vocab.train(lines, directory, VOCAB_SIZE, 0.9995)
+        vocab.train(lines, directory, pieces, 0.9995)
     return directory / "tokenizer.model"
 
 
@@ -180,7 +190,7 @@ def prepared(files: Path, work: Path, workers: int, *rules: str) -> dict[str, in
     """This project's prepare."""
     import shutil
 
-    from finlm.data import prepare
+    from finlm import prepare
     from finlm.recipe import recipe
 
     shutil.rmtree(work / "finlm", ignore_errors=True)

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finlm.data import packing
-from finlm.data.dialogue_rows import DialogueRows
-from finlm.data.shards import Order, Shards
-from finlm.train import documents
+from finlm.rows import dialogues
+from finlm.rows.dialogues import DialogueRows
+from finlm.rows.shards import Order, Shards
+from finlm.train import batches
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_sft  # its dialogues
@@ -36,7 +36,7 @@ WARMUP = 3
 def ours(texts: list[np.ndarray], directory: Path, length: int, rows_a_step: int) -> Iterator[int]:
     """Tokens of each step's rows."""
     parts = Shards(gpu_sft.write_shards(directory, texts)).split("train")
-    rows = DialogueRows(parts, packing.index(directory, parts, "best_fit", length))
+    rows = DialogueRows(parts, dialogues.build_index(directory, parts, "best_fit", length))
     order = Order(len(rows), 7)
     step = 0
     while True:
@@ -44,7 +44,7 @@ def ours(texts: list[np.ndarray], directory: Path, length: int, rows_a_step: int
         rows.supervised(ids)
         inputs, labels = rows.read(ids)
         numbers = rows.documents(ids)
-        for part in (inputs, labels, documents.bounds(numbers)):
+        for part in (inputs, labels, batches.document_bounds(numbers)):
             torch.from_numpy(part)
         yield int(np.count_nonzero(numbers >= 0))
         step += 1

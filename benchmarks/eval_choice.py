@@ -2,8 +2,9 @@
 
     pip install lm-eval==0.4.13        # in a copy of the environment
     python benchmarks/eval_choice.py MODEL --suite financeiq --data DIR [--shots 5] [--limit 500] [--batch 16]
+    python benchmarks/eval_choice.py MODEL --peer plain --limit 20      # transformers alone, an option at a time
 
-lm-eval asks the tasks that `finlm eval --write-lm-eval` writes. Prints the accuracy of both, how many questions they
+The peer asks the tasks that `finlm eval --write-lm-eval` writes. Prints the accuracy of both, how many questions they
 answer alike, the largest difference of a log-likelihood, and seconds (wall and CPU) of asking alone, without loading
 the model. Exits 1 when an answer differs by more than rounding can explain. Timings of one machine, not a test.
 """
@@ -22,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from finlm.base import screen
-from finlm.evals import choice, lm_eval_task, questions, suite
-from finlm.train.opened import Opened, open_model
+from finlm.evals import answering, questions, suite
+from finlm.inference.open import Opened, open_model
 
 TOLERANCE = 5e-3  # nats; larger in half precision
 Scores = dict[str, list[float]]  # by question
@@ -38,18 +39,22 @@ def main() -> int:
     parser.add_argument("--world", type=Path, help="recipe of the fictional world, for exam and recall")
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--peer", choices=("lm-eval", "plain"), default="lm-eval", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=16, help="lm-eval's batch size")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="nats (default: %(default)s)")
     options = parser.parse_args()
     wanted = suite.Options(options.suite, "likelihood", options.shots, options.data, options.world, options.limit)
     opened = open_model(options.model)
     with tempfile.TemporaryDirectory() as directory:
-        tasks = lm_eval_task.write(options.model, wanted, Path(directory) / "tasks")
+        tasks = suite.write_lm_eval_task(options.model, wanted, Path(directory) / "tasks")
         ours, right, our_seconds = ask_finlm(opened, wanted, Path(directory))
-        theirs, their_seconds = ask_lm_eval(opened, tasks, f"finlm_{options.suite}", options.batch)
+        if options.peer == "plain":
+            theirs, their_seconds = ask_plain(opened, tasks)
+        else:
+            theirs, their_seconds = ask_lm_eval(opened, tasks, f"finlm_{options.suite}", options.batch)
     rows = [
         (name, f"{len(scores):,}", f"{100 * accuracy(scores, right):.2f} %", f"{wall:.1f}", f"{cpu:.1f}")
-        for name, scores, (wall, cpu) in (("finlm", ours, our_seconds), ("lm-eval", theirs, their_seconds))
+        for name, scores, (wall, cpu) in (("finlm", ours, our_seconds), (options.peer, theirs, their_seconds))
     ]
     screen.table(("", "questions", "micro accuracy", "seconds", "CPU seconds"), rows)
     if ours.keys() != theirs.keys():
@@ -71,10 +76,12 @@ def main() -> int:
 
 def ask_finlm(opened: Opened, wanted: suite.Options, directory: Path) -> tuple[Scores, dict[str, int], Any]:
     """(scores, the right letters' places, (wall, CPU) seconds)."""
-    read = questions.read(wanted.suite, wanted.data, suite.world(opened, wanted.world))
-    chosen = suite.chosen(read.questions, wanted.limit)
+    read = questions.read_questions(wanted.suite, wanted.data, suite.find_world(opened, wanted.world))
+    chosen = suite.draw_questions(read.questions, wanted.limit)
     begun = clock()
-    answers = choice.answers(opened, read, chosen, "likelihood", wanted.shots or 0, directory / "answers.jsonl")
+    answers = answering.answer_questions(
+        opened, read, chosen, "likelihood", wanted.shots or 0, directory / "answers.jsonl"
+    )
     seconds = since(begun)
     scores = {question.sha256: list(answer.scores) for question, answer in zip(chosen, answers, strict=True)}
     return scores, {question.sha256: "ABCD".index(question.answer) for question in chosen}, seconds
@@ -97,6 +104,23 @@ def ask_lm_eval(opened: Opened, tasks: Path, group: str, batch: int) -> tuple[Sc
     screen.say(f"lm-eval's own average of the subjects: {results['results'][group]['acc,none']:.6f}")
     rows = (row for rows in results["samples"].values() for row in rows)
     return {row["doc"]["id"]: [float(value[0]) for value in row["filtered_resps"]] for row in rows}, seconds
+
+
+def ask_plain(opened: Opened, tasks: Path) -> tuple[Scores, Any]:
+    """As ask_lm_eval, by one forward pass for every option."""
+    import torch
+
+    rows = [json.loads(line) for file in sorted(tasks.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
+    begun, scores = clock(), dict[str, list[float]]()
+    for row in rows:
+        options = [opened.tokenizer(row["prompt"] + letter)["input_ids"] for letter in "ABCD"]
+        alike = next(place for place, ids in enumerate(zip(*options, strict=False)) if len(set(ids)) > 1)
+        for ids in options:
+            with torch.inference_mode():
+                logits = opened.model(torch.tensor([ids], device=opened.device)).logits[0, :-1].float()
+            chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=opened.device)[:, None])
+            scores.setdefault(row["id"], []).append(float(chosen[alike - 1 :].sum()))
+    return scores, since(begun)
 
 
 def clock() -> tuple[float, float]:

@@ -4,6 +4,7 @@ Layers of XuanYuan-6B's size, as many as the disk and the memory hold (all 30 ne
 Trains, lets a checkpoint be written while training goes on, kills the process with SIGKILL, and resumes.
 
     PYTHONPATH=src python3 benchmarks/gpu_checkpoint.py --where /tmp/checkpoints --out checkpoint.json
+    PYTHONPATH=src python3 benchmarks/gpu_checkpoint.py --toy      # does it run? tiny layers, on a CPU without a GPU
 """
 
 from __future__ import annotations
@@ -17,35 +18,32 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finlm import config, pipeline
-from finlm.base import memory, processes
+from finlm import pipeline
+from finlm.base import machine, processes
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
-from finlm.data import prepare
-from finlm.plan import planner
-from finlm.recipe import cluster, recipe, shape
+from finlm.recipe import cluster, recipe
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes/quickstart/pretrain.yaml"
 LAYER_PARAMETERS = 4 * 4096**2 + 3 * 4096 * 11008
 EVERY = 40
+SIXB = ("hidden_size=4096", "heads=32", "kv_heads=null", "ffn_size=11008")
+TOY = ("hidden_size=64", "heads=2", "kv_heads=null", "ffn_size=128")
 
 
-def make(where: Path, gpu: str, layers: int) -> RunDir:
-    """A run directory of that many layers on one GPU."""
+def make(where: Path, gpu: str | None, layers: int, width: Sequence[str]) -> RunDir:
+    """A run directory of that many layers of a width on one GPU, or on one CPU rank."""
     sources = "data.sources=[{synthetic: {size: 2MB, held_out_size: 100KB, seed: 3}}]"
-    model = ("hidden_size=4096", f"layers={layers}", "heads=32", "kv_heads=null", "ffn_size=11008")
+    length, steps = (2048, 3 * EVERY) if width == SIXB else (64, 10**6)  # a toy's steps would be over too soon
     overrides = (
-        *(f"model.{one}" for one in model),
+        *(f"model.{key}" for key in (*width, f"layers={layers}")),
         *(sources, "tokenizer.vocab_size=4096", f"data.cache_dir={where / 'cache'}", "train.compile=false"),
-        *(
-            "batch.sequence_length=2048",
-            "batch.tokens_per_step=8192",
-            "batch.micro_batch=4",
-            f"train.steps={3 * EVERY}",
-        ),
+        *(f"batch.sequence_length={length}", f"batch.tokens_per_step={4 * length}", "batch.micro_batch=4"),
+        *(f"train.steps={steps}", "train.cpu_ranks=1"),
         *(
             f"checkpoint.every_steps={EVERY}",
             "checkpoint.keep_last=1",
@@ -55,10 +53,11 @@ def make(where: Path, gpu: str, layers: int) -> RunDir:
         *("zero.offload_optimizer=none", "zero.offload_param=none", "optim.warmup_steps=4"),
     )
     loaded = recipe.load(QUICKSTART, overrides)
-    shards = prepare.run(loaded.recipe)
-    hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, memory.available_bytes()),))
-    plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
-    return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, where / "runs")
+    hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, machine.available_bytes()),))
+    training = pipeline.Training(loaded, hosts, where / "runs")
+    pipeline.prepare_data(training)
+    pipeline.make_plan(training)
+    return pipeline.create_run(training)
 
 
 def start(run: RunDir) -> subprocess.Popen[bytes]:
@@ -81,9 +80,8 @@ def wait_for(run: RunDir, rank: subprocess.Popen[bytes], kind: str, since: float
     raise RuntimeError(f"no {kind} row; exit code {rank.poll()}\n{logs}")
 
 
-def measure(where: Path, gpu: str, layers: int) -> dict[str, Any]:
+def measure(run: RunDir, layers: int) -> dict[str, Any]:
     """The numbers of one run."""
-    run = make(where, gpu, layers)
     began = time.time()
     rank = start(run)
     saved = wait_for(run, rank, "checkpoint", began, 110)
@@ -125,15 +123,17 @@ def main() -> None:
     parser.add_argument("--where", type=Path, default=Path("/tmp/finlm-checkpoints"), help="a directory on the disk")
     parser.add_argument("--gpu", default="H200", help="kind of the GPU in plan/gpus.yaml")
     parser.add_argument("--layers", type=int, help="default: what fits the disk, at most 30")
+    parser.add_argument("--toy", action="store_true", help="two tiny layers, to try the program, also without a GPU")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
     options.where.mkdir(parents=True, exist_ok=True)
-    free, ram = shutil.disk_usage(options.where).free, memory.available_bytes()
+    free, ram = shutil.disk_usage(options.where).free, machine.available_bytes()
     room = min(0.85 * free, 0.4 * ram, 92e9)
-    layers = options.layers or max(1, int(room / 14 / LAYER_PARAMETERS))
+    layers = options.layers or (2 if options.toy else max(1, int(room / 14 / LAYER_PARAMETERS)))
     print(f"{format_bytes(free)} free at {options.where}, {format_bytes(ram)} of RAM available: {layers} layers")
     print(subprocess.run(["df", "-h", options.where, "/dev/shm"], capture_output=True, text=True, check=False).stdout)
-    found = measure(options.where, options.gpu, layers)
+    gpu = options.gpu if cluster.visible_gpus() else None
+    found = measure(make(options.where, gpu, layers, TOY if options.toy else SIXB), layers)
     shutil.rmtree(options.where / "runs")
     print(json.dumps(found, indent=2))
     if options.out:

@@ -4,6 +4,7 @@ Two layers of XuanYuan-6B's width with 32,000 words, 200 steps. One GPU each: a 
 a default one, twice; then both GPUs together. Equal means every loss and gradient norm and the last weights' hash.
 
     PYTHONPATH=src python3 benchmarks/gpu_determinism.py --out determinism.json        (2 GPUs, 3 minutes)
+    PYTHONPATH=src python3 benchmarks/gpu_determinism.py --toy                         (does it run? also without a GPU)
 """
 
 from __future__ import annotations
@@ -22,46 +23,41 @@ from typing import Any
 
 import torch
 
-from finlm import config, pipeline
+from finlm import pipeline
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.ops.launch_env import host_env
-from finlm.plan import planner
+from finlm.launch.adapters import host_env
 from finlm.plan.plan import Plan
-from finlm.recipe import cluster, recipe, shape
+from finlm.recipe import cluster, recipe
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes/quickstart/pretrain.yaml"
 
 
-def make(where: Path, gpu: str, gpus: int, stage: int, deterministic: bool, steps: int) -> RunDir:
-    """A run directory on so many GPUs of this host."""
+SIXB = (
+    *("model.hidden_size=4096", "model.layers=2", "model.heads=32", "model.ffn_size=11008"),
+    "model.vocab_size=32000",
+)
+TOY = ("model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "tokenizer.vocab_size=2000")
+
+
+def make(options: argparse.Namespace, gpus: int, stage: int, deterministic: bool) -> RunDir:
+    """A run directory on so many GPUs of this host, or CPU ranks where it has none."""
+    where, steps, length = options.where, options.steps, 64 if options.toy else 2048
     overrides = (
-        *(
-            "model.hidden_size=4096",
-            "model.layers=2",
-            "model.heads=32",
-            "model.ffn_size=11008",
-            "model.vocab_size=32000",
-        ),
+        *(TOY if options.toy else SIXB),
         "data.sources=[{synthetic: {size: 2MB, held_out_size: 100KB, seed: 3}}]",
-        *(f"data.cache_dir={where / 'cache'}", "batch.sequence_length=2048", f"batch.tokens_per_step={8192 * gpus}"),
-        *(
-            "batch.micro_batch=4",
-            f"train.steps={steps}",
-            "train.recompute=none",
-            "optim.warmup_steps=4",
-            "optim.lr=3e-4",
-        ),
+        *(f"data.cache_dir={where / 'cache'}", f"batch.sequence_length={length}", "batch.micro_batch=4"),
+        *(f"batch.tokens_per_step={4 * length * gpus}", f"train.steps={steps}", "train.recompute=none"),
+        *(f"optim.warmup_steps={4 if steps > 4 else 2}", "optim.lr=3e-4"),
         *(f"zero.stage={stage}", f"train.deterministic={str(deterministic).lower()}", "checkpoint.every_steps=null"),
         *("eval.every_steps=null", "eval.max_tokens_per_source=4096"),
     )
     loaded = recipe.load(QUICKSTART, overrides)
-    shards = prepare.run(loaded.recipe)
-    host = cluster.Host("localhost", gpus, gpu, 100 * 2**30)
-    vocab, _ = prepare.sizes(shards, loaded.recipe)
-    plan = planner.make(loaded.recipe, cluster.Cluster((host,)), shape.of(loaded.recipe, vocab))
-    return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, where / "runs")
+    host = cluster.Host("localhost", gpus, options.gpu if cluster.visible_gpus() else None, 100 * 2**30)
+    training = pipeline.Training(loaded, cluster.Cluster((host,)), where / "runs")
+    pipeline.prepare_data(training)
+    pipeline.make_plan(training)
+    return pipeline.create_run(training)
 
 
 def start(run: RunDir, devices: list[int]) -> list[subprocess.Popen[bytes]]:
@@ -100,7 +96,7 @@ def ended(run: RunDir, ranks: list[subprocess.Popen[bytes]]) -> dict[str, Any]:
         "losses": [row["loss"] for row in rows],
         "norms": [row["grad_norm"] for row in rows],
         "weights": [pair for pair in weights if "optim" in pair[0]],
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[10:]),
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 4 :]),
     }
 
 
@@ -126,12 +122,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each run (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="only runs on that many (default: on one and on two)")
+    parser.add_argument("--toy", action="store_true", help="tiny layers, 4 steps on one GPU or CPU rank")
     options = parser.parse_args()
+    if options.toy:
+        options.steps, options.gpus = 4, 1
     began, both = time.monotonic(), torch.cuda.device_count() > 1 and options.gpus != 1
     found: list[dict[str, Any]] = []
-
-    def one(gpus: int, stage: int, deterministic: bool) -> RunDir:
-        return make(options.where, options.gpu, gpus, stage, deterministic, options.steps)
 
     def tell(row: dict[str, Any]) -> None:
         found.append(row | {"seconds_until_now": round(time.monotonic() - began)})
@@ -139,9 +135,10 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(found, indent=2) + "\n")
 
-    results: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    modes = (True,) if options.toy else (True, False)
+    results: dict[bool, list[dict[str, Any]]] = {is_on: [] for is_on in modes}
     for _ in range(2 if options.gpus != 2 else 0):
-        runs = [(is_on, one(1, 1, is_on)) for is_on in (True, False)]
+        runs = [(is_on, make(options, 1, 1, is_on)) for is_on in modes]
         if both:  # at the same time, one on each GPU
             started = [(is_on, run, start(run, [number])) for number, (is_on, run) in enumerate(runs)]
             for is_on, run, ranks in started:
@@ -149,12 +146,14 @@ def main() -> None:
         else:
             for is_on, run in runs:
                 results[is_on].append(ended(run, start(run, [0])))
-    for is_on in (True, False) if options.gpus != 2 else ():
-        tell(pair(f"1 GPU, ZeRO-1, deterministic {is_on}", *results[is_on]))
+    for is_on in modes if options.gpus != 2 else ():
+        tell(
+            pair(f"1 {'GPU' if cluster.visible_gpus() else 'CPU rank'}, ZeRO-1, deterministic {is_on}", *results[is_on])
+        )
     for stage, is_on in ((1, True), (1, False), (3, True)) if both else ():
         done = []
         for _ in range(2):
-            run = one(2, stage, is_on)
+            run = make(options, 2, stage, is_on)
             done.append(ended(run, start(run, [0, 1])))
         tell(pair(f"2 GPUs, ZeRO-{stage}, deterministic {is_on}", *done))
 

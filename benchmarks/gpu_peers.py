@@ -14,9 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+DEVICE = get_accelerator()
+ON_GPU = DEVICE.device_name() == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # many CPUs compute bf16 a hundred times slower
+if not ON_GPU:  # as finlm does: it would be compiled first, which takes longer than a toy's steps
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 MICRO_BATCH = {"reference": 6, "hf-tuned": 2, "pytorch": 6}
 
 
@@ -28,12 +35,12 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Trainer calls it before a step."""
-        torch.cuda.synchronize()
+        DEVICE.synchronize()
         self.begun = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Trainer calls it after a step."""
-        torch.cuda.synchronize()
+        DEVICE.synchronize()
         self.seconds.append(time.perf_counter() - self.begun)
 
 
@@ -63,8 +70,8 @@ def model_of(task: dict[str, Any], rows: int) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    with torch.device("cuda"):
-        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    with torch.device(DEVICE.device_name()):
+        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=DTYPE)
 
 
 def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": ON_GPU},
         "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
         "steps_per_print": 10**9,
@@ -86,10 +93,11 @@ def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         gradient_accumulation_steps=accumulation,
         max_steps=task["steps"],
         learning_rate=1e-4,
-        bf16=True,
+        bf16=ON_GPU,
         deepspeed=settings,
         gradient_checkpointing=not is_tuned,
-        use_liger_kernel=is_tuned,
+        use_liger_kernel=is_tuned and ON_GPU,
+        use_cpu=not ON_GPU,
         logging_steps=10**9,
         save_strategy="no",
         report_to=[],
@@ -107,11 +115,12 @@ def plain_pytorch(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """A training loop of our own with everything in bf16."""
     rows = -(-task["vocab_size"] // 128) * 128
     model = model_of(task, rows)
+    backend = "inductor" if ON_GPU else "eager"  # compiling for a CPU takes longer than a toy's steps
     for layer in model.model.layers:
-        layer.compile()
+        layer.compile(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    @torch.compile
+    @torch.compile(backend=backend)
     def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
@@ -119,16 +128,16 @@ def plain_pytorch(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     shape = (micro_batch, task["sequence_length"])
     seconds = []
     for _ in range(task["steps"]):
-        torch.cuda.synchronize()
+        DEVICE.synchronize()
         begun = time.perf_counter()
         for _ in range(accumulation):
-            tokens = torch.randint(3, task["vocab_size"], shape, device="cuda")
+            tokens = torch.randint(3, task["vocab_size"], shape, device=DEVICE.device_name())
             loss = loss_of(model(input_ids=tokens).logits, tokens)
             (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        DEVICE.synchronize()
         seconds.append(time.perf_counter() - begun)
     return {"seconds": seconds, "setting": f"bf16 states, micro-batch {micro_batch} x {accumulation}"}
 
@@ -140,7 +149,7 @@ def main() -> None:
     run = plain_pytorch if task["peer"] == "pytorch" else hugging_face
     result = run(task, MICRO_BATCH[task["peer"]])
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        result["memory_bytes"] = torch.cuda.max_memory_allocated()
+        result["memory_bytes"] = DEVICE.max_memory_allocated()
         Path(task["out"]).write_text(json.dumps(result))
 
 

@@ -34,7 +34,7 @@ from finlm import config
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.ops.launch_env import host_env
+from finlm.launch.adapters import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe, shape

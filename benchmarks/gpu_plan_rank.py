@@ -1,6 +1,7 @@
 """A rank of gpu_plan.py: `python gpu_plan_rank.py RUN_DIR STEPS [--trace]` trains and writes rank-N.json after STEPS.
 
-The trainer is finlm.train as it is; a thread beside it follows the memory.
+The trainer is finlm.train as it is; a thread beside it follows the memory. --drawn: imports come first, then it waits
+for RUN_DIR/go, and weights are drawn where the recipe would read them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,33 @@ from finlm.base.rundir import RunDir
 def main() -> None:
     """Train as `finlm train` does."""
     run_path, steps, trace = Path(sys.argv[1]), int(sys.argv[2]), "--trace" in sys.argv
+    if "--drawn" in sys.argv:
+        prepare(run_path)
     threading.Thread(target=watch, args=(run_path, steps, trace), daemon=True).start()
     sys.argv = ["finlm.train", str(run_path)]
     runpy.run_module("finlm.train", run_name="__main__")
 
 
+def prepare(run_path: Path) -> None:
+    """Import what the stage needs, replace the reading of weights, wait for the file `go`."""
+    import importlib
+
+    from finlm.recipe import recipe
+    from finlm.train.model import causal_lm
+
+    stage = recipe.load(run_path / "recipe.yaml").recipe.stage
+    importlib.import_module("finlm.train.pretrain" if stage == "pretrain" else f"finlm.train.post.{stage}")
+    causal_lm._from_pretrained = lambda loaded, plan, settings, config, _: causal_lm._from_scratch(  # type: ignore[assignment]
+        loaded, plan, settings, config
+    )
+    while not (run_path / "go").exists():
+        time.sleep(0.05)
+
+
 def watch(run_path: Path, steps: int, trace: bool) -> None:
     """Follow this process's memory until the steps are done."""
     run, growth, tracing, peak = RunDir(run_path), [], False, 0
-    started = time.monotonic()
+    started, most_used = time.monotonic(), 0
     while True:
         time.sleep(0.2)
         torch = sys.modules.get("torch")
@@ -40,6 +59,9 @@ def watch(run_path: Path, steps: int, trace: bool) -> None:
             if trace:
                 cuda.memory._record_memory_history(stacks="python", max_entries=2_000_000)
                 tracing = True
+        if on_gpu:
+            free, total = cuda.mem_get_info()
+            most_used = max(most_used, total - free)
         if on_gpu and (not growth or cuda.max_memory_allocated() > peak):
             peak = cuda.max_memory_allocated()
             growth.append([round(time.monotonic() - started, 1), cuda.memory_allocated(), peak])
@@ -47,9 +69,12 @@ def watch(run_path: Path, steps: int, trace: bool) -> None:
             break
     found: dict[str, Any] = {"growth": growth, "rss": proc_status("VmHWM"), "locked": proc_status("VmLck")}
     if on_gpu:
-        free, total = cuda.mem_get_info()
         found |= {"allocated": cuda.max_memory_allocated(), "reserved": cuda.max_memory_reserved()}
-        found |= {"device_used": total - free, "active": cuda.memory_stats()["active_bytes.all.peak"]}
+        found |= {
+            "device_used": most_used,
+            "device_total": total,
+            "active": cuda.memory_stats()["active_bytes.all.peak"],
+        }
         found |= {"retries": cuda.memory_stats()["num_alloc_retries"]}
     if tracing:
         try:

@@ -3,6 +3,7 @@
     python benchmarks/gpu_pretrain.py                       # XuanYuan-6B's shape on one GPU, all contenders
     python benchmarks/gpu_pretrain.py --gpus 4 --only ours,ours-zero3
     python benchmarks/gpu_pretrain.py --shape 300m --only ours,hf-tuned
+    python benchmarks/gpu_pretrain.py --toy                 # does it run? on CPU ranks where there is no GPU
 
 Every contender trains the same shape with the same tokens per optimizer step on random tokens, in its own processes,
 for a few steps; the median step after the first two counts. "ours" is what `finlm train` launches: recipe, plan,
@@ -33,7 +34,7 @@ import numpy as np
 from finlm import config
 from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.ops.launch_env import host_env
+from finlm.launch.adapters import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -42,6 +43,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
     "6b": (),
     "1.3b": ("model.hidden_size=2048", "model.layers=24", "model.heads=16", "model.ffn_size=5504"),
+    "toy": (
+        *("model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128"),
+        *("batch.sequence_length=64", "train.compile=false"),
+    ),
     "300m": ("model.hidden_size=1024", "model.layers=20", "model.heads=8", "model.ffn_size=2816"),
 }
 OURS: dict[str, tuple[str, ...]] = {
@@ -57,6 +62,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours-offload": ("zero.stage=3", "zero.offload_optimizer=cpu", "train.recompute=full"),
 }
 PEERS = ("reference", "hf-tuned", "pytorch")
+TOY = {"shape": "toy", "tokens": 768, "steps": 3}  # what --toy sets: every contender in seconds, also on a CPU
 VOCABULARY = 39438
 DOCUMENT_TOKENS = 1000  # on average: FinCorpus has 60 GB in 12 M documents, 5 KB each
 WARMUP = 2
@@ -220,7 +226,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join((*PEERS, "ours", "ours-fp8")), help="comma-separated contenders")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes for our contenders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line a contender")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape, to try the program, also without a GPU")
     arguments = parser.parse_args()
+    if arguments.toy:
+        vars(arguments).update(TOY)
     # Without --num_gpus DeepSpeed's launcher takes the visible ones; with it, always the first of the machine.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(arguments.gpus))))
     _, plan = planned((*SHAPES[arguments.shape], "train.recompute=full"), arguments.gpus)
@@ -235,10 +244,11 @@ def main() -> None:
             if "error" in row:
                 print(f"{row['contender']:<16} failed:\n{row['error']}", flush=True)
                 continue
-            mfu = plan.flops_per_token * row["tokens_per_second"] / arguments.gpus / (plan.peak_flops or 1)
+            flops = plan.flops_per_token * row["tokens_per_second"] / arguments.gpus
+            mfu = f"{flops / plan.peak_flops:.1%}" if plan.peak_flops else "-"
             first = row.get("first_step_seconds")
             print(
-                f"{row['contender']:<16}{row['tokens_per_second']:>9,.0f}{mfu:>8.1%}"
+                f"{row['contender']:<16}{row['tokens_per_second']:>9,.0f}{mfu:>8}"
                 f"{row['memory_bytes'] / 2**30:>10.1f}{row['step_seconds']:>8.3f}"
                 f"{'' if first is None else format(first, '.1f'):>14}  {row.get('setting', '')}",
                 flush=True,

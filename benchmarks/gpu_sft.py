@@ -3,6 +3,7 @@
     python benchmarks/gpu_sft.py                            # XuanYuan-6B's shape on one GPU
     python benchmarks/gpu_sft.py --gpus 4
     python benchmarks/gpu_sft.py --shape 300m --only ours,trl-tuned
+    python benchmarks/gpu_sft.py --toy                      # does it run? on CPU ranks where there is no GPU
 
 Random weights are written once and read by all; the dialogues are random tokens, half of them learnt, of 64 tokens to a
 row, packed by each contender in its own way. Tokens a second count those of dialogues, not padding; the median step
@@ -33,11 +34,13 @@ from finlm.recipe import cluster, recipe, shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_pretrain as bench  # launching and ending contenders
+from gpu_peers import DEVICE, DTYPE, ON_GPU
 
 VOCABULARY, BOS, EOS = 39438, 1, 2
 LEARNT = 0.5
 MICRO_BATCH = {"trl": 8, "trl-tuned": 1}  # with 2 rows of 4,096 trl-tuned ran out of 140 GiB
 LIMIT_SECONDS = 300
+TOY = {"shape": "toy", "tokens": 512, "length": 128, "dialogues": 60, "steps": 3}
 
 
 def dialogues(count: int, longest: int) -> list[np.ndarray]:
@@ -66,7 +69,8 @@ def write_shards(directory: Path, texts: list[np.ndarray]) -> Path:
     tokens = sum(map(len, texts))
     counts = {"tokens": tokens, "documents": len(texts), "text_bytes": 3 * tokens, "learnt": tokens // 2}
     entry = {"source": "random", "split": "train", "file": "train/random-00000.bin", **counts}
-    facts = {"stage": "sft", "dtype": "uint16", "vocab_size": VOCABULARY, "bos_id": BOS, "eos_id": EOS, "add_bos": True}
+    facts = {"stage": "sft", "encoder": "tokenizers", "dtype": "uint16", "vocab_size": VOCABULARY}
+    facts |= {"bos_id": BOS, "eos_id": EOS, "add_bos": True}
     files.write_json(directory / "manifest.json", facts | {"totals": {"train": {"random": counts}}, "shards": [entry]})
     write_tokenizer(directory / "tokenizer")
     return directory
@@ -111,8 +115,8 @@ def write_model(directory: Path, overrides: tuple[str, ...]) -> Path:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        whole = LlamaForCausalLM._from_config(settings, dtype=torch.bfloat16)
+    with torch.device(DEVICE.device_name()):
+        whole = LlamaForCausalLM._from_config(settings, dtype=DTYPE)
     whole.save_pretrained(directory)
     write_tokenizer(directory)
     return directory
@@ -127,6 +131,7 @@ def planned(work: Path, arguments: argparse.Namespace) -> tuple[Any, Any]:
         f"batch.sequence_length={arguments.length}",
         f"batch.tokens_per_step={arguments.tokens}",
         "train.steps=10000",
+        f"train.compile={'auto' if arguments.shape != 'toy' else 'false'}",
         "checkpoint.every_steps=null",
         "eval.every_steps=null",
     )
@@ -136,8 +141,8 @@ def planned(work: Path, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 def ours(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Launch the trainer on a run directory, end it after --steps steps, and read its events."""
-    from finlm.data import dialogue_rows
-    from finlm.data.shards import Shards
+    from finlm.rows import dialogues
+    from finlm.rows.shards import Shards
 
     loaded, plan = planned(work, arguments)
     run = RunDir(Path(tempfile.mkdtemp(dir=work)))
@@ -145,7 +150,7 @@ def ours(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     files.write_json(run.plan, plan.to_json())
     files.write_json(run.ds_config, config.deepspeed(loaded, plan))
     files.write_json(run.manifest, {"shards": {"path": str(work / "shards")}})
-    rows = dialogue_rows.train_rows(Shards(work / "shards"), loaded)
+    rows = dialogues.train_rows(Shards(work / "shards"), loaded)
     filled = float((rows.documents(np.arange(len(rows))) >= 0).mean())
     started = time.monotonic()
     process = bench.launched(["-m", "finlm.train", str(run.path)], run.path)
@@ -159,7 +164,7 @@ def ours(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         return {"error": f"{len(steps)} steps in {time.monotonic() - started:.0f} s\n{bench.last_lines(run.path)}"}
     seconds = statistics.median(step["seconds"] for step in steps[bench.WARMUP :])
     return {
-        "tokens_per_second": plan.tokens_per_step * filled / seconds,
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in steps[bench.WARMUP :]),
         "step_seconds": seconds,
         "memory_bytes": max(step["memory_bytes"] for step in steps),
         "planned_bytes": plan.gpu_bytes,
@@ -191,7 +196,6 @@ def peer(name: str, work: Path, arguments: argparse.Namespace) -> dict[str, Any]
 
 def stock_trl(task: dict[str, Any]) -> None:
     """One rank of stock trl: SFTTrainer on a pre-tokenised data set, packed by trl, under DeepSpeed ZeRO-1."""
-    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -207,7 +211,7 @@ def stock_trl(task: dict[str, Any]) -> None:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": ON_GPU},
         "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "weight_decay": 0.01, "torch_adam": True, "fused": True}},
         "steps_per_print": 10**9,
@@ -220,10 +224,11 @@ def stock_trl(task: dict[str, Any]) -> None:
         learning_rate=5e-5,
         weight_decay=0.01,
         lr_scheduler_type="linear",
-        bf16=True,
+        bf16=ON_GPU,
         deepspeed=settings,
         gradient_checkpointing=not tuned,
-        use_liger_kernel=tuned,
+        use_liger_kernel=tuned and ON_GPU,
+        use_cpu=not ON_GPU,
         packing=True,
         max_length=task["length"],
         logging_steps=1,
@@ -241,11 +246,11 @@ def stock_trl(task: dict[str, Any]) -> None:
             self.losses: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
+            DEVICE.synchronize()
             self.begun, self.before = time.perf_counter(), trainer._total_train_tokens
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
+            DEVICE.synchronize()
             self.seconds.append(time.perf_counter() - self.begun)
             self.tokens.append(int(trainer._total_train_tokens - self.before))
 
@@ -254,9 +259,7 @@ def stock_trl(task: dict[str, Any]) -> None:
 
     clock = Clock()
     trainer = SFTTrainer(
-        model=LlamaForCausalLM.from_pretrained(
-            Path(task["work"]) / "model", dtype=torch.bfloat16, attn_implementation="sdpa"
-        ),
+        model=LlamaForCausalLM.from_pretrained(Path(task["work"]) / "model", dtype=DTYPE, attn_implementation="sdpa"),
         args=configuration,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(Path(task["work"]) / "model"),
@@ -266,36 +269,37 @@ def stock_trl(task: dict[str, Any]) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         result = {"seconds": clock.seconds, "tokens": clock.tokens, "losses": clock.losses}
         result |= {
-            "memory_bytes": torch.cuda.max_memory_allocated(),
+            "memory_bytes": DEVICE.max_memory_allocated(),
             "setting": f"micro-batch {micro_batch} x {accumulation}",
         }
         Path(task["out"]).write_text(json.dumps(result))
 
 
-def proof(work: Path, count: int = 24) -> str:
-    """The loss of dialogues in packed rows against each alone, on this GPU in bf16 by training's attention."""
+def proof(count: int, longest: int) -> str:
+    """The loss of dialogues in packed rows against each alone, on this device by training's attention."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from finlm.data.shards import IGNORED
-    from finlm.train import documents, kernels
+    from finlm.rows.shards import IGNORED
+    from finlm.train import batches
+    from finlm.train.model import kernels
 
-    name = documents.implementation("cuda", torch.bfloat16)
+    name = batches.attention_implementation(DEVICE.device_name(), DTYPE)
     torch.manual_seed(0)
     small = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
     )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(small, attn_implementation=name, dtype=torch.bfloat16)
+    with torch.device(DEVICE.device_name()):
+        model = LlamaForCausalLM._from_config(small, attn_implementation=name, dtype=DTYPE)
     kernels.swap_loss(model, VOCABULARY)
-    texts = dialogues(count, 512)
+    texts = dialogues(count, longest)
     together = np.concatenate(texts)[None, :].astype(np.int64)
     numbers = np.concatenate([np.full(len(ids), n, dtype=np.int32) for n, ids in enumerate(texts)])[None, :]
 
     def loss(ids: np.ndarray, within: np.ndarray, counted: np.ndarray) -> float:
         labels = np.full_like(ids, IGNORED)
         labels[:, :-1] = np.where((within[:, 1:] == within[:, :-1]) & counted[:, 1:], ids[:, 1:], IGNORED)
-        tensors = [torch.from_numpy(part).cuda() for part in (ids, labels, documents.bounds(within))]
+        tensors = [torch.from_numpy(part).to(model.device) for part in (ids, labels, batches.document_bounds(within))]
         with torch.no_grad():
             return float(model(*tensors))
 
@@ -323,8 +327,11 @@ def main() -> None:
     parser.add_argument("--only", default="ours,trl,trl-tuned", help="comma-separated contenders")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes for our contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line a contender")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape, to try the program, also without a GPU")
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.toy:
+        vars(arguments).update(TOY)
     if arguments.task is not None:
         stock_trl(json.loads(arguments.task.read_text()))
         return
@@ -334,7 +341,7 @@ def main() -> None:
         work = Path(directory)
         write_model(work / "model", bench.SHAPES[arguments.shape])
         write_shards(work / "shards", dialogues(arguments.dialogues, arguments.length))
-        print(proof(work), flush=True)
+        print(proof(3, 64) if arguments.toy else proof(24, 512), flush=True)
         _free_gpu()
         print(f"{'':<12}{'tok/s':>9}{'peak GiB':>10}{'step s':>8}  setting, losses", flush=True)
         for name in arguments.only.split(","):
@@ -357,10 +364,8 @@ def main() -> None:
 def _free_gpu() -> None:
     import gc
 
-    import torch
-
     gc.collect()
-    torch.cuda.empty_cache()
+    DEVICE.empty_cache()
 
 
 if __name__ == "__main__":

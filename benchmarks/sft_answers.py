@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from finlm.base import screen
-from finlm.data import synthetic_dialogues
-from finlm.evals.suite import world
-from finlm.train.opened import Opened, open_model
+from finlm.evals.suite import find_world
+from finlm.inference.open import Opened, open_model
+from finlm.world import post
 
 BATCH, MOST_TOKENS = 16, 48
 
@@ -54,10 +54,11 @@ def main() -> None:
 
 def questions(opened: Opened, count: int) -> list[Asked]:
     """The first questions of the held-out companies."""
-    settings = world(opened, None)
+    settings = find_world(opened, None)
     assert settings is not None
-    dialogues = synthetic_dialogues.dialogues("exam_chat", settings.held_out_size, settings.seed, "held_out", 0)
-    return [asked(opened.tokenizer, *turns[0]) for turns in islice(dialogues, count)]
+    rows = post.rows("exam_chat", settings.held_out_size, settings.seed, "held_out")
+    turns = ([message["content"] for message in row["messages"]] for row in islice(rows, count))
+    return [asked(opened.tokenizer, *texts) for texts in turns]
 
 
 def asked(tokenizer: Any, question: str, answer: str) -> Asked:

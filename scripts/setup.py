@@ -1,4 +1,4 @@
-"""Create .venv and install requirements.txt into it; a stamp written last makes the next call take milliseconds.
+"""Create .venv and install requirements.lock into it; a stamp written last makes the next call take milliseconds.
 
 A profile (requirements-v100.txt) names another build of torch; it stays chosen until another one is named.
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "finlm-setup.txt"
 NEEDED_BYTES = 3 * 10**9  # measured: 1.6 GB installed with the CPU build of torch, and pip's unpacking beside it
-INPUTS = ("requirements.txt", "pyproject.toml")
+INPUTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
 DEFAULT = "requirements.txt"
 
 
@@ -97,11 +97,12 @@ def fingerprint(profile: str) -> str:
 
 
 def installs(profile: str) -> list[tuple[str, list[str]]]:
-    """(name, pip's arguments) of each step. torch first: DeepSpeed's build script looks for it, and its pin keeps pip
-    from fetching another build.
+    """Return (name, pip's arguments) of each step. Packages come before torch, so that torch finds what it needs at the
+    locked versions; it is installed by its pin alone, because its builds differ by machine.
     """
     torch = ["torch==" + pin("torch")] if profile == DEFAULT else ["-r", profile]
-    return [("torch", torch), ("packages", ["-r", DEFAULT]), ("finlm", ["--no-deps", "-e", "."])]
+    locked = ["--no-deps", "--require-hashes", "-r", "requirements.lock"]
+    return [("packages", locked), ("torch", torch), ("finlm", ["--no-deps", "-e", "."])]
 
 
 def compile_packages(python: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create .venv from the pinned requirements.txt; does nothing when it is already complete. The other scripts call this.
+# Create .venv from the pinned requirements.lock; does nothing when it is already complete. The other scripts call this.
 #   bash scripts/setup.sh [requirements-v100.txt]      a profile for older GPUs; it stays chosen until another is named
 # PYTHON=/path/to/python3.12 chooses the interpreter; default: the one .venv has, else the first of python3.11, 3.12, 3.13.
 set -euo pipefail

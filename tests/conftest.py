@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +14,21 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from finlm import config, pipeline
+from finlm import prepare
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.plan import planner
-from finlm.recipe import cluster, recipe, shape
+from finlm.recipe import cluster, recipe
 
-from helpers import QUICKSTART, TINY, finlm, sets
+from helpers import QUICKSTART, ROOT, TINY, finlm, new_run, sets
 from ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
+os.environ["FINLM_LANG"] = "en"  # whatever the machine speaks
+os.environ["XDG_CONFIG_HOME"] = f"{tempfile.gettempdir()}/finlm-tests-{os.getpid()}"  # no user's GPUs
 # The longest first, so that no worker is left with one of them at the end, and hosts that wait beside ranks that train.
-FIRST = ("test_docs.py", "cluster", "test_train_command.py", "train/test_training.py", "train/test_checkpoint.py")
+FIRST = ("test_docs.py", "cluster", "test_train_command.py", "train/test_training.py", "train/zero/test_checkpoint.py")
+# What tools leave in a checkout by themselves.
+LEFT_BY_TOOLS = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+BEFORE = pytest.StashKey[set[Path]]()
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
@@ -36,6 +42,30 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """pytest-xdist 3.8 does not see groups of marks under pytest 9.2, whose items keep their names elsewhere."""
     return ByFile(config, log)
+
+
+def files_of_the_checkout() -> set[Path]:
+    """Every file and directory, but for those of tools."""
+    paths = set[Path]()
+    for directory, names, files in os.walk(HERE.parent):
+        names[:] = [name for name in names if name not in LEFT_BY_TOOLS and not name.endswith(".egg-info")]
+        paths.update(Path(directory, name) for name in (*names, *files))
+    return paths
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note what is in the checkout; one process of the session does."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        session.config.stash[BEFORE] = files_of_the_checkout()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session when a test left something in the checkout: the next command would take it for the user's."""
+    if BEFORE not in session.config.stash:
+        return
+    if left := sorted(str(path) for path in files_of_the_checkout() - session.config.stash[BEFORE]):
+        print(f"\nFAILED: the tests left {len(left)} files in the checkout: {', '.join(left[:10])}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +87,14 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[P
         if not directory.exists():
             build(directory)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def clean_checkout() -> Iterator[None]:
+    """Fail a test while which something new appears at the top of the checkout; with two workers both are named."""
+    before = set(os.listdir(HERE.parent)) | LEFT_BY_TOOLS
+    yield
+    assert set(os.listdir(HERE.parent)) <= before
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +121,17 @@ def finished(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) ->
     return RunDir(path), (runs / "printed.txt").read_text()
 
 
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, where commands leave runs and caches; its .venv is this one."""
+    copy = tmp_path_factory.mktemp("checkout") / ROOT.name
+    left_out = {".git", ".venv", "runs", "cache"}
+    shutil.copytree(ROOT, copy, ignore=lambda path, _: left_out if Path(path) == ROOT else {"__pycache__"})
+    subprocess.run(["bash", "scripts/setup.sh"], cwd=ROOT, check=True)  # the copy finds it done
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    return copy
+
+
 RunMaker = Callable[..., RunDir]
 
 
@@ -104,9 +153,7 @@ def make_run(tiny: tuple[str, ...], tmp_path: Path) -> RunMaker:
         *overrides: str, ranks: int = 2, names: tuple[str, ...] = ("localhost",), gpu: str | None = None
     ) -> RunDir:
         loaded = recipe.load(QUICKSTART, (*tiny, f"train.cpu_ranks={ranks}", *overrides))
-        shards = prepare.run(loaded.recipe)
         hosts = cluster.Cluster(tuple(cluster.Host(name, ranks // len(names), gpu, 8 * 2**30) for name in names))
-        plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
-        return pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, tmp_path / "runs")
+        return new_run(loaded, hosts, tmp_path / "runs")
 
     return make

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finlm import config, pipeline
+from finlm import prepare
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.data.shards import Shards
-from finlm.plan import planner
-from finlm.recipe import cluster, recipe, shape
+from finlm.recipe import cluster, recipe
 from finlm.recipe.schema import Recipe
+from finlm.rows.shards import Shards
 
-from helpers import ROOT
+from helpers import ROOT, new_run
 
 Rows = list[dict[str, Any]]
 
@@ -56,13 +54,10 @@ def sft(tmp_path: Path, start: Path, source: Path, *overrides: str) -> Recipe:
 
 def prepared(wanted: Recipe) -> Shards:
     """Its shards."""
-    return Shards(prepare.run(wanted))
+    return prepare.run(wanted)
 
 
 def run(tmp_path: Path, wanted: Recipe, ranks: int = 2) -> RunDir:
     """A run directory of the recipe on CPU ranks, not started."""
-    shards = prepare.run(wanted)
     hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
-    plan = planner.make(wanted, hosts, shape.of(wanted, prepare.sizes(shards, wanted)[0]))
-    loaded = recipe.Loaded(wanted, {}, "sft.yaml")
-    return pipeline.create_run(loaded, plan, config.deepspeed(wanted, plan), shards, tmp_path / "runs")
+    return new_run(recipe.Loaded(wanted, {}, "sft.yaml"), hosts, tmp_path / "runs")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finlm.ops import doctor, doctor_checks
+from finlm.doctor import machine, preflight
+from finlm.doctor.gather import HostFacts
+from finlm.hosts.file_trees import CheckedTree
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -81,16 +84,27 @@ def healthy(host: str = "h0") -> Facts:
             "nccl_files": ["/opt/venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"],
             "error": None,
         },
-        "packages": {**doctor_checks.pins(), "nvidia-nccl-cu13": "2.28.9"},
+        "packages": {**machine.pins(), "nvidia-nccl-cu13": "2.28.9"},
         "extensions": {"network": False, "locks": [], "compilers": [], "prebuilt": []},
         "errors": {},
     }
 
 
-def examine(facts: Facts, plan: Plan | None = None, wanted: Recipe = RECIPE) -> list[doctor.Finding]:
+def examine(facts: Facts, plan: Plan | None = None, wanted: Recipe = RECIPE) -> list[preflight.Finding]:
     plan = plan or gpu_plan()
     hosts = tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts)
-    return doctor.judge(wanted, plan, Cluster(hosts), {hosts[0].name: facts})
+    return judge(wanted, plan, Cluster(hosts), {hosts[0].name: facts})
+
+
+def read(facts: Mapping[str, Facts]) -> dict[str, HostFacts]:
+    """What gather() makes of such documents."""
+    return {name: HostFacts.from_json(document) for name, document in facts.items()}
+
+
+def judge(
+    wanted: Recipe, plan: Plan, hosts: Cluster, facts: Mapping[str, Facts], trees: Sequence[CheckedTree] = ()
+) -> list[preflight.Finding]:
+    return preflight.judge(wanted, plan, hosts, read(facts), trees)
 
 
 def changed(host: str = "h0", **sections: Any) -> Facts:
@@ -105,7 +119,7 @@ def changed(host: str = "h0", **sections: Any) -> Facts:
     return facts
 
 
-def only(findings: list[doctor.Finding]) -> doctor.Finding:
+def only(findings: list[preflight.Finding]) -> preflight.Finding:
     assert len(findings) == 1, findings
     assert findings[0].evidence and findings[0].fix
     return findings[0]

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from finlm.train import checkpoint, engine, events, guard, kernels
+from finlm.base import rundir
+from finlm.train import entry, pretrain
+from finlm.train.model import kernels
+from finlm.train.zero import checkpoint, engine, in_memory
 
 
 def nan_loss(rank: int, micro_steps: list[int]) -> None:
@@ -33,17 +36,51 @@ def nan_loss(rank: int, micro_steps: list[int]) -> None:
     kernels._summed_loss = faulty
 
 
+def flipped_bit(rank: int, first: int, path: str) -> None:
+    """From a forward pass in training on, one rank's gradient of one matrix has another bit; and the hashes."""
+    plain, count = kernels._summed_loss, 0
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        wrong = gradient.clone()
+        wrong.view(torch.int32).view(-1)[7] ^= 1
+        return wrong
+
+    def faulty(model: torch.nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += model.training
+        if count == first + 1 and model.training and int(os.environ["RANK"]) == rank:
+            model.model.layers[0].mlp.up_proj.weight.register_hook(flip)  # type: ignore[attr-defined,union-attr]
+        return plain(model, *batch)
+
+    kernels._summed_loss = faulty
+    fingerprints(path)
+
+
+def out_of_memory(rows: int, first: int) -> None:
+    """From a forward pass on, counted from 0 in each launch, a micro-batch of more than so many rows is too large."""
+    plain, count = kernels._summed_loss, -1
+
+    def faulty(model: torch.nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += model.training
+        if model.training and count >= first and len(batch[0]) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity")
+        return plain(model, *batch)
+
+    kernels._summed_loss = faulty
+
+
 def fingerprints(path: str) -> None:
     """Write a hash of this rank's weights and optimizer states after every step, by step, to path.RANK."""
-    plain = guard.Guard.judge
+    plain = pretrain.Guard.judge
     found: dict[int, str] = {}
 
-    def judged(self: guard.Guard, step: int, *arguments: Any) -> Any:
-        found[step] = state_hash(self.engine)
+    def judged(self: pretrain.Guard, step: int, *arguments: Any) -> Any:
+        found[step] = state_hash(self.s.engine)
         Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
         return plain(self, step, *arguments)
 
-    guard.Guard.judge = judged  # type: ignore[method-assign]
+    pretrain.Guard.judge = judged  # type: ignore[method-assign]
 
 
 def small_groups_and_fingerprints(elements: int, path: str) -> None:
@@ -66,16 +103,16 @@ def waits_and_sums(path: str) -> None:
 
         setattr(owner, name, called)
 
-    record = events.Events.record
+    record = entry.Events.record
 
-    def recorded(self: events.Events, kind: str, **fields: Any) -> None:
+    def recorded(self: entry.Events, kind: str, **fields: Any) -> None:
         if kind == "step":
             found[fields["step"]] = list(now)
             Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
             now[:] = 0, 0
         record(self, kind, **fields)
 
-    events.Events.record = recorded  # type: ignore[method-assign]
+    entry.Events.record = recorded  # type: ignore[method-assign]
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         counted(0, torch.Tensor, name)
     counted(0, get_accelerator(), "synchronize")
@@ -90,29 +127,29 @@ def nan_loss_and_fingerprints(rank: int, micro_steps: list[int], path: str) -> N
 
 def sigterm(rank: int, step: int) -> None:
     """One rank gets SIGTERM while it is judging a step: a scheduler's, and soon after it the one finlm passes on."""
-    plain = guard.Guard.judge
+    plain = pretrain.Guard.judge
 
-    def judged(self: guard.Guard, at: int, *arguments: Any) -> Any:
+    def judged(self: pretrain.Guard, at: int, *arguments: Any) -> Any:
         if at == step and int(os.environ["RANK"]) == rank:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.05)
         return plain(self, at, *arguments)
 
-    guard.Guard.judge = judged  # type: ignore[method-assign]
+    pretrain.Guard.judge = judged  # type: ignore[method-assign]
 
 
 def fp16_overflow(name: str, from_step: int) -> None:
     """fp16, and a gradient is infinite from a step on."""
     fp16()
-    plain = guard.Guard.data_step
+    plain = pretrain.Guard.data_step
 
-    def at(self: guard.Guard, step: int) -> int:
+    def at(self: pretrain.Guard, step: int) -> int:
         if step + 1 == from_step:
-            self.engine.module.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+            self.s.engine.module.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
         return plain(self, step)
 
-    guard.Guard.data_step = at  # type: ignore[method-assign]
+    pretrain.Guard.data_step = at  # type: ignore[method-assign]
 
 
 def state_hash(engine: Any) -> str:
@@ -155,14 +192,38 @@ def killed(rank: int, save: int, seconds: float) -> None:
 
 def stopped(step: int) -> None:
     """All ranks end after this step without another word, as if the machine was switched off."""
-    plain = guard.Guard.judge
+    plain = pretrain.Guard.judge
 
-    def judged(self: guard.Guard, at: int, *arguments: Any) -> Any:
+    def judged(self: pretrain.Guard, at: int, *arguments: Any) -> Any:
         if at == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, at, *arguments)
 
-    guard.Guard.judge = judged  # type: ignore[method-assign]
+    pretrain.Guard.judge = judged  # type: ignore[method-assign]
+
+
+def disks_of_their_own(announced: int | None) -> None:
+    """Each rank is a host whose checkpoints lie in disk-RANK; the launcher announced this step."""
+    folder = f"disk-{os.environ['RANK']}"
+    rundir.RunDir.checkpoints = property(lambda self: self.path / folder)  # type: ignore[assignment]
+    os.environ["FINLM_HOST"] = f"n{os.environ['RANK']}"
+    if announced is not None:
+        os.environ[rundir.STEP_VARIABLE] = str(announced)
+
+
+def memory_of_their_own(stop: int) -> None:
+    """As disks_of_their_own, each with a memory too; the ranks end after the step `stop` as if the power was cut."""
+    plain, folder = rundir.RunDir.memory, f"memory-{os.environ['RANK']}"
+
+    def memory(self: rundir.RunDir, directory: str) -> Path:
+        place = Path(directory) / folder
+        place.mkdir(exist_ok=True)
+        return plain(self, str(place))
+
+    disks_of_their_own(None)
+    rundir.RunDir.memory = memory  # type: ignore[method-assign]
+    in_memory.FIRST_STEPS = 1
+    stopped(stop)
 
 
 def fp16() -> None:
@@ -175,7 +236,7 @@ def disk_is_full(path: str, first: int, last: int) -> None:
 
     The first save of the run is so slow that the second has to wait for it.
     """
-    plain, room, write = checkpoint.Checkpoints.save, checkpoint.Checkpoints._room, checkpoint.Checkpoints._write
+    plain, room, write = checkpoint.Checkpoints.save, checkpoint.Checkpoints._make_room, checkpoint.Checkpoints._write
     ballast, saves, waited_for = Path(path) / "ballast", 0, threading.Event()
     checkpoint.WAIT_SECONDS = 0.2
 
@@ -191,9 +252,9 @@ def disk_is_full(path: str, first: int, last: int) -> None:
                 with ballast.open("wb") as file, contextlib.suppress(OSError):
                     file.write(bytes(1 << 26))
         if first < step <= last:  # it looked as if there were room
-            checkpoint.Checkpoints._room = lambda *_: ""  # type: ignore[method-assign]
+            checkpoint.Checkpoints._make_room = lambda *_: ""  # type: ignore[method-assign]
         plain(self, step)
-        checkpoint.Checkpoints._room = room  # type: ignore[method-assign]
+        checkpoint.Checkpoints._make_room = room  # type: ignore[method-assign]
 
     def written(self: checkpoint.Checkpoints, *arguments: Any) -> Any:
         waited_for.wait()

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finlm import pipeline
 from finlm.base.rundir import RunDir
+from finlm.recipe.cluster import Cluster
+from finlm.recipe.recipe import Loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes/quickstart/pretrain.yaml"
@@ -28,7 +31,11 @@ TINY = (
     "checkpoint.every_steps=10",
     "eval.every_steps=10",
     "eval.max_tokens_per_source=2000",
+    "launch.restarts=0",  # a test's fault ends its run
+    "incidents.straggler.ratio=1000",  # the machine may be busy: its slow ranks are no test's subject
 )
+
+NO_WEIGHTS = b"\2\0\0\0\0\0\0\0{}"  # a file of safetensors without a tensor
 
 
 def finlm(*arguments: str | Path, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -41,6 +48,22 @@ def finlm(*arguments: str | Path, cwd: Path = ROOT, timeout: float = 300) -> sub
 def sets(overrides: Sequence[str]) -> list[str]:
     """The --set options of overrides."""
     return [part for override in overrides for part in ("--set", override)]
+
+
+def new_run(loaded: Loaded, hosts: Cluster, runs: Path) -> RunDir:
+    """A run directory as `finlm train` makes it, not started."""
+    t = pipeline.Training(loaded, hosts, runs)
+    pipeline.prepare_data(t)
+    pipeline.make_plan(t)
+    return pipeline.create_run(t)
+
+
+def with_fault(directory: Path, fault: str) -> str:
+    """A PYTHONPATH with which launched ranks call a function of faults.py before they begin, for example "fp16()"."""
+    directory.mkdir(parents=True, exist_ok=True)
+    is_rank = 'sys.orig_argv[-3:-1] == ["-m", "finlm.train"]'
+    (directory / "sitecustomize.py").write_text(f"import sys\nif {is_rank}:\n    import faults\n    faults.{fault}\n")
+    return os.pathsep.join(map(str, (directory, ROOT / "tests", ROOT / "src")))
 
 
 def incidents(run: RunDir) -> list[dict[str, Any]]:

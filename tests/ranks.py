@@ -2,7 +2,7 @@
 
 A launch through `finlm train` costs 15 CPU seconds on two ranks, nearly all of them imports (torch, DeepSpeed,
 transformers). Here they are paid once a session; each rank runs `finlm.train.__main__.main` as the launcher's ranks do.
-What the launcher itself does is proved where it is used: tests/ops, tests/cluster, tests/test_train_command.py.
+What the launcher itself does is proved where it is used: tests/launch, tests/cluster, tests/test_train_command.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
+from finlm.train.__main__ import STAGES
 
 HERE = Path(__file__).resolve().parent
 END_SECONDS = 4.0  # from the failure of one rank to the end of the others
@@ -81,7 +82,7 @@ def serve() -> None:
     warm_up()
     for line in sys.stdin:
         request = json.loads(line)
-        importlib.import_module(f"finlm.train.{request['stage']}")
+        importlib.import_module(f"finlm.train.{STAGES[request['stage']]}")
         codes = fork_ranks(request["world_size"], ["finlm.train", request["run"]], request.get("fault", ()))
         print(json.dumps(codes), file=answers, flush=True)
 
@@ -113,11 +114,11 @@ def fork_ranks(world_size: int, argv: Sequence[str], fault: Sequence[Any] = ()) 
             os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
             sys.argv[:] = argv
             try:
-                from finlm.train import __main__ as entry
+                from finlm.train import __main__
 
                 if fault:
                     getattr(importlib.import_module("faults"), fault[0])(*fault[1:])
-                entry.main()
+                __main__.main()
             finally:
                 os._exit(99)  # main does not return
         children.append(child)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from finlm import cli, cli_options
+from finlm import prepare
 from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.ops import doctor_gather
+from finlm.cli import main, options
+from finlm.doctor import gather
 from finlm.recipe import recipe
 
 from helpers import QUICKSTART, TINY, finlm, sets
@@ -94,7 +94,7 @@ def test_a_choice_of_hosts_without_a_hostfile_is_refused(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", str(QUICKSTART), option, "a100"]) == 2
+    assert main.main(["train", str(QUICKSTART), option, "a100"]) == 2
     assert "are about a hostfile's hosts, and there is none" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -103,12 +103,13 @@ def test_a_choice_of_hosts_without_a_hostfile_is_refused(
 def test_a_host_that_does_not_answer_is_told_before_anything_is_prepared(
     kind: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    down = {"problem": "b does not answer", "evidence": "ssh: connect to host b: timed out", "fix": "try `ssh b`"}
-    monkeypatch.setattr(doctor_gather, "hardware", lambda *_: {"a": {}, "b": {"failed": down}})
+    down = gather.Failed("b does not answer", "ssh: connect to host b: timed out", "try `ssh b`")
+    facts = {"a": gather.HostFacts(), "b": gather.HostFacts(failed=down)}
+    monkeypatch.setattr(gather, "gather_hardware", lambda *_: facts)
     monkeypatch.setattr(prepare, "run", lambda _: pytest.fail("prepared"))
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     command = ["train", str(QUICKSTART), "--hostfile", str(tmp_path / "hosts"), "--runs", str(tmp_path / "runs")]
-    assert cli.main([*command, *kind]) == 2
+    assert main.main([*command, *kind]) == 2
     said = capsys.readouterr().err
     assert "error: 1 of 2 hosts cannot be asked: b" in said and "connect to host b: timed out" in said
     assert "try `ssh b`" in said and "--exclude b" in said
@@ -186,7 +187,7 @@ def test_a_file_that_is_no_such_thing_or_is_cut_short_ends_the_command_without_a
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
     arguments, words = REFUSED[name]
-    assert cli.main(list(map(str, arguments(tmp_path)))) == 2
+    assert main.main(list(map(str, arguments(tmp_path)))) == 2
     said = capsys.readouterr().err
     assert words.format(d=tmp_path) in said and "fix:" in said
 
@@ -210,14 +211,14 @@ def test_a_number_out_of_its_bounds_is_refused(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+        main.main(arguments)
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_numbers_within_their_bounds_are_read() -> None:
-    read = cli_options.parser().parse_args(["plan", "r.yaml", "--gpu-flops", "165e12", "--price", "0"])
+    read = options.parser().parse_args(["plan", "r.yaml", "--gpu-flops", "165e12", "--price", "0"])
     assert (read.gpu_flops, read.price) == (165e12, 0.0)
-    assert cli_options.parser().parse_args(["chat", "m", "--tokens", "1", "--top-p", "1"]).tokens == 1
+    assert options.parser().parse_args(["chat", "m", "--tokens", "1", "--top-p", "1"]).tokens == 1
 
 
 def test_an_error_of_the_system_without_a_file_is_a_bug_and_keeps_its_traceback(
@@ -226,6 +227,6 @@ def test_an_error_of_the_system_without_a_file_is_a_bug_and_keeps_its_traceback(
     def refused(_: object) -> int:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
-    monkeypatch.setitem(cli.COMMANDS, "watch", refused)
+    monkeypatch.setitem(main.COMMANDS, "watch", refused)
     with pytest.raises(ConnectionRefusedError):
-        cli.main(["watch", "run"])
+        main.main(["watch", "."])

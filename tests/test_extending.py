@@ -19,15 +19,15 @@ from helpers import QUICKSTART, ROOT
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 QUESTION = ",Question,A,B,C,D,Answer\n0,1+1=?,1,2,3,4,B\n"
 USES = {
-    "clean": "from finlm.data.clean import Cleaner; from finlm.recipe.schema_clean import Clean; "
+    "clean": "from finlm.corpus.clean import Cleaner; from finlm.recipe.schema_data import Clean; "
     "clean = Cleaner(Clean(max_repeated_lines=0.5)); frame = '上一页 下一页\\n' * 12 + '正文。'; "
     "assert clean(frame) == ('', 'repeated_lines'); assert Cleaner(Clean())(frame)[1] is None",
-    "suite": "import pathlib, sys; from finlm import cli_options; from finlm.evals import questions, styles; "
-    "suite = questions.read('cmmlu', pathlib.Path(sys.argv[1]), None); "
-    "assert suite.questions[0].answer == 'B' and suite.name in styles.STYLES; "
-    "cli_options.parser().parse_args(['eval', 'MODEL', '--suite', 'cmmlu'])",
-    "diagnose": "import sys; from finlm.ops import diagnose; "
-    "assert [found.cause for found in diagnose.of_logs([sys.argv[1]])][:1] == ['cross_device_rename']",
+    "suite": "import pathlib, sys; from finlm.cli import options; from finlm.evals import questions; "
+    "suite = questions.read_questions('cmmlu', pathlib.Path(sys.argv[1]), None); "
+    "assert suite.questions[0].answer == 'B' and suite.name in questions.STYLES; "
+    "options.parser().parse_args(['eval', 'MODEL', '--suite', 'cmmlu'])",
+    "diagnose": "import sys; from finlm.diagnose import command; "
+    "assert [found.cause for found in command.of_logs([sys.argv[1]])][:1] == ['cross_device_rename']",
 }
 
 

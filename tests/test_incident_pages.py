@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from finlm.recipe.schema import Launch
-from finlm.recipe.schema_incidents import Incidents
-from finlm.recipe.section import Section
+from finlm.recipe.schema_data import Section
+from finlm.recipe.schema_train import Incidents
 
 from helpers import ROOT
 
 PAGES = [ROOT / "docs/incidents.md", ROOT / "docs/incidents.zh-CN.md"]
 # What records one: the place of `what` in each call's arguments.
-CALLS = {"Incident": 0, "RunFailed": 0, "_skip": 1, "tell": 1}
+CALLS = {"Incident": 0, "RunFailed": 0, "_skip": 1, "note": 1}
 LAUNCH = ("start_minutes", "stall_minutes", "outage_seconds", "grace_seconds", "restarts", "restart_wait_seconds")
 
 
 def recorded() -> Iterator[str]:
     """A pattern for each text that becomes the `what` of an incident row, read from the source."""
-    for path in sorted([*(ROOT / "src/finlm/train").glob("*.py"), *(ROOT / "src/finlm/ops").glob("launch*.py")]):
+    for path in sorted([*(ROOT / "src/finlm/train").rglob("*.py"), *(ROOT / "src/finlm/launch").glob("*.py")]):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 yield from _of(function)
@@ -42,7 +42,7 @@ def _of(function: ast.FunctionDef) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        found = [word.value for word in node.keywords if word.arg == "what" and name == "record"]
+        found = [word.value for word in node.keywords if word.arg == "what" and name in ("record", "append_event")]
         found += node.args[CALLS[name] : CALLS[name] + 1] if name in CALLS else []
         for value in found:
             named = isinstance(value, ast.Name)

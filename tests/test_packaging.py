@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from finlm.cli import main
 
 from helpers import ROOT, finlm
 
@@ -39,7 +43,9 @@ def test_the_wheel_holds_the_package_its_data_and_the_recipes(wheel: Path) -> No
     package = {name for name in package if "__pycache__" not in name}
     recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/*.yaml")}
     assert package == {name for name in names if name.startswith("finlm/")}
-    assert recipes == {name.partition("/share/finlm/")[2] for name in names if "/share/finlm/" in name}
+    assert recipes | {"requirements.txt"} == {
+        name.partition("/share/finlm/")[2] for name in names if "/share/finlm/" in name
+    }
     assert f"finlm-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
@@ -86,3 +92,42 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> No
     assert completed(script, "train", "recipes/quickstart/pretrain.yaml", "--print", "") >= {"slurm", "torchrun"}
     assert completed(script, "plan", "recipes/quickstart/pre") == {"recipes/quickstart/pretrain.yaml"}
     assert finlm("--print-completion", "zsh").stdout.startswith("#compdef finlm")
+
+
+def test_every_import_is_of_a_declared_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {Requirement(line).name.partition(".")[0] for line in project["dependencies"]}
+    optional = {
+        "wandb",
+        "trackio",
+        "gguf",
+        "ray",
+        "ahocorasick",  # of pyahocorasick
+        "yaml",
+        "google",
+    }  # asked for by name, with a message where they are missing, or named otherwise than their package
+    imported = set()
+    for path in (ROOT / "src/finlm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.partition(".")[0] for name in names}
+    third = imported - set(sys.stdlib_module_names) - core - optional - {"finlm"}
+    assert {name for name in third if main.extra_of(name) is None} == set()
+
+
+def test_planning_needs_the_core_alone_and_other_commands_name_their_extra(tmp_path: Path) -> None:
+    blocked = sorted(name for modules in main.EXTRAS.values() for name in modules.split())
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({blocked}))\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
+    recipe = "recipes/quickstart/pretrain.yaml"
+    commands = {
+        f"plan {recipe}": 0,
+        f"diff {recipe} recipes/quickstart/sft.yaml": 0,
+        "sample recipes x": "finlm[train]",
+    }
+    for words, expected in commands.items():
+        command = [sys.executable, "-m", "finlm", *words.split()]
+        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+        assert result.returncode == (expected if expected == 0 else 2), result.stderr
+        assert expected == 0 or expected in result.stderr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from finlm import cli_options
-from finlm.recipe import reference
+from finlm.cli import options
+from finlm.recipe import recipe, reference
 
 from helpers import ROOT
 
@@ -17,6 +18,7 @@ PAGES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("README*.md"),
+        ROOT / "recipes/README.md",
         *ROOT.glob("recipes/*/README.md"),
         ROOT / "CONTRIBUTING.md",
     ]
@@ -99,13 +101,13 @@ def test_files_keys_and_commands_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["post-training.md", "post-training.zh-CN.md"])
 def test_every_finding_of_the_label_lint_is_explained(name: str) -> None:
-    found = set(re.findall(r'Finding\(\s*"([a-z-]+)"', text_of(ROOT / "src/finlm/data/lint.py")))
+    found = set(tomllib.loads(text_of(ROOT / "src/finlm/dialogues/lint.toml")))
     assert found == set(re.findall(r"^\| ([a-z]+(?:-[a-z]+)+) \|", text_of(ROOT / "docs" / name), re.MULTILINE))
 
 
 def _commands() -> dict[str, str]:
     """The help of every command."""
-    (chosen,) = (action for action in cli_options.parser()._actions if isinstance(action.choices, dict))
+    (chosen,) = (action for action in options.parser()._actions if isinstance(action.choices, dict))
     assert isinstance(chosen.choices, dict)
     return {name: command.format_help() for name, command in chosen.choices.items()}
 
@@ -113,3 +115,15 @@ def _commands() -> dict[str, str]:
 COMMANDS = _commands()
 DOTTED = reference.keys()
 FILES = (".model", ".json", ".jsonl", ".yaml", ".py", ".md", ".html", ".txt", ".sh")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_exam_scores_of_the_readme_are_those_of_the_quickstarts_page_and_promised_by_its_recipe(name: str) -> None:
+    page = text_of(ROOT / "recipes/quickstart/README.md")
+    scores = [re.search(rf"\| {stage}.*?\| ([\d.]+) %", page) for stage in ("pretraining", "SFT", "DPO")]
+    for number, stage in zip(scores, ("pretrain", "sft", "dpo"), strict=True):
+        assert number and f"{number[1]} %" in text_of(ROOT / name), stage
+        expect = recipe.load(ROOT / f"recipes/quickstart/{stage}.yaml").recipe.expect
+        assert expect is not None
+        for low, high in (value for value in expect.suites.values() if isinstance(value, tuple)):
+            assert low <= float(number[1]) / 100 <= high, stage

@@ -2,6 +2,6 @@
 
 import sys
 
-from finlm.cli import main
+from finlm.cli.main import main
 
 sys.exit(main())

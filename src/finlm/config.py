@@ -1,41 +1,109 @@
-"""DeepSpeed's JSON from (Recipe, Plan): the only producer of DeepSpeed settings, concrete numbers only.
+"""Make DeepSpeed's JSON from (Recipe, Plan): the only producer of DeepSpeed settings, concrete numbers only.
 
 Read against DeepSpeed 0.19.8. What it refuses or silently ignores is refused here, all at once. Left out on purpose:
-`activation_checkpointing` (read only by deepspeed.checkpointing; the trainer uses the model's own).
+`activation_checkpointing` (read only by deepspeed.checkpointing; the trainer uses the model's own). `lr_at` gives the
+learning rate of every optimizer step as DeepSpeed's schedulers do: the first TWO steps have the rate of the ramp's
+start, and the last step is one short of the schedule's end.
 
 `python -m finlm.config` writes configs/ds/<family>-<stage>.json of every recipe on its own hardware; --check compares.
+`finlm new` writes the same file for a new recipe, and its README.md with the plan's numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.plan import buckets, memory, planner
-from finlm.plan.plan import Plan
+from finlm.base.screen import format_count, format_duration
+from finlm.base.units import format_bytes
+from finlm.plan import memory, planner
+from finlm.plan.plan import ON_HOST, Plan, is_contiguous
 from finlm.recipe import cluster, rules, shape
 from finlm.recipe import recipe as recipes
-from finlm.recipe.schema import Recipe
+from finlm.recipe.schema import Optim, Recipe
 
 NEVER = 1_000_000_000  # steps_per_print: events.jsonl has the numbers
 
 
-def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """The DeepSpeed settings of a plan. Raises UserError that lists every combination DeepSpeed would not honour."""
-    found = list(problems(recipe, plan))
-    if found:
+class Offload(TypedDict, total=False):
+    """DeepSpeed's offload_optimizer and offload_param."""
+
+    device: str
+    pin_memory: bool
+    nvme_path: str | None
+    buffer_count: int
+    buffer_size: int
+    max_in_cpu: int
+
+
+class Zero(TypedDict, total=False):
+    """DeepSpeed's zero_optimization."""
+
+    stage: int
+    contiguous_gradients: bool
+    overlap_comm: bool
+    reduce_scatter: bool
+    reduce_bucket_size: int
+    allgather_partitions: bool
+    allgather_bucket_size: int
+    sub_group_size: int
+    stage3_prefetch_bucket_size: int
+    stage3_param_persistence_threshold: int
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int
+    stage3_gather_16bit_weights_on_model_save: bool
+    memory_efficient_linear: bool
+    offload_optimizer: Offload
+    offload_param: Offload
+    zero_hpz_partition_size: int
+    zero_quantized_weights: bool
+    zero_quantized_gradients: bool
+
+
+class Named(TypedDict):
+    """The type and parameters of an optimizer or a scheduler."""
+
+    type: str
+    params: dict[str, float | int | str | bool | list[float]]
+
+
+class Settings(TypedDict, total=False):
+    """DeepSpeed's JSON, as far as finlm sets it."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    zero_optimization: Zero
+    optimizer: Named
+    scheduler: Named
+    bf16: dict[str, bool]
+    fp16: dict[str, bool | int | float]
+    data_types: dict[str, str]
+    aio: dict[str, int | bool]
+    steps_per_print: int
+    wall_clock_breakdown: bool
+    timers: dict[str, dict[str, bool]]
+
+
+def deepspeed(recipe: Recipe, plan: Plan) -> Settings:
+    """Return DeepSpeed's settings for a plan. Raises UserError that lists every setting DeepSpeed would not honour."""
+    refused = list(problems(recipe, plan))
+    if refused:
         raise UserError(
-            f"DeepSpeed would refuse or ignore {len(found)} setting(s) of {recipe.name}",
-            evidence="\n".join(f"{key}: {sentence}" for key, sentence in found),
+            f"DeepSpeed would refuse or ignore {len(refused)} setting(s) of {recipe.name}",
+            evidence="\n".join(f"{key}: {sentence}" for key, sentence in refused),
             fix="change the recipe, or leave these keys at auto",
         )
-    settings: dict[str, Any] = {
+    settings: Settings = {
         # DeepSpeed holds the product of the three against the world size and counts samples with it, no more: where
         # micro-batches differ, the largest stands for all.
         "train_batch_size": plan.micro_batch * plan.gradient_accumulation_steps * plan.world_size,
@@ -69,7 +137,7 @@ def deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 
 def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(recipe key, sentence) for everything DeepSpeed 0.19.8 refuses or silently ignores in this plan."""
+    """Yield (recipe key, sentence) for everything that DeepSpeed 0.19.8 refuses or silently ignores in this plan."""
     zero = recipe.zero
     yield from rules.zero_problems(zero, plan.zero_stage, plan.offload_optimizer, plan.offload_param)
     yield from rules.warmup_problems(recipe.optim, plan.steps)
@@ -86,6 +154,7 @@ def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (recipe key, sentence) for what is wrong with the ZeRO++ settings: hpZ, quantized weights and gradients."""
     zero = recipe.zero
     slots = {host.slots for host in plan.hosts}
     if plan.world_size % zero.hpz_partition_size:
@@ -104,20 +173,21 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
         )
 
 
-def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    sizes = buckets.buckets(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
-    zero: dict[str, Any] = {"stage": plan.zero_stage}
+def _zero(recipe: Recipe, plan: Plan) -> Zero:
+    """Return zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
+    sizes = memory.buckets(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
+    zero: Zero = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero
     zero |= {
-        "contiguous_gradients": buckets.is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer),
+        "contiguous_gradients": is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer),
         "overlap_comm": plan.device == "cuda" and plan.world_size > 1,
         "reduce_scatter": True,
         "reduce_bucket_size": sizes.reduce,
         "allgather_partitions": True,
         "allgather_bucket_size": sizes.allgather,
     }
-    if plan.offload_optimizer in buckets.ON_HOST:
+    if plan.offload_optimizer in ON_HOST:
         zero["offload_optimizer"] = _offload(recipe, plan, plan.offload_optimizer, {"buffer_count": 4})
     if plan.zero_stage < 3:
         return zero
@@ -135,7 +205,7 @@ def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         # torch 2.11 it asks for a weight's number, so that every layer is compiled anew: a second each.
         zero["memory_efficient_linear"] = False
     if plan.offload_param != "none":
-        buffer = {
+        buffer: Offload = {
             "buffer_count": memory.NVME_PARAM_BUFFERS,
             "buffer_size": _nvme_buffer(recipe, plan),
             "max_in_cpu": sizes.live,
@@ -150,24 +220,27 @@ def _zero(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     return zero
 
 
-def _offload(recipe: Recipe, plan: Plan, device: str, buffers: dict[str, int]) -> dict[str, Any]:
-    offload: dict[str, Any] = {"device": device, "pin_memory": plan.device == "cuda"}
+def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Offload) -> Offload:
+    """Return the section for offload to a device; `buffers` are added for nvme only."""
+    offload: Offload = {"device": device, "pin_memory": plan.device == "cuda"}
     if device == "nvme":
-        offload |= {"nvme_path": recipe.zero.nvme_path, **buffers}
+        offload |= {"nvme_path": recipe.zero.nvme_path}
+        offload |= buffers
     return offload
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Elements: DeepSpeed asserts that a rank's part of every parameter fits one buffer."""
-    model = recipe.model
-    largest = max(plan.padded_vocab_size, model.ffn_size) * model.hidden_size
+    """Return the elements of an NVMe buffer: DeepSpeed asserts that a rank's part of every parameter fits one."""
+    model = shape.of(recipe, plan.vocab_size)
+    largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
     unit = 2**20
     return -(-largest // plan.world_size // unit) * unit
 
 
-def _optimizer(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+def _optimizer(recipe: Recipe, plan: Plan) -> Named:
+    """Return the optimizer section: Adam or AdamW with the recipe's values."""
     optim = recipe.optim
-    params: dict[str, Any] = {
+    params: dict[str, float | int | str | bool | list[float]] = {
         "lr": optim.lr,
         "betas": list(optim.betas),
         "eps": optim.eps,
@@ -176,20 +249,20 @@ def _optimizer(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     if optim.optimizer == "adam":
         # Without it DeepSpeed's "Adam" is AdamW (engine.py, ADAM_W_MODE_DEFAULT).
         params["adam_w_mode"] = False
-    if plan.offload_optimizer not in buckets.ON_HOST:
+    if plan.offload_optimizer not in ON_HOST:
         # torch's fused AdamW needs no compiler; DeepSpeed's FusedAdam is built at first use.
         params |= {"torch_adam": True, "fused": True}
     return {"type": "AdamW" if optim.optimizer == "adamw" else "Adam", "params": params}
 
 
-def _scheduler(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
-    """The scheduler whose values plan/schedule.py computes."""
+def _scheduler(recipe: Recipe, plan: Plan) -> Named | None:
+    """Return the scheduler section, whose rates lr_at computes; None for a constant rate without warm-up."""
     optim = recipe.optim
     steps = optim.decay_steps or plan.steps
     if optim.schedule == "constant":
         if optim.warmup_steps == 0:
             return None
-        params: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
+        params: dict[str, float] = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
         name = "WarmupLR"
     elif optim.schedule == "linear":
         name = "WarmupDecayLR"
@@ -197,10 +270,11 @@ def _scheduler(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
     else:
         name = "WarmupCosineLR"
         params = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": optim.min_lr / optim.lr}
-    return {"type": name, "params": {**params, "warmup_num_steps": optim.warmup_steps, "warmup_type": "linear"}}
+    return {"type": name, "params": {**params, "warmup_num_steps": optim.warmup_steps, "warmup_type": optim.warmup}}
 
 
-def _fp16(recipe: Recipe) -> dict[str, Any]:
+def _fp16(recipe: Recipe) -> dict[str, bool | int | float]:
+    """Return the fp16 section: the recipe's loss scale settings."""
     fp16 = recipe.train.fp16
     return {
         "enabled": True,
@@ -213,15 +287,15 @@ def _fp16(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def for_file(path: Path) -> dict[str, Any]:
-    """The settings of a recipe file on the hardware it names."""
+def for_file(path: Path) -> Settings:
+    """Return DeepSpeed's settings of a recipe file on the hardware it names. Raises UserError."""
     recipe = recipes.load(path).recipe
     hosts = cluster.from_hardware(recipe.hardware)
     return deepspeed(recipe, planner.make(recipe, hosts, shape.of(recipe)))
 
 
-def committed(root: Path) -> dict[Path, str]:
-    """Text of every configs/ds/*.json that ought to exist below root."""
+def settings_of_all_recipes(root: Path) -> dict[Path, str]:
+    """Return {path: text} of every configs/ds/*.json that ought to exist below root."""
     texts = {}
     for path in sorted((root / "recipes").glob("*/*.yaml")):
         settings = for_file(path)
@@ -231,8 +305,8 @@ def committed(root: Path) -> dict[Path, str]:
 
 
 def differences(root: Path) -> Iterator[str]:
-    """One sentence for every missing, stale or orphaned file."""
-    texts = committed(root)
+    """Yield one sentence for every missing, stale or orphaned file of configs/ds below root."""
+    texts = settings_of_all_recipes(root)
     for path, text in texts.items():
         name = path.relative_to(root).as_posix()
         if not path.exists():
@@ -245,23 +319,112 @@ def differences(root: Path) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check configs/ds/. Exit 0 = done or equal, 1 = differences, 2 = a mistake in a recipe."""
+    """Write configs/ds/, or with --check only compare.
+
+    Return 0 = done or equal, 1 = differences, 2 = a mistake in a recipe.
+    """
     parser = argparse.ArgumentParser(prog="python -m finlm.config", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 and name every file that differs")
     parser.add_argument("--root", type=Path, default=Path(), help="directory with recipes/ and configs/ (default: .)")
     options = parser.parse_args(arguments)
     try:
         if not options.check:
-            for path, text in committed(options.root).items():
+            for path, text in settings_of_all_recipes(options.root).items():
                 files.write_text(path, text)
                 print(path)
-        found = list(differences(options.root))
+        stale = list(differences(options.root))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    for line in found:
+    for line in stale:
         print(line)
-    return 1 if found else 0
+    return 1 if stale else 0
+
+
+def lr_at(optim: Optim, steps: int, step: int) -> float:
+    """Return the learning rate of optimizer step `step` (0-based) in a run of `steps` steps."""
+    steps = optim.decay_steps or steps
+    if optim.schedule == "constant" and optim.warmup_steps == 0:
+        return optim.lr
+    warmup = max(2, optim.warmup_steps)
+    iteration = step - 1
+    ramp = max(0, iteration) / warmup
+    if optim.warmup == "log":
+        ramp = math.log(max(0, iteration) + 1) / math.log(warmup)
+    if optim.schedule == "constant":
+        return optim.lr * (ramp if iteration < warmup else 1.0)
+    if optim.schedule == "linear":
+        # WarmupDecayLR knows one minimum: it starts the ramp and ends the decay.
+        left = max(0.0, (steps - iteration) / max(1.0, steps - warmup))
+        return optim.min_lr + (optim.lr - optim.min_lr) * (ramp if iteration < warmup else left)
+    if iteration < warmup:
+        return optim.lr * ramp
+    floor = optim.min_lr / optim.lr
+    progress = min(1.0, (iteration - warmup + 1) / max(1, steps - warmup))
+    return optim.lr * max(0.0, floor + (1.0 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+SCRIPTS = {"pretrain": "pretrain_run.sh", "sft": "sft_run.sh"}
+
+
+def write_page(path: Path, parent: Path) -> list[Path]:
+    """Append the recipe's part to README.md beside it and, in a checkout, write configs/ds/; return the files written.
+
+    Without a plan, where data or parent are missing, the numbers and the settings are left out.
+    """
+    wanted = recipes.load(path).recipe
+    settings = Path("configs/ds") / f"{path.parent.name}-{path.stem}.json"
+    plan: Plan | None = None
+    with contextlib.suppress(UserError):  # its data or its parent may not be here yet
+        plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
+    has_settings = plan is not None and settings.parent.is_dir() and path.parent.parent == Path("recipes")
+    page = path.parent / "README.md"
+    before = page.read_text(encoding="utf-8").rstrip() + "\n\n#" if page.exists() else ""
+    title = wanted.name if before else path.parent.name
+    lines = _page_lines(path, parent, settings if has_settings else None, wanted, plan)
+    files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
+    written = [page]
+    if plan is not None and has_settings:
+        files.write_text(settings, json.dumps(deepspeed(wanted, plan), ensure_ascii=False, indent=2) + "\n")
+        written.append(settings)
+    return written
+
+
+def train_command(path: Path) -> str:
+    """Return the shell command that trains a recipe: its stage's script where that exists, else `finlm train`."""
+    script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
+    return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
+
+
+def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe, plan: Plan | None) -> Iterator[str]:
+    """Yield the lines of a new recipe's README.md below the title. plan: None where there is none yet."""
+    yield f"Made from `{parent}` by `finlm new`."
+    yield f"`finlm diff {path}` says what differs and what follows."
+    yield from ("", "```", f"finlm plan {path}", train_command(path), "```", "", "| | |", "|---|---|")
+    hosts = (f"{host.count * host.slots} x {host.gpu or 'CPU rank'}" for host in wanted.hardware.hosts)
+    yield f"| hardware | {', '.join(hosts)} |"
+    if plan is not None:
+        yield from _plan_lines(plan)
+    yield "| measured | not yet |"
+    if settings is not None:
+        yield f"| DeepSpeed settings | `{settings}` |"
+    yield ""
+    yield f"Chosen by us: everything that differs from `{parent}`."
+    yield "Say here why, what came out, and on which hardware."
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the rows of the page's table that come from the plan."""
+    rows = f"micro-batch {plan.micro_batch}, {plan.tokens_per_step:,} tokens a step"
+    yield f"| plan | {plan.precision}, ZeRO-{plan.zero_stage}, {rows} |"
+    of = f" of {format_bytes(plan.gpu_memory_bytes)} a GPU" if plan.device != "cpu" else " a rank"
+    yield f"| memory (plan) | {format_bytes(plan.gpu_bytes)}{of} |"
+    length = f"{plan.steps:,} steps, {format_count(plan.steps * plan.tokens_per_step)} tokens"
+    if plan.days is not None and plan.tokens_per_second is not None:
+        time = f"{format_duration(plan.days * 86400)} at {plan.tokens_per_second:,.0f} tokens/s"
+        yield f"| time (plan) | {time}, {length} |"
+    else:
+        yield f"| length (plan) | {length} |"
 
 
 if __name__ == "__main__":

@@ -1,212 +1,322 @@
-"""`finlm train`: prepare -> plan -> doctor -> run directory -> launch -> export -> sample -> report.
+"""Do the steps of `finlm train` in order, from the recipe that a run starts from to its report.
 
-The one place that calls every other module in order. The same command goes on with a run that is not at its end.
+STEPS is the list; `finlm train --dry-run` prints it with what is done and what is to do. Each step is a function here
+that calls the room which does the work, and leaves in Training what later steps need. Every step finds its own earlier
+result, so the same command resumes a run that was ended; finished.json, written last, says that no step is left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from finlm import config, lineage
-from finlm.base import files, screen, units
+from finlm import config, prepare
+from finlm.base import files, runs, screen, step_cache
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, locked, reserved
-from finlm.data import lint, lint_show, prepare, start
-from finlm.data.shards import Shards
-from finlm.lineage import Earlier
-from finlm.ops import adapters, doctor, doctor_gather, doctor_network, gather, launch_restart
-from finlm.plan import planner, show
+from finlm.base.rundir import RunDir
+from finlm.base.runs import COMPLETION, RunFailed, lock_run, reserve_run
+from finlm.dialogues import lint
+from finlm.doctor import gather, network, preflight
+from finlm.hosts import checkpoint_parts
+from finlm.launch import adapters, restart, start
+from finlm.launch.head import HostsBack
+from finlm.plan import show
 from finlm.plan.plan import Plan
-from finlm.recipe import parents, recipe, shape
+from finlm.recipe import parents, recipe, weights
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
 from finlm.recipe.schema import Recipe
-from finlm.record import expectations, manifest, prediction, report, trackers, tracking
+from finlm.record import expectations, manifest, trackers
+from finlm.record.report import run_page
+from finlm.rows.shards import Shards
+from finlm.runs import lineage
+from finlm.runs.lineage import Earlier
 
-Read = Callable[[str], Loaded]
-SAMPLE_TOKENS = 80
-HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source, as far as its stage has them
+PROMPT, SAMPLE_TOKENS = "公司", 80
 
 
-def train(
-    loaded: Loaded, hosts: Cluster, runs: Path, new: bool, accept_new: bool = False, read: Read = recipe.load
-) -> int:
-    """Run a recipe to its report, and before it the recipe it starts from; 0, or 1 when something found an error.
+@dataclass
+class Training:
+    """The state of one `finlm train`: the command line's values, then what each step leaves to later steps."""
 
-    read: how the recipe it starts from is read, recipe.load or toy.load.
+    loaded: Loaded  # from the step `parent` on, model.init_from is a directory
+    hosts: Cluster
+    runs: Path
+    new: bool = False  # start afresh even if an unfinished run exists
+    accept_new: bool = False  # record the ssh keys of new hosts
+    read: Callable[[str], Loaded] = recipe.load  # of the recipe in model.init_from; derive.load_toy under --toy
+    go_on: bool = False  # from the newest finished run, with more steps or another learning rate
+    shards: Shards = field(init=False)  # step data
+    plan: Plan = field(init=False)  # step plan; of a resumed run its own
+    ds_config: config.Settings = field(init=False)
+    resumed: RunDir | None = None  # step resume: the unfinished run that goes on
+    findings: list[preflight.Finding | lint.Finding] = field(default_factory=list)  # steps labels and hosts
+    facts: gather.AllFacts = field(default_factory=dict)  # step hosts: what doctor saw
+    run: RunDir = field(init=False)  # step run directory
+    outcome: expectations.Outcome | None = None  # step promises
+    newcomers: tuple[str, ...] = ()  # hosts that join a run that goes on: without them it goes on too
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of `loaded`."""
+        return self.loaded.recipe
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the resumed run has done its last training step, so that only later steps are missing."""
+        return self.resumed is not None and self.resumed.is_trained()
+
+    def with_hosts(self, hosts: Cluster) -> Training:
+        """Return this training on other hosts, at its plan's precision: another would train another model.
+
+        Its newcomers are the hosts that this training did not have.
+        """
+        train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
+        loaded = dataclasses.replace(self.loaded, recipe=self.recipe.model_copy(update={"train": train}))
+        known = {host.name for host in self.hosts.hosts}
+        newcomers = tuple(host.name for host in hosts.hosts if host.name not in known)
+        return Training(loaded, hosts, self.runs, accept_new=self.accept_new, read=self.read, newcomers=newcomers)
+
+
+class Stop(Exception):
+    """Raised when a step found an error and printed it: `finlm train` ends with exit code 1."""
+
+
+def train(t: Training) -> int:
+    """Do every step; return 0, or 1 when doctor, lint or the recipe's promises found an error.
+
+    Raises UserError for a mistake of the user, and RunFailed when the ranks do not get to the last step.
     """
-    trackers.check(loaded.recipe.record.tracking)
-    started = _started(loaded, hosts, runs, accept_new, read)
-    if started is None:
-        return 1
-    loaded, wanted = started, started.recipe
-    shards, plan, ds_config = _planned(loaded, hosts)
-    resumed = None if new else lineage.unfinished(wanted, plan, shards, runs)
-    if resumed is not None and lineage.is_trained(resumed):
-        planned = Plan.read(resumed.plan)
-        with locked(resumed):
-            return _completed(resumed, planned, wanted, lineage.hosts_of(planned, wanted), accept_new)
-    labels = _linted(wanted, shards)
-    # Of an unfinished run, whose checkpoints need no second room.
-    facts = doctor_gather.gather(wanted, plan, hosts, resumed.path if resumed else runs, accept_new=accept_new)
-    findings = doctor.judge(wanted, plan, hosts, facts)
-    doctor.show(findings)
-    found: list[doctor.Finding | lint.Finding] = [*findings, *labels]
-    if any(finding.level == "error" for finding in found):
-        return 1
-    run = resumed or _new_run(loaded, plan, ds_config, shards, runs, new, accept_new, facts)
-    with locked(run):
-        files.write_json(run.doctor, {"findings": [finding.to_json() for finding in found]})
-        return _completed(run, plan, wanted, hosts, accept_new, doctor_network.host_env(facts))
+    trackers.check(t.recipe.record.tracking)
+    prepare.check_engine(t.recipe)
+    while True:
+        try:
+            return _train_on(t)
+        except restart.HostLost as lost:
+            t = _leave_host(t, lost)
+        except HostsBack as back:
+            restart.record_restart(t.run, t.recipe, f"{back} answers again", "", f"with {back} again")
+            t = t.with_hosts(t.hosts.with_back(back.names))
+        except (Stop, UserError) as error:
+            if not t.newcomers or isinstance(error, RunFailed):
+                if isinstance(error, Stop):
+                    return 1
+                raise
+            screen.say(f"{' and '.join(t.newcomers)} cannot train: {error}; the run goes on without")
+            hosts = t.hosts
+            for name in t.newcomers:
+                hosts = hosts.without(name, for_good=True)
+            t = t.with_hosts(hosts)
 
 
-def _completed(
-    run: RunDir,
-    plan: Plan,
-    wanted: Recipe,
-    hosts: Cluster,
-    accept_new: bool,
-    network: Mapping[str, Mapping[str, str]] | None = None,
-) -> int:
-    """Train a locked run unless that is done, then all that follows; 0, or 1 when it is not what its recipe promises.
+def _train_on(t: Training) -> int:
+    """Do every step on the hosts of t and return the exit code: 1 when a promised number was missed, else 0.
 
-    The row `prediction` comes last: without it the same command goes on here.
+    Holds the run's lock from launch on. An error leaves a report, runs launch.notify and is raised again; Stop is what
+    doctor or lint raises.
     """
-    try:
-        with tracking.beside(run, wanted.record.tracking):
-            if not lineage.is_trained(run):
-                launch_restart.run_ranks(run, plan, wanted, hosts, network=network, accept_new=accept_new)
-            gather.checkpoint(run, hosts, plan.steps, accept_new)
-            _export(run)
-            _ask(run, wanted)
-            _give_back()
-        kept = _keeps_promises(run, wanted)
-        prediction.record(run)
-    finally:
-        report.build(run, ended=True)
-    _finish(run)
-    return 0 if kept else 1
+    for step in BEFORE_LAUNCH:
+        step.act(t)
+    with lock_run(t.run):
+        if not t.is_trained:
+            files.write_json(t.run.doctor, {"findings": [finding.to_json() for finding in t.findings]})
+        try:
+            with trackers.track_beside(t.run, t.recipe.record.tracking):
+                for step in TRACKED:
+                    step.act(t)
+            for step in AFTER:
+                step.act(t)
+        except BaseException as error:
+            run_page.build(t.run, ended=True)  # a run that failed has a report too
+            if not isinstance(error, restart.HostLost | HostsBack):
+                start.notify(t.recipe.launch.notify, "end", t.run.path, str(error) or type(error).__name__)
+            raise
+    start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
+    return 0 if t.outcome is None or t.outcome.ok else 1
 
 
-def _keeps_promises(run: RunDir, wanted: Recipe) -> bool:
-    """Whether the run gave what the recipe's expect: says; recorded."""
-    if wanted.expect is None:
-        return True
-    outcome = expectations.check(run, wanted.expect)
-    run.append_event("expect", **outcome.to_json())
-    return outcome.ok
+def _leave_host(t: Training, lost: restart.HostLost) -> Training:
+    """Return the training on the other hosts, under a plan that resumes the run; raise `lost` when there is none.
+
+    Says on stderr what is done, and records the row `restart`; before `lost` is raised launch.notify is run.
+    """
+    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new):
+        changed = t.with_hosts(hosts)
+        try:
+            plan, _ = decide(changed.recipe, hosts, t.shards)
+        except UserError as error:
+            screen.say(f"not {action}: {error}")
+            continue
+        if lineage.can_go_on(t.run, changed.recipe, plan, t.shards.directory):
+            screen.say(f"{lost.problem}\nthe run goes on: {action}")
+            restart.record_restart(t.run, t.recipe, lost.problem, lost.host, action)
+            return changed
+    start.notify(t.recipe.launch.notify, "end", t.run.path, lost.problem)
+    raise lost
 
 
-def _linted(wanted: Recipe, shards: Path) -> list[lint.Finding]:
-    """What is wrong with the labels of dialogues, said; nothing in pretraining."""
-    if wanted.stage != "sft":
-        return []
-    found = lint.check(wanted, Shards(shards))
-    lint_show.findings(found)
-    return found
+# Before launch
 
 
-def _started(loaded: Loaded, hosts: Cluster, runs: Path, accept_new: bool, read: Read) -> Loaded | None:
-    """The recipe with a directory in model.init_from; a recipe there without a finished run is run. None = failed."""
-    init_from = loaded.recipe.model.init_from
-    if not parents.is_recipe(init_from):
-        return loaded
-    parent = read(str(init_from))
-    found = parents.find(parent.recipe, runs)
-    if found is None:
-        screen.say(f"{loaded.path} starts from {init_from}, which has no finished run in {runs}: that is trained first")
-        if train(parent, hosts, runs, False, accept_new, read) != 0:
-            return None
-        found = parents.find(parent.recipe, runs)
-        assert found is not None  # that run has just finished
-    return _with_parent(loaded, found)
+def train_parent(t: Training) -> None:
+    """Replace a recipe in model.init_from by its export, training that recipe first if necessary; say which on stderr.
+
+    Does nothing for another start. Raises Stop when the parent's training ended with an error.
+    """
+    init_from = t.recipe.model.init_from
+    if init_from is None or not parents.is_recipe(init_from):
+        return
+    parent = t.read(init_from)
+    export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
+    for sentence in passed[: lineage.PASSED_OVER]:
+        screen.say(f"passed over {sentence} (--set model.init_from=RUN starts from it)")
+    if export is None:
+        screen.say(
+            f"{t.loaded.path} starts from {init_from}, of which, as it is written, no finished run is in {t.runs}:"
+        )
+        screen.say("that is trained first")
+        if train(Training(parent, t.hosts, t.runs, accept_new=t.accept_new, read=t.read)) != 0:
+            raise Stop
+        export = lineage.model_directory(t.recipe, t.runs, load=t.read)
+    start_from(t, export)
 
 
-def _with_parent(loaded: Loaded, directory: Path) -> Loaded:
-    """The recipe that starts from this directory."""
-    screen.say(f"starting from {_shown(directory)}")
-    model = loaded.recipe.model.model_copy(update={"init_from": str(directory)})
-    return dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"model": model}))
+def start_from(t: Training, directory: Path) -> None:
+    """Set model.init_from of t.loaded to this model directory, and say so on stderr.
+
+    Raises UserError when finlm cannot train from it.
+    """
+    model = t.recipe.model.model_copy(update={"init_from": str(directory)})
+    t.loaded = dataclasses.replace(t.loaded, recipe=t.recipe.model_copy(update={"model": model}))
+    start = parents.start_of(t.recipe)
+    assert start is not None
+    screen.say(f"starting from {start} in {screen.relative(directory)}")
+    weights.check_model(t.recipe)
 
 
-def adapt(loaded: Loaded, hosts: Cluster, runs: Path, new: bool, adapter: str) -> list[str]:
-    """Make or find the run directory, and the files that start it under another launcher; the commands to type."""
-    if parents.is_recipe(loaded.recipe.model.init_from):
-        loaded = _with_parent(loaded, start.directory(loaded.recipe, runs))
-    shards, plan, ds_config = _planned(loaded, hosts)
-    run = None if new else lineage.unfinished(loaded.recipe, plan, shards, runs)
-    if run is None or lineage.is_trained(run):
-        run = _new_run(loaded, plan, ds_config, shards, runs, new, accept_new=False)
-    return adapters.write(adapter, RunDir(run.path.absolute()), loaded.recipe, plan, hosts)
+def prepare_data(t: Training) -> None:
+    """Turn the sources into shards and set t.shards; steps that the cache holds are not done again.
+
+    Raises PlanError before preparing when the recipe fits no host.
+    """
+    if plans_without_data(t.recipe):
+        decide(t.recipe, t.hosts, None)  # what does not fit is refused before hours go into preparing
+    t.shards = prepare.run(t.recipe, t.hosts, accept_new=t.accept_new)
 
 
-def _planned(loaded: Loaded, hosts: Cluster) -> tuple[Path, Plan, dict[str, Any]]:
-    """Prepared data, plan and DeepSpeed settings, shown."""
-    wanted = loaded.recipe
-    if wanted.train.epochs is None and (wanted.tokenizer.pieces or wanted.model.vocab_size != "auto"):
-        # What can be refused without the data is refused before hours go into preparing it.
-        config.deepspeed(wanted, planner.make(wanted, hosts, shape.of(wanted)))
-    shards = prepare.run(wanted)
-    vocab, tokens = prepare.sizes(shards, wanted)
-    plan = planner.make(wanted, hosts, shape.of(wanted, vocab), tokens)
-    if plan.vocab_size < vocab:
+def plans_without_data(wanted: Recipe) -> bool:
+    """Return whether the plan can be made before the data: neither length nor vocabulary depends on them."""
+    return wanted.train.epochs is None and bool(wanted.tokenizer.pieces or wanted.model.vocab_size != "auto")
+
+
+def make_plan(t: Training) -> None:
+    """Set t.plan and t.ds_config and print the plan. Raises PlanError when nothing fits."""
+    t.plan, t.ds_config = decide(t.recipe, t.hosts, t.shards)
+    show.print_plan(t.plan, t.loaded)
+    if t.hosts.unequal_slots:
+        screen.say(t.hosts.unequal_slots)
+
+
+def decide(wanted: Recipe, hosts: Cluster, shards: Shards | None) -> tuple[Plan, config.Settings]:
+    """Return (plan, DeepSpeed's settings). Raises PlanError when nothing fits, UserError for too large a tokenizer."""
+    plan = prepare.make_plan(wanted, hosts, shards)
+    if shards is not None and plan.vocab_size < shards.vocab_size:
         raise UserError(
-            f"the tokenizer has {vocab:,} pieces, the model {plan.vocab_size:,} rows",
+            f"the tokenizer has {shards.vocab_size:,} pieces, the model {plan.vocab_size:,} rows",
             fix="raise model.vocab_size or leave it at auto",
         )
-    ds_config = config.deepspeed(wanted, plan)
-    show.plan(plan, loaded)
-    if hosts.unequal_slots:
-        screen.say(hosts.unequal_slots)
-    return shards, plan, ds_config
+    return plan, config.deepspeed(wanted, plan)
 
 
-def _new_run(
-    loaded: Loaded,
-    plan: Plan,
-    ds_config: dict[str, Any],
-    shards: Path,
-    runs: Path,
-    new: bool,
-    accept_new: bool,
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
-) -> RunDir:
-    """A run directory that continues another plan's run, or begins at step 0."""
-    earlier = None if new else lineage.earlier(loaded.recipe, plan, shards, runs, accept_new)
-    return create_run(loaded, plan, ds_config, shards, runs, earlier, facts)
+def find_unfinished(t: Training) -> None:
+    """Set t.resumed, and t.plan to its plan, when the same command left a run unfinished.
 
-
-def create_run(
-    loaded: Loaded,
-    plan: Plan,
-    ds_config: dict[str, object],
-    shards: Path,
-    runs: Path,
-    earlier: Earlier | None = None,
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
-) -> RunDir:
-    """A new run directory with everything that is decided before launch; it goes on from `earlier`.
-
-    facts: what doctor saw of the hosts, by name.
+    Sets t.hosts too when that run is trained. Raises UserError when another process or host runs it. Skipped under
+    --new.
     """
-    stem = f"{loaded.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with reserved(runs.absolute(), stem) as path, files.new_directory(path) as temporary:
+    if t.new:
+        return
+    t.resumed = lineage.find_unfinished(t.recipe, t.plan, t.shards.directory, t.runs)
+    if t.resumed is None:
+        return
+    lineage.check_free(t.resumed, t.recipe, t.accept_new)
+    t.plan = Plan.read(t.resumed.plan)  # of a run that ran out of memory another one than is planned now
+    if t.is_trained:
+        t.hosts = lineage.hosts_of(t.plan, t.recipe)
+
+
+def check_labels(t: Training) -> None:
+    """Look for wrong labels and unused rows in dialogues, print them and add them to t.findings."""
+    if t.recipe.stage != "pretrain" and not t.is_trained:
+        findings = lint.check(t.recipe, t.shards)
+        lint.print_findings(findings, t.shards)
+        t.findings += findings
+
+
+def check_hosts(t: Training) -> None:
+    """Gather facts of every host, print findings, set t.facts and t.findings.
+
+    Raises Stop when any finding, also one of the labels, is an error.
+    """
+    if t.is_trained:
+        return
+    place = t.resumed.path if t.resumed else t.runs  # an unfinished run's checkpoints need no second room
+    t.facts = gather.gather(t.recipe, t.plan, t.hosts, place, accept_new=t.accept_new)
+    findings = preflight.judge(t.recipe, t.plan, t.hosts, t.facts)
+    preflight.show(findings)
+    t.findings = [*findings, *t.findings]
+    if any(finding.level == "error" for finding in t.findings):
+        raise Stop
+
+
+def open_run(t: Training) -> None:
+    """Set t.run to the unfinished run, or to a new one, which may continue another run."""
+    if t.resumed is not None:
+        t.run = t.resumed
+        return
+    earlier = None
+    if t.go_on:
+        earlier = lineage.find_run_to_extend(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
+        _say_schedule(earlier, t.recipe, t.plan)
+    elif not t.new:
+        earlier = lineage.find_earlier(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
+    t.run = create_run(t, earlier)
+
+
+def _say_schedule(earlier: Earlier, wanted: Recipe, plan: Plan) -> None:
+    """Print the learning rate at which a longer run goes on: that of a run which had this length from the start."""
+    optim, steps = earlier.former or (wanted.optim, plan.steps)
+    last, then = config.lr_at(optim, steps, steps - 1), config.lr_at(wanted.optim, plan.steps, earlier.step + 1)
+    screen.say(
+        f"  learning rate of a run of {plan.steps:,} steps: it ended at {last:.3g} and goes on at {then:.3g}"
+        + ("; --set optim.schedule=constant --set optim.lr=... would keep it low" if then > 2 * last else "")
+    )
+
+
+def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
+    """Make a run directory with everything decided before launch, and return it.
+
+    earlier: the run whose checkpoint it starts from, which is brought into `continued/`. A failure leaves no directory.
+    """
+    stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:
         run = RunDir(temporary)
-        files.write_text(run.recipe, recipe.dump(loaded.recipe))
-        files.write_json(run.origins, dict(loaded.origins))
-        files.write_json(run.plan, plan.to_json())
-        files.write_json(run.ds_config, ds_config)
-        files.write_json(run.data, prepare.summary(shards, loaded.recipe))
+        files.write_text(run.recipe, recipe.dump(t.recipe))
+        files.write_json(run.origins, dict(t.loaded.origins))
+        files.write_json(run.plan, t.plan.to_json())
+        files.write_json(run.ds_config, t.ds_config)
+        files.write_json(run.data, prepare.summary(t.shards, t.recipe))
         manifest.copy_code(run.code)
+        manifest.copy_rewards(t.recipe, run)
+        facts = {name: one.for_manifest() for name, one in t.facts.items()}
+        made = manifest.make(t.recipe, t.plan, t.shards.directory.resolve(), facts=facts)
         continues = {"continues": earlier.to_json()} if earlier else {}
-        made = manifest.make(loaded.recipe, plan, shards.resolve(), facts=facts)
-        files.write_json(run.manifest, made | continues)
+        files.write_json(run.manifest, made.to_json() | continues | {COMPLETION: run.finished.name})
         if changes := manifest.changes():
             files.write_text(run.code_diff, changes)
         if earlier:
@@ -214,82 +324,117 @@ def create_run(
     return RunDir(path)
 
 
-def _export(run: RunDir) -> None:
-    """The last checkpoint as a Hugging Face model, and a sample of what it writes."""
-    from finlm import export  # loads torch
-
-    step, checkpoint = run.complete_checkpoints()[-1]
-    if not run.export.exists():
-        export.export(checkpoint, run.export)
-        run.append_event("export", path=str(run.export), bytes=_size(run.export))
-    if recipe.load(run.recipe).recipe.stage == "reward":  # it says how good a text is, and writes none
-        return
-    prompt = "公司"
-    run.append_event("sample", step=step, prompt=prompt, text=export.generate(run.export, prompt, SAMPLE_TOKENS))
+# From launch to report, the run locked
 
 
-def _ask(run: RunDir, wanted: Recipe) -> None:
-    """Put the recipe's questions to the model, and to the one it started from."""
+def train_ranks(t: Training) -> None:
+    """Train to the last step from the newest checkpoint, unless the run is trained; then forget t.newcomers.
+
+    Raises RunFailed, HostLost, HostsBack.
+    """
+    if not t.run.is_trained():
+        known = start.Network(network.host_env(t.facts), network.find_addresses(t.facts))
+        restart.run_ranks(t.run, t.plan, t.recipe, t.hosts, network=known, accept_new=t.accept_new)
+    t.newcomers = ()  # they have trained: what fails from here on is not theirs
+
+
+def gather_checkpoint(t: Training) -> None:
+    """Copy the parts of the last checkpoint that lie on other hosts to this one."""
+    checkpoint_parts.gather_checkpoint(t.run, t.hosts, t.plan.steps, t.accept_new)
+
+
+def export_model(t: Training) -> None:
+    """Write the last checkpoint as a Hugging Face model, unless export/ exists; record an event."""
+    from finlm.inference import export  # loads torch
+
+    if not t.run.export.exists():
+        export.export(t.run.complete_checkpoints()[-1][1], t.run.export)
+        t.run.append_event("export", path=str(t.run.export), bytes=runs.tree_bytes(t.run.export))
+
+
+def write_sample(t: Training) -> None:
+    """Record an event with what the exported model writes after PROMPT; nothing for a reward model."""
+    from finlm.inference import export  # loads torch
+
+    if t.recipe.stage != "reward":
+        text = export.generate(t.run.export, PROMPT, SAMPLE_TOKENS)
+        t.run.append_event("sample", step=t.run.complete_checkpoints()[-1][0], prompt=PROMPT, text=text)
+
+
+def ask_questions(t: Training) -> None:
+    """Ask the model, and the model it started from, the recipe's suites; then free the GPUs."""
+    wanted = t.recipe
     if wanted.eval.suites:
         from finlm.evals import suite  # loads torch
 
         start = Path(wanted.model.init_from or "")
         mode = None if wanted.eval.mode == "auto" else wanted.eval.mode
-        suite.after_training(run, wanted.eval.suites, mode, start if (start / "config.json").is_file() else None)
-
-
-def _give_back() -> None:
-    """The GPU memory that exporting and asking took: ranks of the recipe that starts from this run may need it."""
+        suite.evaluate_run(t.run, wanted.eval.suites, mode, start if (start / "config.json").is_file() else None)
     import torch
 
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is no GPU
+    torch.cuda.empty_cache()  # the ranks of the recipe that starts from this run may need it
 
 
-def _finish(run: RunDir) -> None:
-    """What the user wants to know at the end, and what to try next."""
-    steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
-    speeds = sorted(step["tokens_per_second"] for step in steps)
-    screen.say(f"\nrun directory   {_shown(run.path)}")
-    screen.say(f"training loss   {steps[-1]['loss']:.4f} after {steps[-1]['step']:,} steps")
-    if evals:
-        first, last = evals[0], evals[-1]
-        if "loss" in last:
-            fall = 100 * (1 - last["loss"] / first["loss"])
-            change = f"{abs(fall):.1f} % {'lower' if fall > 0 else 'higher'}"
-            screen.say(f"held-out loss   {first['loss']:.4f} -> {last['loss']:.4f} ({change})")
-        for name, source in last["sources"].items():
-            shown = [f"{key} {source[key]:,.4f}" for key in HELD_OUT if key in source]
-            screen.say(f"  {name:<24} {'  '.join(shown)}")
-    suites = {(row["suite"], row["mode"], row["model"]): row for row in run.read_events("suite")}
-    for row in suites.values():
-        low, high = (100 * bound for bound in row["micro_interval"])
-        right = f"{100 * row['micro']:.1f} % right [{low:.1f}, {high:.1f}]"
-        screen.say(f"{row['suite']:<15} {right} of {row['questions']:,}, {row['mode']}: {row['model']}")
-    screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
-    for row in list(run.read_events("prediction"))[-1:]:
-        screen.say(f"plan            {prediction.sentence(row)}")
-    for sample in list(run.read_events("sample"))[-1:]:
-        screen.say(f"sample          {sample['prompt']}{sample['text']}")
-    screen.say(f"report          {_shown(run.report)}")
-    for row in list(run.read_events("expect"))[-1:]:
-        for line in expectations.Outcome.from_json(row).lines():
-            screen.say(line)
-    screen.say("\ntry next:")
-    finlm = f"{_shown(Path(sys.executable))} -m finlm"
-    stage = recipe.load(run.recipe).recipe.stage
-    if stage != "reward":  # it says how good a text is, and writes none
-        screen.say(f"  {finlm} sample {_shown(run.export)} 净利润同比")
-    if stage in ("pretrain", "sft"):  # pairs and prompts have no perplexity
-        screen.say(f"  {finlm} eval {_shown(run.complete_checkpoints()[-1][1])}")
-    screen.say(f"  {finlm} plan recipes/xuanyuan-6b/pretrain.yaml")
-    screen.say(f"the model is in {_shown(run.export)} ({units.format_bytes(_size(run.export))}, Hugging Face format)")
+def check_promises(t: Training) -> None:
+    """Compare the run with the recipe's expect: and its plan; record both as events.
+
+    Sets t.outcome when the recipe has expect:.
+    """
+    if t.recipe.expect is not None:
+        t.outcome = expectations.check_expectations(t.run, t.recipe.expect)
+        t.run.append_event("expect", **t.outcome.to_json())
+    expectations.record_prediction(t.run)
 
 
-def _shown(path: Path) -> Path:
-    """Shorter where it lies below the current directory."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def write_report(t: Training) -> None:
+    """Write report.html, then finished.json, and print the outcome."""
+    run_page.build(t.run, ended=True)
+    kept = None if t.outcome is None or t.outcome.elsewhere else t.outcome.ok
+    files.write_json(t.run.finished, {"time": round(time.time(), 3), "steps": t.plan.steps, "promises_kept": kept})
+    expectations.print_outcome(t.run, t.recipe.stage)
 
 
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+class Step(NamedTuple):
+    """One step: its name, a phrase for what it does, and the function that does it."""
+
+    name: str
+    does: str
+    act: Callable[[Training], None]
+
+
+BEFORE_LAUNCH = (
+    Step("parent", "train the recipe that this one starts from", train_parent),
+    Step("data", "turn the sources into shards", prepare_data),
+    Step("plan", "decide ZeRO stage, micro-batch, precision", make_plan),
+    Step("resume", "find the run that was left unfinished", find_unfinished),
+    Step("labels", "check the labels of the dialogues", check_labels),
+    Step("hosts", "check every host", check_hosts),
+    Step("run directory", "write recipe, plan, code", open_run),
+)
+TRACKED = (  # beside them the recipe's trackers run
+    Step("train", "start the ranks and follow them", train_ranks),
+    Step("gather", "bring the last checkpoint's parts from the other hosts", gather_checkpoint),
+    Step("export", "write the model in Hugging Face format", export_model),
+    Step("sample", f"let the model continue {PROMPT}", write_sample),
+    Step("questions", "ask the model the recipe's questions", ask_questions),
+)
+AFTER = (
+    Step("promises", "compare with the recipe's expect: and with the plan", check_promises),
+    Step("report", "write report.html and finished.json", write_report),
+)
+STEPS = (*BEFORE_LAUNCH, *TRACKED, *AFTER)
+
+
+def adapt(t: Training, adapter: str) -> list[str]:
+    """Make or find the run directory and write another launcher's files; return the commands to type.
+
+    adapter: torchrun, accelerate, slurm, k8s or ray.
+    """
+    if parents.is_recipe(t.recipe.model.init_from):
+        start_from(t, lineage.model_directory(t.recipe, t.runs))
+    for act in (prepare_data, make_plan, find_unfinished):
+        act(t)
+    t.resumed = None if t.is_trained else t.resumed
+    open_run(t)
+    return adapters.write(adapter, RunDir(t.run.path.absolute()), t.recipe, Plan.read(t.run.plan), t.hosts)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm.base import checkpoints
+from finlm.base import checkpoints, runs
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import UserError
 
@@ -18,7 +18,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """step-10 with two shards, one of them of two blocks, published."""
     monkeypatch.setattr(checkpoints, "BLOCK_BYTES", 1 << 14)
     directory = tmp_path / "step-10"
-    saved = checkpoints.aside(directory)
+    saved = checkpoints.temporary_path(directory)
     saved.mkdir()
     for name, size in (("a.pt", checkpoints.BLOCK_BYTES + 5), ("b.pt", 0)):
         (saved / name).write_bytes(os.urandom(1024) * (size // 1024) + bytes(size % 1024))
@@ -54,6 +54,28 @@ def test_every_kind_of_damage_is_named(directory: Path) -> None:
     assert faults(directory) == ["a.pt: the file is a link"]
 
 
+def test_files_are_proved_once_while_they_stay_the_same_and_a_long_proof_is_shown(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, read = Manifest.read(directory).files, list[Path]()
+    plain = checkpoints._block_digest
+
+    def digest(block: tuple[Path, int]) -> bytes:
+        read.append(block[0])
+        return plain(block)
+
+    monkeypatch.setattr(checkpoints, "_block_digest", digest)
+    monkeypatch.setattr(runs, "QUIET_SECONDS", 0.0)
+    for _ in range(3):
+        runs.prove(directory, parts, "", "")
+    assert len(read) == 3  # the blocks of two files
+    said = capsys.readouterr().err
+    assert "proving step-10: 100 %" in said and f"{directory}: 16.0 KiB compared with their sha256 in 0." in said
+    (directory / "b.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="is damaged: 1 of its 2 files"):
+        runs.prove(directory, parts, "", "")
+
+
 @pytest.mark.parametrize(
     "name", ["../../etc/cron.d/x", "/etc/passwd", "a/../../b", "", "a//b", "..\\b", "manifest.json"]
 )
@@ -77,16 +99,24 @@ def test_a_cut_manifest_is_damage(directory: Path) -> None:
 
 
 def test_nothing_counts_before_the_manifest_and_the_rename(directory: Path) -> None:
-    assert not checkpoints.aside(directory).exists()
+    assert not checkpoints.temporary_path(directory).exists()
     following = directory.with_name("step-20")
-    checkpoints.aside(following).mkdir()
+    checkpoints.temporary_path(following).mkdir()
     with pytest.raises(OSError):  # the disk is full
-        (checkpoints.aside(following) / "manifest.json").mkdir()
+        (checkpoints.temporary_path(following) / "manifest.json").mkdir()
         checkpoints.publish(following, Manifest.read(directory))
     assert not following.exists()
 
 
 def test_the_newest_and_every_nth_are_kept() -> None:
     steps = [30, 10, 20, 40, 50]
-    assert checkpoints.superseded(steps, keep_last=2, keep_every=None) == [10, 20, 30]
-    assert checkpoints.superseded(steps, keep_last=1, keep_every=20) == [10, 30]
+    assert checkpoints.steps_to_remove(steps, keep_last=2, keep_every=None) == [10, 20, 30]
+    assert checkpoints.steps_to_remove(steps, keep_last=1, keep_every=20) == [10, 30]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_none(tmp_path: Path) -> None:
+    assert (
+        checkpoints.identities([(10, tmp_path / "step-10")])
+        == {}
+        == checkpoints.whole_checkpoints([(10, tmp_path / "step-10")])
+    )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from finlm.base import files
+from finlm.base import files, runs, step_cache
 from finlm.base.rundir import RunDir
 
 
 def test_a_failed_directory_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), files.new_directory(tmp_path / "out") as directory:
+    with pytest.raises(RuntimeError), step_cache.new_directory(tmp_path / "out") as directory:
         (directory / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -38,9 +38,9 @@ def test_the_tree_hash_depends_on_names_and_bytes_only(tmp_path: Path) -> None:
     x, y = tmp_path / "x", tmp_path / "y"
     for path in (x / "a", x / "b", y / "a", y / "b"):
         files.write_text(path, path.name)
-    assert files.tree_hash(x, [x / "a", x / "b"]) == files.tree_hash(y, [y / "b", y / "a"])
+    assert runs.tree_hash(x, [x / "a", x / "b"]) == runs.tree_hash(y, [y / "b", y / "a"])
     files.write_text(y / "a", "other")
-    assert files.tree_hash(x, [x / "a", x / "b"]) != files.tree_hash(y, [y / "a", y / "b"])
+    assert runs.tree_hash(x, [x / "a", x / "b"]) != runs.tree_hash(y, [y / "a", y / "b"])
 
 
 def test_events_hold_no_nan(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Root only. Disk and CPU are shared with the real machine, /tmp too; what a host 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -82,6 +83,13 @@ def why_not() -> str:
     return f"namespaces are not usable here: {done.stderr.strip()}" if done.returncode else ""
 
 
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes that were listed a moment ago; some may have ended since."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 class Host:
     """One host. Its files below /srv lie in `srv` on the real machine."""
 
@@ -137,8 +145,7 @@ class Host:
     def kill(self, program: str) -> int:
         """kill -9 every process of a program here; how many there were."""
         pids = self.pids(program)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        signal_all(pids, signal.SIGKILL)
         return len(pids)
 
     def power_off(self) -> None:
@@ -146,6 +153,13 @@ class Host:
         assert self.process is not None
         os.kill(self.pid, signal.SIGKILL)
         self.process.wait(10)
+
+    def wait_up(self) -> None:
+        """Wait until it answers ssh."""
+        assert self.process is not None and self.process.stdout is not None
+        if self.process.stdout.readline() != "up\n":
+            logs = "".join(path.read_text() for path in self.root.glob("*.log"))
+            raise RuntimeError(f"{self.name} did not start:\n{logs}")
 
     def new_host_key(self) -> None:
         """As after a new installation: the ssh server shows another key from now on."""
@@ -175,15 +189,9 @@ class Cluster:
             self._switch, self._switch_pid = _start(["--net"], "echo $$; cat > /dev/null", log)
             self._at_switch("ip link add br0 type bridge forward_delay 0 && ip link set br0 up")
             for host in self.hosts:
-                script = _INIT.format(name=host.name, root=shlex.quote(str(host.root)))
-                spaces = ["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child"]
-                host.process, host.pid = _start(spaces, script, host.root / "init.log")
-                self._plug(host)
+                self._boot(host)
             for host in self.hosts:
-                assert host.process is not None and host.process.stdout is not None
-                if host.process.stdout.readline() != "up\n":
-                    logs = "".join(path.read_text() for path in host.root.glob("*.log"))
-                    raise RuntimeError(f"{host.name} did not start:\n{logs}")
+                host.wait_up()
         except BaseException:
             self._down()
             raise
@@ -193,6 +201,27 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._down()
+
+    def replace(self, host: Host) -> None:
+        """Switch a host off, put an empty disk into it, and start it again: same name, address and keys."""
+        if host.process is not None and host.process.poll() is None:
+            host.power_off()
+        shutil.rmtree(host.work)
+        host.work.mkdir()
+        self.power_on(host)
+
+    def power_on(self, host: Host) -> None:
+        """Start a host that was switched off, with its disk."""
+        self._boot(host)
+        host.wait_up()
+        for other in self.hosts:
+            other.run("ip", "neigh", "flush", "all", cwd="/")  # its card has another address
+
+    def _boot(self, host: Host) -> None:
+        script = _INIT.format(name=host.name, root=shlex.quote(str(host.root)))
+        spaces = ["--net", "--mount", "--pid", "--uts", "--fork", "--kill-child"]
+        host.process, host.pid = _start(spaces, script, host.root / "init.log")
+        self._plug(host)
 
     def cable(self, host: Host, plugged: bool) -> None:
         """Pull or plug the cable at the switch; the host sees its carrier go."""

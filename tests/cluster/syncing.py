@@ -24,7 +24,7 @@ DRIVER = """
 import dataclasses, json, pathlib, sys
 from finlm.base import screen
 from finlm.base.errors import UserError
-from finlm.ops import sync
+from finlm.hosts import sync
 request = json.loads(sys.argv[1])
 hosts, root = request.pop("hosts"), pathlib.Path(request.pop("root"))
 try:
@@ -35,15 +35,9 @@ except UserError as error:
 print(json.dumps([dataclasses.asdict(result) for result in results]))
 """
 MAIN = """
-import pathlib, sys
-from finlm.base import screen
-from finlm.base.errors import UserError
-from finlm.ops import sync
-try:
-    sys.exit(sync.main(pathlib.Path(sys.argv[1]), False, False))
-except UserError as error:
-    screen.fail(error)
-    sys.exit(2)
+import sys
+from finlm.cli import main
+sys.exit(main.main(["sync", "--hostfile", sys.argv[1]]))
 """
 
 

@@ -40,7 +40,7 @@ def test_other_versions_drifted_code_a_wrong_clock_and_too_many_slots_are_told_o
     install(hosts[1], "transformers", "5.0.0")
     drifted = hosts[1].work / "repo/src/finlm/train/pretrain.py"
     drifted.write_text(drifted.read_text(encoding="utf-8") + "# edited on n1\n", encoding="utf-8")
-    (hosts[2].work / "repo/src/finlm/cli.py").unlink()
+    (hosts[2].work / "repo/src/finlm/cli/main.py").unlink()
     set_clock(hosts[2], 600)
     found = findings(doctor(hosts, slots={2: 8}))
     assert set(found) == {
@@ -52,7 +52,7 @@ def test_other_versions_drifted_code_a_wrong_clock_and_too_many_slots_are_told_o
     }
     assert "transformers 5.0.0, n0 has 5." in found["versions", "n1", "error"]
     assert "src/finlm/train/pretrain.py: sha256" in found["code", "n1", "error"]
-    assert "src/finlm/cli.py: missing" in found["code", "n2", "error"]
+    assert "src/finlm/cli/main.py: missing" in found["code", "n2", "error"]
     assert "minutes ahead of that of n" in found["clock", "n2", "error"]
 
 
@@ -65,7 +65,8 @@ def test_a_host_without_python_and_one_with_only_python_3_8_say_so(hosts: Cluste
     bare(hosts[1])
     bare(hosts[2], python3=str(old), ssh="/usr/bin/ssh")
     found = findings(doctor(hosts))
-    assert set(found) == {("python", "n1", "error"), ("python", "n2", "error")}
+    assert set(found) == {("python", "n1", "error"), ("python", "n2", "error"), ("sync", "n2", "error")}
+    assert "rsync is not installed" in found["sync", "n2", "error"]
     assert "python3 is not installed on n1" in found["python", "n1", "error"]
     assert f"{PYTHON} is not there; its python3 is 3.8" in found["python", "n2", "error"]
 

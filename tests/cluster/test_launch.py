@@ -15,7 +15,7 @@ from finlm.base.rundir import RunDir
 
 from .netcluster import WORK, Cluster, Host
 from .training import ONE_THREAD, PATIENCE_SECONDS, Training, command, the_run, write_hostfile
-from helpers import ROOT, sets
+from helpers import ROOT, sets, with_fault
 from ranks import Ranks
 
 
@@ -102,6 +102,20 @@ def test_three_hosts_with_zero_3_continue_two_with_zero_1_and_all_steps_equal_on
     assert list(run.read_events("end"))[-1]["status"] == "finished"
     on_n1 = RunDir(trio[1].work / "runs" / run.path.name)  # rank 0 knows what was before it came to n1
     assert losses(on_n1) == losses(run) and len(list(on_n1.read_events("start"))) == 2
+
+
+def test_a_host_that_runs_out_of_memory_gives_all_of_them_the_next_plan(pair: Cluster, tiny: tuple[str, ...]) -> None:
+    write_hostfile(pair[0], "n0 slots=1", "n1 slots=1")
+    faulty = with_fault(pair[1].work / "site", "out_of_memory(4, 13)").replace(str(pair[1].work), WORK)
+    access = f"hosts={{n1: {{env: {{PYTHONPATH: '{faulty}'}}}}}}"
+    training = Training(pair, command([*tiny, "checkpoint.every_steps=5", access])).over()
+    assert training.process.returncode == 0, training.said
+    run, there = the_run(pair[0]), RunDir(pair[1].work / "runs" / the_run(pair[0]).path.name)
+    assert "with batch.micro_batch: 4 instead of 8" in training.said
+    assert f"resuming {WORK}/runs/{run.path.name} from step 10" in training.said
+    assert [row["step"] for row in run.read_events("start")] == [0, 10]
+    assert files.read_json(there.plan) == files.read_json(run.plan) != files.read_json(run.path / "plan.1.json")
+    assert [event["status"] for event in run.read_events("end")] == ["finished"]
 
 
 def test_hosts_that_share_a_disk_get_no_second_copy(pair: Cluster, tiny: tuple[str, ...], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from .netcluster import WORK, Cluster
-from .syncing import ENV, MAIN, REPO, on, refused, repository, sync, tree
+from .syncing import ENV, MAIN, REPO, on, refused, repository, sync, tree, until
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,21 @@ def test_a_directory_that_sync_did_not_write_is_refused_and_left_alone(pair: Clu
     on(pair[1]).mkdir()
     (on(pair[1]) / "thesis.tex").write_text("years of work\n")
     said = refused(pair[0], "n1")
-    assert "not empty and was not written by finlm sync" in said and "thesis.tex" in said and "rm -r" in said
+    assert "not empty and was not written by finlm sync" in said and "thesis.tex" in said and "ssh n1 mv " in said
     assert tree(on(pair[1])).keys() == {"thesis.tex"}
+
+
+def test_a_directory_that_is_a_run_is_left_to_the_host_that_started_it(pair: Cluster) -> None:
+    repository(pair[0])
+    (on(pair[1]) / "checkpoints" / "step-20").mkdir(parents=True)
+    (on(pair[1]) / ".lock").write_text("42 n1\n")
+    said = refused(pair[0], "n1")
+    assert f"{REPO} was started on n1, not on this machine" in said and "process 42 on n1 ran it last" in said
+    assert "go on there" in said and not any(word in said for word in ("rm -", " mv ", "remove"))
+    with pair[1].popen("flock", f"{REPO}/.lock", "sleep", "60") as holder:
+        until(lambda: "is running now" in refused(pair[0], "n1"))
+        pair[1].kill("sleep")
+        holder.wait(10)
 
 
 def test_a_foreign_file_in_the_way_of_a_new_one_is_not_overwritten(pair: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,10 +12,15 @@ from typing import Any
 
 from finlm.base.rundir import RunDir
 
-from .netcluster import WORK, Cluster, Host
+from .netcluster import WORK, Cluster, Host, signal_all
 from .syncing import ENV, until
 from helpers import QUICKSTART, sets
 
+LONG = (  # a run that is still training when a host is lost
+    *("train.steps=20000", "zero.stage=1", "checkpoint.every_steps=10", "eval.every_steps=20000"),
+    "eval.max_tokens_per_source=500",
+)
+REFERENCE_STEPS = 250  # more than such a run takes before a test ends it
 PATIENCE_SECONDS = 250  # a guard: a fault ends a run in 3 to 40 s, and the machine may be busy
 ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
 
@@ -25,6 +29,10 @@ def command(overrides: Sequence[str], *more: str) -> list[str]:
     """A `finlm train` of the tiny quickstart on the hosts of WORK/hostfile.txt."""
     line = [sys.executable, "-m", "finlm", "train", str(QUICKSTART), *sets((*overrides, ONE_THREAD))]
     return [*line, "--hostfile", f"{WORK}/hostfile.txt", *more]
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in run.read_events("step")}
 
 
 def write_hostfile(host: Host, *lines: str) -> None:
@@ -56,7 +64,7 @@ def processes(host: Host, word: str = "finlm") -> dict[int, str]:
 
 
 def pids(host: Host, what: str) -> list[int]:
-    """PIDs of the host's command ("-m finlm train"), ranks ("finlm.train ") or agent ("launch_agent")."""
+    """PIDs of the host's command ("-m finlm train"), ranks ("finlm.train ") or agent ("finlm.launch.agent")."""
     found = processes(host, what)
     return [pid for pid, line in found.items() if _is_python(line) and "deepspeed.launcher" not in line]
 
@@ -83,10 +91,14 @@ class Training:
         self._fault = time.monotonic()
         return self
 
-    def row(self, kind: str, step: int = 0) -> dict[str, Any]:
-        """The first row of a kind, of this step or a later one; waits for it."""
-        until(lambda: any(row["step"] >= step for row in self._rows(kind)), PATIENCE_SECONDS, lambda: f"no {kind} row")
-        return next(row for row in self._rows(kind) if row["step"] >= step)
+    def row(self, kind: str, step: int = 0, **values: Any) -> dict[str, Any]:
+        """The first row of a kind with these values, of this step or a later one; waits for it."""
+
+        def rows() -> list[dict[str, Any]]:
+            return [row for row in self._rows(kind) if row["step"] >= step and values.items() <= row.items()]
+
+        until(lambda: bool(rows()), PATIENCE_SECONDS, lambda: f"no {kind} row with {values} from step {step}")
+        return rows()[0]
 
     def _rows(self, kind: str) -> list[dict[str, Any]]:
         """The run's rows of a kind; AssertionError with what the command said when it has ended."""
@@ -100,14 +112,12 @@ class Training:
         """Send a signal to the host's ranks or agent."""
         found = pids(host, what)
         assert found, processes(host)
-        for pid in found:
-            os.kill(pid, how)
+        signal_all(found, how)
 
     def kill_all(self, how: signal.Signals) -> None:
         """Send a signal to the command and everything it has started, ssh too, on every host."""
         for host in self.cluster.hosts:
-            for pid in processes(host, "-m finlm train") | processes(host, "finlm."):
-                os.kill(pid, how)
+            signal_all(processes(host, "-m finlm train") | processes(host, "finlm."), how)
 
     def left(self) -> dict[str, dict[int, str]]:
         """Processes of the run, by host."""
@@ -119,8 +129,7 @@ class Training:
             self.said, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             for host in self.cluster.hosts:  # the other tests need them
-                for pid in processes(host, "finlm."):
-                    os.kill(pid, signal.SIGKILL)
+                signal_all(processes(host, "finlm."), signal.SIGKILL)
             raise
         self.seconds = time.monotonic() - self._fault
         until(lambda: not self.left(), 60, lambda: f"still there: {self.left()}")

@@ -11,7 +11,7 @@ import torch
 from finlm.base.rundir import RunDir
 from finlm.evals import questions, suite
 from finlm.evals.questions import Suite
-from finlm.train.opened import Opened, open_model
+from finlm.inference.open import Opened, open_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,4 +40,4 @@ def opened(run: RunDir) -> Opened:
 
 @pytest.fixture(scope="module")
 def exam(run: RunDir) -> Suite:
-    return questions.read("exam", None, suite.world(open_model(run.path), None))
+    return questions.read_questions("exam", None, suite.find_world(open_model(run.path), None))

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from finlm.data import pairs
-from finlm.evals import extraction
+from finlm.dialogues import scoring
+from finlm.evals import questions
 
+PUBLISHED = {  # what FinanceIQ's own code reads in them
+    "B\n\n题目：下列": "B",
+    "\nC": "C",
+    "BCD都对，答案是A": "B",
+    "解析：应选：D。答案是A": "A",
+    "本题选择：D，B错误": "D",
+    "甲：B选项正确，C不正确": "B",
+    "应是A、C、D三项当选": "D",
+    "甲项：A不对，B说法正确": "B",
+    "这不是：A，而是：B": "B",
+    "甲乙丙A丁": "A",
+    "题目：下列哪项。A. 一 B. 二": None,
+    "答案为甲乙丙A或B": "A",
+    "E": None,
+    "": None,
+}
 OPTIONS = ("5%", "10%", "20%", "30%")
 CASES = {
     "B": "B",
@@ -58,23 +74,28 @@ CASES = {
 
 @pytest.mark.parametrize(("text", "expected"), CASES.items())
 def test_the_letter_of_an_answer(text: str, expected: str | None) -> None:
-    assert extraction.letter(text, OPTIONS) == expected
+    assert questions.extract_letter(text, OPTIONS) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("B\n", "B"), ("答案是B。", "B"), ("故选B. 10%\n", "B"), ("B", None), ("答案是A，", None)]
 )
 def test_writing_ends_where_the_letter_is_settled(text: str, expected: str | None) -> None:
-    assert extraction.decided(text) == expected
+    assert questions.decided_letter(text) == expected
 
 
 @pytest.mark.parametrize("text", CASES)
 def test_what_is_decided_early_is_what_the_whole_answer_says(text: str) -> None:
-    early = {extraction.decided(text[:length]) for length in range(len(text) + 1)} - {None}
-    assert early <= {extraction.letter(text, OPTIONS)}
+    early = {questions.decided_letter(text[:length]) for length in range(len(text) + 1)} - {None}
+    assert early <= {questions.extract_letter(text, OPTIONS)}
 
 
 def test_a_reward_reads_the_letter_that_the_evaluation_reads() -> None:
     by_text = {text: expected for text, expected in CASES.items() if text != "涨跌幅限制是20%"}  # quotes no letter
-    assert {text: pairs.letter(text) for text in by_text} == by_text
-    assert pairs.letter("不选A，答案是f。") == "F"
+    assert {text: scoring.find_letter(text) for text in by_text} == by_text
+    assert scoring.find_letter("不选A，答案是f。") == "F"
+
+
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_the_published_extraction_is_that_of_financeiq(text: str) -> None:
+    assert questions.read_published(text) == PUBLISHED[text]

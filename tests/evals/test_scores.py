@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finlm.evals import scores
-from finlm.evals.scores import Count
+from finlm.evals import questions
+from finlm.evals.questions import Count
 
 
 def test_wilson_gives_the_published_example_and_stays_within_bounds() -> None:
     # Newcombe (1998, Statistics in Medicine 17:857), table I: 81 of 263 and 1 of 29.
-    assert scores.wilson(Count(81, 263)) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert scores.wilson(Count(1, 29)) == pytest.approx((0.0061, 0.1718), abs=1e-4)
-    assert scores.wilson(Count(0, 20))[0] == 0.0 and scores.wilson(Count(20, 20))[1] == 1.0
+    assert questions.wilson(Count(81, 263)) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert questions.wilson(Count(1, 29)) == pytest.approx((0.0061, 0.1718), abs=1e-4)
+    assert questions.wilson(Count(0, 20))[0] == 0.0 and questions.wilson(Count(20, 20))[1] == 1.0
 
 
 def test_the_macro_interval_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -22,12 +22,12 @@ def test_the_macro_interval_covers_the_truth_about_as_often_as_it_says() -> None
     for _ in range(200):
         drawn = random.binomial(sizes, truth)
         counts = zip("abc", drawn.tolist(), sizes.tolist(), strict=True)
-        low, high = scores.macro_interval({name: Count(right, size) for name, right, size in counts})
+        low, high = questions.macro_interval({name: Count(right, size) for name, right, size in counts})
         covered += low <= truth.mean() <= high
     assert 0.90 <= covered / 200 <= 0.99
 
 
 def test_macro_weighs_subjects_and_micro_questions() -> None:
-    result = scores.summary({"a": Count(10, 10), "b": Count(0, 30)})
-    assert (result["macro"], result["micro"]) == (0.5, 0.25)
-    assert result["questions"] == 40 and result["subjects"]["b"]["interval"][0] == 0.0
+    result = questions.Scores.of({"a": Count(10, 10), "b": Count(0, 30)})
+    assert (result.macro, result.micro) == (0.5, 0.25)
+    assert result.questions == 40 and result.subjects["b"].interval[0] == 0.0

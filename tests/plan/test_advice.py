@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from finlm.plan import advice, consult, planner
-from finlm.plan.consult import Consulted
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.plan import advice, failures, planner, show
 from finlm.plan.plan import Plan
+from finlm.plan.show import Consulted
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
 
@@ -33,7 +36,7 @@ def advised(path: Path, *overrides: str, **options: Any) -> tuple[advice.Advice,
 
 
 def consulted(path: Path, *overrides: str) -> Consulted:
-    return consult.of(*planned(path, *overrides))
+    return show.consult(*planned(path, *overrides))
 
 
 def test_epochs_cost_and_end_follow_from_the_plan() -> None:
@@ -60,11 +63,63 @@ def test_a_checkpoint_has_14_bytes_a_parameter_and_12_under_zero_3() -> None:
     assert mixed.checkpoint_bytes == 12 * plan.parameters
 
 
+def test_checkpoints_in_memory_are_planned_and_refused_where_they_do_not_fit() -> None:
+    hosts = recipe.load(MIXED, ()).recipe.hardware.hosts
+    each = [f"{{name: {one.name}, slots: {one.slots}, gpu: {one.gpu}, memory: 1TiB}}" for one in hosts]
+    large = f"hardware.hosts=[{', '.join(each)}]"
+    without, on_disk = advised(MIXED, large)
+    assert (without.memory_interval_seconds, without.memory_bytes) == (None, 0)
+    found, plan = advised(MIXED, large, "checkpoint.memory_minutes=auto")
+    assert found.hosts_that_may_be_lost == 1 and found.memory_interval_seconds is not None
+    stall, between = found.checkpoint_stall_seconds, failures.seconds_between(plan.world_size)
+    assert found.memory_interval_seconds >= math.sqrt(2 * stall * between) - stall
+    own = 12 * plan.parameters * max(host.slots for host in plan.hosts) / plan.world_size
+    assert found.memory_bytes == pytest.approx(4 * own, rel=0.01), "two of its own and two of its neighbour's part"
+    assert plan.host_bytes == on_disk.host_bytes + found.memory_bytes
+    assert "in memory" in dict(advice.sentences(found, plan))
+    assert advised(MIXED, large, "checkpoint.memory_minutes=5")[0].memory_interval_seconds == 300
+    with pytest.raises(UserError) as caught:
+        advised(MIXED, "checkpoint.memory_minutes=5")
+    assert "leave checkpoint.memory_minutes out" in caught.value.fix
+
+
+def test_failures_of_the_run_itself_count_beside_the_assumed_rate(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    rows = [
+        ("start", 0, {}),
+        ("step", 100, {}),
+        ("start", 200, {}),
+        ("step", 290, {}),
+        ("end", 300, {"status": "interrupted"}),
+    ]
+    for kind, time, more in rows:
+        files.append_json_line(run.events, {"kind": kind, "time": time, **more})
+    assert failures.of_run(run) == (1, 200.0)
+    assumed = failures.seconds_between(8)
+    assert failures.seconds_between(8, *failures.of_run(run)) == (assumed + 200.0) / 2
+    assert failures.best_interval(1.0, 20000.0, 1.0) == 199.0 and failures.best_interval(1.0, 20.0, 100.0) == 150.0
+
+
+def test_how_many_hosts_may_be_lost_and_what_that_costs() -> None:
+    alone, _ = advised(SIX_B, "checkpoint.copies=1")
+    assert (alone.hosts_that_may_be_lost, alone.checkpoint_copy_bytes) == (0, 0)
+    found, plan = advised(MIXED)
+    assert len(plan.hosts) == 2 and plan.zero_stage == 3
+    assert (found.hosts_that_may_be_lost, found.checkpoint_copy_bytes) == (0, 0)
+    copied, plan = advised(MIXED, "checkpoint.copies=1")
+    share = plan.hosts[1].slots / plan.world_size
+    assert copied.hosts_that_may_be_lost == 1
+    assert copied.checkpoint_copy_bytes == pytest.approx(12 * plan.parameters * share)
+    kept = 2 + 1 + 1  # keep_last, the one that is written, and the whole one that stays until the next is whole
+    assert copied.checkpoint_copy_disk_bytes == kept * copied.checkpoint_copy_bytes
+    assert copied.checkpoint_disk_bytes == found.checkpoint_disk_bytes + copied.checkpoint_copy_disk_bytes
+
+
 def test_the_interval_is_youngs() -> None:
     found, plan = advised(SIX_B)
     assert found.checkpoint_advised_steps is not None
     assert plan.tokens_per_second is not None
-    between = advice.HOURS_BETWEEN_FAILURES_OF_A_GPU * 3600 / 8
+    between = failures.seconds_between(8)
     stall = found.checkpoint_stall_seconds
     steps = math.sqrt(2 * stall * between) * plan.tokens_per_second / plan.tokens_per_step
     assert found.checkpoint_advised_steps == pytest.approx(steps, rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finlm.plan import gpus
-from finlm.plan.plan import PlanError
+from finlm.plan.gpus import PlanError
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_every_kind_is_consistent() -> None:
 
 def test_a_kind_that_nobody_knows_is_described_by_memory_and_flops() -> None:
     with pytest.raises(PlanError):
-        gpus.described("Huge-1", memory_bytes=2**37)
-    gpu = gpus.described("Huge-1", memory_bytes=2**37, flops=1e15, capability=9.0)
+        gpus.describe_gpu("Huge-1", memory_bytes=2**37)
+    gpu = gpus.describe_gpu("Huge-1", memory_bytes=2**37, flops=1e15, capability=9.0)
     assert (gpu.memory_bytes, gpu.peak_flops, gpu.has_bf16) == (2**37, 1e15, True)
-    assert gpus.described("T4", flops=50e12).bf16_flops is None
-    smaller = gpus.described("A100-40G", memory_bytes=2**34)
+    assert gpus.describe_gpu("T4", flops=50e12).bf16_flops is None
+    smaller = gpus.describe_gpu("A100-40G", memory_bytes=2**34)
     assert (smaller.memory_bytes, smaller.peak_flops) == (2**34, gpus.find("A100-40G").peak_flops)

@@ -36,7 +36,7 @@ def errors(what: str) -> dict[str, float]:
         ranks = [speed.Rank(gpus.find(row["gpu"]), layout.world_size, layout.micro_batch)]
         predicted = {
             "allocated_bytes": memory.allocated_bytes(items),
-            "used_bytes": sum(memory.squeezed(items, gpus.find(row["gpu"]).memory_bytes).values()),
+            "used_bytes": sum(memory.squeeze_cache(items, gpus.find(row["gpu"]).memory_bytes).values()),
             "step_seconds": speed.step_time(shape, layout, ranks, 1, row["micro_steps"], 10.0).seconds,
         }
         found[row["case"]] = predicted[what] / row[what] - 1
@@ -65,13 +65,19 @@ def test_the_runs_cover_what_the_planner_chooses_from() -> None:
     assert {shape.parameters // 10**8 for _, shape, _ in rows()} >= {3, 11, 13, 29, 63}
 
 
+FORMER_STEP = "300m 1 2x8x512"  # its peak were the fp32 gradients of the step, which AdamW in one pass does not make
+
+
 def test_allocated_memory() -> None:
-    held(errors("allocated_bytes"), median=0.03, worst=0.08, low=-0.02)
+    found = errors("allocated_bytes")
+    assert found.pop(FORMER_STEP) < -0.1
+    held(found, median=0.03, worst=0.08, low=-0.02)
 
 
 def test_memory_that_the_driver_reports() -> None:
     """What the allocator keeps beside is a matter of chance, so a little more may be missing than of what it needs."""
     found = errors("used_bytes")
+    found.pop(FORMER_STEP)
     assert 0.08 < found.pop("1.3b 2 8x2x2048 z3 eager") < 0.10, "the one that is planned too large"
     held(found, median=0.03, worst=0.08, low=-0.05)
 

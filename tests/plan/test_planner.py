@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.plan import planner
-from finlm.plan.plan import Plan, PlanError
+from finlm.plan import gpus, planner
+from finlm.plan.gpus import PlanError
+from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -64,7 +65,7 @@ def test_the_mixed_clusters_run_does_not_fit_without_offload_and_the_error_says_
                 f"batch.micro_batch={rows}",
                 f"batch.tokens_per_step={tokens}",
             )
-        assert "of 32.0 GiB a GPU" in caught.value.evidence
+        assert "of 31.8 GiB a GPU" in caught.value.evidence
         assert "zero.offload_optimizer: cpu" in caught.value.fix
 
 
@@ -76,7 +77,7 @@ def test_a_v100_makes_the_whole_cluster_fp16_and_says_which_host() -> None:
 
 def test_the_smallest_memory_binds_a_mixed_cluster() -> None:
     plan = make(MIXED)
-    assert plan.gpu_memory_bytes == 32 * 2**30
+    assert plan.gpu_memory_bytes == int(32 * 2**30 * (1 - gpus.DRIVER_SHARE))
     assert any(reason.startswith("mixed GPUs") for reason in plan.reasons)
 
 
@@ -159,6 +160,12 @@ def test_host_memory_is_a_limit_too() -> None:
         make(MIXED, host(slots=1, gpu="T4", memory="32GiB"), *AUTO)
     assert "host memory" in caught.value.evidence
     assert caught.value.fix.startswith("use ")
+
+
+def test_more_ranks_than_a_hosts_memory_holds_are_told_how_many_it_holds() -> None:
+    with pytest.raises(PlanError) as caught:
+        make(RECIPES / "quickstart/pretrain.yaml", "hardware.hosts=[{name: localhost, slots: 64, memory: 8GiB}]")
+    assert caught.value.fix == "give a host at most slots=12 in the hostfile (or hardware.hosts) instead of 64"
 
 
 def test_what_fits_nowhere_says_how_many_hosts_would_do() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from finlm.plan import split
+from finlm.plan import search
 
 
 def best_of_all(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: int) -> float | None:
@@ -28,7 +28,7 @@ def test_no_other_division_is_faster(ranks: tuple[int, ...]) -> None:
     seconds = seconds[: len(ranks)]
     for wanted in range(sum(ranks), 60):
         expected = best_of_all(ranks, seconds, wanted)
-        found = split.balanced(ranks, seconds, wanted)
+        found = search.balance(ranks, seconds, wanted)
         if expected is None:
             assert found is None
             continue
@@ -37,4 +37,4 @@ def test_no_other_division_is_faster(ranks: tuple[int, ...]) -> None:
 
 
 def test_a_kind_that_holds_no_row_has_no_division() -> None:
-    assert split.balanced((2, 2), [[1.0, 2.0], []], 8) is None
+    assert search.balance((2, 2), [[1.0, 2.0], []], 8) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.ops import sync
+from finlm.cli import main
 from finlm.recipe import cluster
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Hardware, HardwareHost, HostAccess
@@ -46,10 +46,10 @@ def test_the_gpu_option_wins_and_unknown_hosts_are_cpu_ranks(tmp_path: Path) -> 
 def test_hosts_that_nobody_asks_need_a_kind_from_hardware(tmp_path: Path) -> None:
     found = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED)
     with pytest.raises(UserError, match="does not say which GPUs c has") as caught:
-        cluster.described(found, MIXED)
+        cluster.add_hardware(found, MIXED)
     assert "hardware.hosts: a, b" in caught.value.evidence
     alike = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED, "H200")
-    assert cluster.described(alike, MIXED) is alike
+    assert cluster.add_hardware(alike, MIXED) is alike
 
 
 def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:
         cluster.load(path)
     lines = caught.value.evidence.splitlines()
     assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5"]
-    assert "expected `name slots=N`, got 'b'" in lines[0]
+    assert "expected `name slots=N` or `name slots=N spare`, got 'b'" in lines[0]
     assert "0 slots" in lines[1]
     assert "appears twice" in lines[2]
 
@@ -120,7 +120,7 @@ def test_comments_of_any_encoding_and_a_byte_order_mark_do_no_harm(
     assert found is not None and [(host.name, host.slots) for host in cluster.load(found).hosts] == [("a", 2)]
     Path("hostfile.txt").write_bytes(raw.replace(b"a slots=2", b""))
     assert cluster.default_hostfile() is None
-    assert sync.main(Path("hostfile.txt"), accept_new=False, dry_run=True) == 0
+    assert main.main(["sync", "--dry-run"]) == 0
     assert "names no host" in capsys.readouterr().err
 
 
@@ -142,6 +142,8 @@ def test_this_machine_has_the_ranks_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "visible_gpus", lambda: dict.fromkeys(range(4), "NVIDIA H200"))
     assert (cluster.local(3).world_size, cluster.local(3).hosts[0].gpu) == (4, "NVIDIA H200")
     assert cluster.local(3).hosts[0].devices == ()
+    grows = Hardware(hosts=(HardwareHost(name="localhost", slots=4, gpu="H200", memory=1 << 40),))
+    assert [cluster.local(3, one).hosts[0].memory_bytes == 1 << 40 for one in (grows, None)] == [True, False]
     monkeypatch.setattr(cluster, "visible_gpus", lambda: {2: "NVIDIA H200", 3: "NVIDIA H200"})
     assert (cluster.local(3).world_size, cluster.local(3).hosts[0].devices) == (2, (2, 3))
 
@@ -172,3 +174,26 @@ def test_cuda_visible_devices_limits_the_gpus(
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cluster.visible_gpus() == {}
+
+
+def test_a_line_may_end_in_spare_and_have_max_slots(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2 max_slots=4\nb slots=2 spare\n")
+    hosts = cluster.load(path)
+    assert [host.name for host in hosts.hosts] == ["a"] and [host.name for host in hosts.spares] == ["b"]
+    path.write_text("b slots=2 spare\n")
+    with pytest.raises(UserError, match="are spares"):
+        cluster.load(path)
+
+
+def test_hosts_are_replaced_left_and_taken_in_again() -> None:
+    a, b, c = (cluster.Host(name, 1) for name in "abc")
+    hosts = cluster.Cluster((a, b), spares=(c,))
+    assert hosts.replace("b", c) == cluster.Cluster((a, c))
+    without = hosts.without("a", for_good=False)
+    assert (
+        without.hosts == (b,)
+        and without.away == (a,)
+        and without.with_back(["a"]) == cluster.Cluster((b, a), spares=(c,))
+    )
+    assert hosts.without("a", for_good=True).away == ()

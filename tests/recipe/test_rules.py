@@ -51,6 +51,7 @@ NVME = "zero.nvme_path=nvme"
         (["optim.warmup_steps=1"], "optim.warmup_steps", "at least 2 steps"),
         (["optim.schedule=constant"], "optim.min_lr", "has no effect"),
         (["checkpoint={every_steps: 300, keep_every_steps: 1000}"], "checkpoint.keep_every_steps", "no multiple of"),
+        (["checkpoint={copies: 1, keep_last: 1}"], "checkpoint.keep_last", "copies: 1 needs 2 or more"),
         (["optim.lr=.inf"], "optim.lr", "a finite number"),
         (["zero.offload_param=cpu"], "zero.offload_param", "needs stage 3"),
         (["zero.stage=0", "zero.offload_optimizer=cpu"], "zero.offload_optimizer", "needs stage 1"),

@@ -65,3 +65,11 @@ def test_the_vocabulary_comes_from_model_data_or_tokenizer() -> None:
     assert of("quickstart", "model.vocab_size=5000").vocab == 5000
     with pytest.raises(UserError, match=r"model\.vocab_size is auto"):
         of("quickstart", "tokenizer={path: tokenizer.model}")
+
+
+def test_heads_need_not_divide_the_width_where_the_type_has_a_head_size_of_its_own() -> None:
+    gemma = ("model.hidden_size=1152", "model.heads=4", "model.kv_heads=1", "model.config={model_type: gemma3_text}")
+    assert of("quickstart", *gemma).head_size == 256
+    with pytest.raises(UserError) as error:
+        of("quickstart", "model.hidden_size=190", "model.heads=4")
+    assert "4 heads do not divide hidden_size 190" in error.value.evidence

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from finlm import cli
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.cli import main
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -52,12 +52,17 @@ def test_the_board_names_hosts_checkpoint_incidents_and_silence(plan: Plan) -> N
     for number in range(1, 5):
         state.feed(step(number))
     assert state.feed({"kind": "eval", "time": 1004.0, "step": 4, "loss": 7.5}) == "step 4: held-out loss 7.5000"
+    earned = {"kind": "eval", "time": 1004.0, "step": 4, "reward": 0.7, "sampled": 0.6}
+    assert state.feed(earned) == "step 4: held-out reward 0.7000, of drawn answers 0.6000"
+    rise = {"rise": 0.1, "rise_interval": [0.05, 0.15]}
+    rose = "0.6000 (+0.1000 since the first step, 95 % +0.0500 to +0.1500)"
+    assert state.feed(earned | rise) == f"step 4: held-out reward 0.7000, of drawn answers {rose}"
     state.feed({"kind": "checkpoint", "time": 1004.0, "step": 4, "bytes": 1, "seconds": 1.0})
     said = state.feed({"kind": "incident", "time": 1004.0, "step": 4, "what": "loss spike", "detail": "9.0"})
     assert said == "step 4: loss spike: 9.0"
     board = dict(state.board(now=1064.0))
     assert board["hosts"] == "left 2,000, right 2,000"
-    assert board["held-out"] == "7.5000 at step 4"
+    assert board["held-out"] == f"reward 0.7000, of drawn answers {rose} at step 4"
     assert board["saved"] == "step 4, 60 seconds ago"
     assert board["incident"] == "step 4: loss spike"
     assert board["quiet"] == "no word for 60 seconds"
@@ -78,9 +83,9 @@ def test_a_resume_takes_back_the_steps_after_it(plan: Plan) -> None:
 def test_watch_of_a_finished_run_says_how_it_ended(
     finished: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["watch", str(finished[0].path)]) == 0
-    err = capsys.readouterr().err
-    assert "step 20/20  loss" in err and f"finished at step 20; {finished[0].report}" in err
+    assert main.main(["watch", str(finished[0].path)]) == 0
+    out = capsys.readouterr().out
+    assert "step 20/20  loss" in out and f"finished at step 20; {finished[0].report}" in out
 
 
 def test_watch_of_a_run_that_nobody_runs_ends_and_says_so(
@@ -95,8 +100,8 @@ def test_watch_of_a_run_that_nobody_runs_ends_and_says_so(
     run.events.write_text("".join(row for row in rows if '"step":' in row and '"kind":"end"' not in row)[:-40])
     long_ago = [line.replace('"time":17', '"time":16') for line in run.events.read_text().splitlines(keepends=True)]
     run.events.write_text("".join(long_ago))
-    assert cli.main(["watch", str(run.path)]) == 1
-    assert "nothing runs it any more; the last word was at step" in capsys.readouterr().err
+    assert main.main(["watch", str(run.path)]) == 1
+    assert "nothing runs it any more; the last word was at step" in capsys.readouterr().out
 
 
 def test_a_run_on_any_hosts_is_over_when_the_machine_that_started_it_runs_it_no_more(
@@ -146,12 +151,23 @@ def test_watch_and_track_stay_with_a_run_that_starts_again(
         run.append_event("end", step=12, status="failed")
         with (run.path / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert cli.main([command[0], str(run.path), *command[1:]]) == 0
+            assert main.main([command[0], str(run.path), *command[1:]]) == 0
         assert looks == 8
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert "starts again: n1 went away\n" in said and "\nfinished at step 20\n" in said
 
 
 def test_watch_of_something_else_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert main.main(["watch", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_the_line_names_what_the_first_step_waits_for(plan: Plan) -> None:
+    state = live.State(plan)
+    assert state.line(0.0) == f"step 0/{plan.steps:,}  the ranks start: libraries, weights, optimizer"
+    assert (
+        state.feed({"kind": "start", "time": 1.0, "step": 0}) == "the ranks are up: held-out text, then the first step"
+    )
+    assert "held-out text" in state.line(2.0) and "held-out text" in dict(state.board(2.0))["step"]
+    state.feed(step(1))
+    assert state.phase == "" and state.line(3.0).startswith(f"step 1/{plan.steps:,}  loss")

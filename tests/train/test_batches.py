@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from finlm.data import prepare
-from finlm.data.shards import Order, Rows, Shards
+from finlm import prepare
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
+from finlm.rows.shards import Order, Rows, Shards
 from finlm.train.batches import Batches
 
 from helpers import QUICKSTART
@@ -21,7 +21,7 @@ from helpers import QUICKSTART
 
 @pytest.fixture
 def shards(tiny: tuple[str, ...]) -> Shards:
-    return Shards(prepare.run(recipe.load(QUICKSTART, tiny).recipe))
+    return prepare.run(recipe.load(QUICKSTART, tiny).recipe)
 
 
 @pytest.fixture

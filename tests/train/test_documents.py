@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from finlm.data.shards import IGNORED
-from finlm.train import documents
-from train.test_kernels import VOCABULARY, batch, pair
+from finlm.rows.shards import IGNORED
+from finlm.train import batches
+from train.model.test_causal_lm import built
+from train.model.test_kernels import VOCABULARY, batch, pair
 
 LENGTHS = ((32,), (5, 20, 7), (1, 30, 1))  # of the documents of each row
 
@@ -20,11 +22,11 @@ def numbered() -> np.ndarray:
 
 
 def test_bounds_begin_every_row_anew_and_are_filled_up() -> None:
-    found = documents.bounds(numbered())
-    assert found.dtype == np.int32 and len(found) == documents.FEWEST
+    found = batches.document_bounds(numbered())
+    assert found.dtype == np.int32 and len(found) == batches.FEWEST
     assert found[:8].tolist() == [0, 32, 37, 57, 64, 65, 95, 96] and set(found[8:]) == {96}
-    every = documents.bounds(np.arange(documents.FEWEST, dtype=np.int32)[None])  # the end needs a place as well
-    assert len(every) == 2 * documents.FEWEST
+    every = batches.document_bounds(np.arange(batches.FEWEST, dtype=np.int32)[None])  # the end needs a place as well
+    assert len(every) == 2 * batches.FEWEST
 
 
 @pytest.mark.parametrize("changes", [{}, {"compiled": True, "recompute": "full"}], ids=["plain", "compiled"])
@@ -42,7 +44,7 @@ def test_a_row_of_documents_has_their_losses_and_gradients(
             expected = expected + torch.nn.functional.cross_entropy(
                 logits, wanted, reduction="sum", ignore_index=IGNORED
             )
-    found = packed(inputs, labels, torch.from_numpy(documents.bounds(numbered())))
+    found = packed(inputs, labels, torch.from_numpy(batches.document_bounds(numbered())))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert packed(inputs, labels).item() != pytest.approx(expected.item(), rel=1e-4)  # they see each other without
     (expected / 100).backward()
@@ -52,3 +54,30 @@ def test_a_row_of_documents_has_their_losses_and_gradients(
         assert parameter.grad is not None and wanted is not None
         torch.testing.assert_close(parameter.grad[: len(wanted)], wanted, rtol=1e-4, atol=1e-6)
     assert len(alone.get_input_embeddings().weight) == VOCABULARY
+
+
+def cut(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *_: object, **named: Any
+) -> torch.Tensor:
+    """torch's varlen_attn, which needs a GPU, by its definition. q, k, v: [tokens, heads, head]."""
+    places, (left, _right) = torch.arange(len(q)), named["window_size"]
+    documents = torch.searchsorted(starts, places.to(starts.dtype), right=True)
+    back = places[:, None] - places[None]
+    seen = (documents[:, None] == documents[None]) & (back >= 0) & ((back <= left) | torch.tensor(left < 0))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * named["scale"]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [8, None])
+def test_bounds_and_windows_reach_the_kernel_through_transformers(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "varlen_attn", cut)
+    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    shown = "null" if window is None else window
+    model = built(f"model.config={{model_type: mistral, sliding_window: {shown}}}", "model.kv_heads=1")
+    inputs, labels = batch()
+    bounds = torch.from_numpy(batches.document_bounds(numbered()))
+    masked = model(inputs, labels, bounds).item()
+    model.config._attn_implementation = batches.NAME
+    assert model(inputs, labels, bounds).item() == pytest.approx(masked, rel=1e-6)

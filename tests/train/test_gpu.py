@@ -13,12 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finlm.base.rundir import RunDir
-from finlm.data.shards import IGNORED
-from finlm.ops import launch
+from finlm.launch import start
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.train import cores, documents, kernels
+from finlm.rows.shards import IGNORED
+from finlm.train import __main__, batches
+from finlm.train.model import kernels
 
 from helpers import ROOT
 
@@ -111,7 +112,7 @@ def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
     inputs = torch.randint(0, VOCABULARY, (4, 512), generator=torch.Generator().manual_seed(1)).cuda()
     exact, reference = small(torch.float32), small(torch.bfloat16)
     swapped = small(torch.bfloat16, 5120)
-    swapped.set_attn_implementation(documents.implementation("cuda", torch.bfloat16))
+    swapped.set_attn_implementation(batches.attention_implementation("cuda", torch.bfloat16))
     with torch.no_grad():
         for model in (swapped, reference):
             for name, parameter in model.named_parameters():
@@ -126,7 +127,7 @@ def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
         )
         for model in (exact, reference)
     )
-    found = swapped(inputs, inputs, torch.from_numpy(documents.bounds(numbers)).cuda())
+    found = swapped(inputs, inputs, torch.from_numpy(batches.document_bounds(numbers)).cuda())
     for loss in (expected, usual, found):
         (loss / inputs.numel()).backward()
     assert found.item() == pytest.approx(expected.item(), rel=2e-4)
@@ -142,7 +143,7 @@ def test_two_gpus_with_unequal_micro_batches_train_as_equal_ones(make_run: Any, 
         settings = (f"zero.stage={stage}", f"batch.micro_batch={micro_batch}", "train.precision=fp32")
         run = make_run(*settings, "train.compile=false", names=("a", "b"), gpu=torch.cuda.get_device_name())
         here = cluster.Cluster((cluster.Host("localhost", 2),))  # both hosts of the plan
-        launch.run_ranks(run, Plan.read(run.plan), hosts=here)
+        start.launch_ranks(run, Plan.read(run.plan), hosts=here)
         rows.append(list(run.read_events("step")))
     equal, unequal = rows
     print([a["loss"] - b["loss"] for a, b in zip(equal, unequal, strict=True)])
@@ -151,8 +152,8 @@ def test_two_gpus_with_unequal_micro_batches_train_as_equal_ones(make_run: Any, 
 
 
 def test_a_gpus_place_on_the_bus_is_known() -> None:
-    address = cores.bus_address(torch.cuda.get_device_properties(0).uuid)
-    print(address, sorted(cores.near_cores(address)))
+    address = __main__.bus_address(torch.cuda.get_device_properties(0).uuid)
+    print(address, sorted(__main__.near_cores(address)))
     assert address is not None and re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d", address)
 
 
@@ -163,7 +164,7 @@ DEEP = tuple(f"model.{setting}" for setting in ("hidden_size=1024", "layers=12",
 def trained(run: RunDir) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of every step this launch of the run trains, on one GPU."""
     before = len(list(run.read_events("step"))) if run.events.exists() else 0
-    launch.run_ranks(run, Plan.read(run.plan))
+    start.launch_ranks(run, Plan.read(run.plan))
     return [(row["step"], row["loss"], row["grad_norm"]) for row in run.read_events("step")][before:]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from finlm.train import heldout
+from finlm.train import batches
 
 
 class Numbered:
@@ -28,16 +28,21 @@ def test_rows_are_taken_from_everywhere(is_stream: bool, monkeypatch: pytest.Mon
     seen: list[int] = []
 
     def loss_sum(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        counted = (labels != heldout.IGNORED).any(1)
+        counted = (labels != batches.IGNORED).any(1)
         seen.extend(inputs[counted, 0].tolist())
         return torch.tensor(1.0)
 
     part: Any = SimpleNamespace(source="chat", text_bytes=40, tokens=10)
-    shards: Any = SimpleNamespace(split=lambda name: [part])
+    shards: Any = SimpleNamespace(by_source=lambda name: {"chat": [part]})
     if is_stream:
-        monkeypatch.setattr(heldout, "Rows", lambda *_: Numbered())
-    rows_of: Any = heldout.Rows if is_stream else lambda *_: Numbered()
-    found = heldout.evaluate(loss_sum, shards, 4, [2], 12, torch.device("cpu"), rows_of=rows_of)
+        monkeypatch.setattr(batches, "Rows", lambda *_: Numbered())
+    rows_of: Any = batches.Rows if is_stream else lambda *_: Numbered()
+    wanted: Any = SimpleNamespace(
+        batch=SimpleNamespace(sequence_length=4),
+        data=SimpleNamespace(document_masks=False),
+        eval=SimpleNamespace(max_tokens_per_source=12),
+    )
+    found = batches.evaluate(loss_sum, shards, wanted, [2], torch.device("cpu"), rows_of)
     assert seen == [0, 4, 9]
     assert found["sources"]["chat"]["tokens"] == 12
     is_given = "bits_per_byte" in found["sources"]["chat"]

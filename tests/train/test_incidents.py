@@ -8,27 +8,28 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from finlm.base import files
-from finlm.base.checkpoints import Manifest
+from finlm.base import checkpoints, files
+from finlm.base.checkpoints import Manifest, Part
 from finlm.base.rundir import RunDir
-from finlm.data import mixture, packed
-from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
-from finlm.recipe.schema_incidents import Incidents, Spike, Straggler
+from finlm.recipe.schema_train import Incidents, Spike, Straggler
 from finlm.record import history
-from finlm.train import engine
+from finlm.rows import dialogues, packing
+from finlm.rows.shards import Shards
 from finlm.train.batches import Batches
-from finlm.train.incidents import Jumps, Watch
-from finlm.train.straggler import Stopwatch, Stragglers
+from finlm.train.incidents import Stopwatch, Stragglers, Watch
+from finlm.train.pretrain import Jumps
+from finlm.train.zero import engine, storage
 
 from helpers import incidents, logs
 
@@ -77,20 +78,21 @@ def test_too_many_steps_that_are_not_finite_end_the_run_and_name_the_gradient(ma
 
 @pytest.fixture
 def noisy(make_run: Any) -> Any:
-    """noisy(*overrides): a run of ZeRO-1 whose rows of step BAD_STEP are random tokens."""
+    """noisy(*overrides): a run of ZeRO-1 with random tokens in BAD_STEP's rows, or in shares of the rows of steps."""
 
-    def make(*overrides: str) -> RunDir:
+    def make(*overrides: str, shares: Mapping[int, float] = MappingProxyType({BAD_STEP: 1.0})) -> RunDir:
         watch = ("incidents.spike.window=10", "incidents.spike.z_score=3", "optim.lr=1e-2")
         run: RunDir = make_run("checkpoint.every_steps=5", "checkpoint.keep_last=9", *watch, *overrides)
         plan, recipe = Plan.read(run.plan), recipes.load(run.recipe).recipe
         copy = run.path.parent / "noise"
         shutil.copytree(run.shards, copy)
         shards = Shards(copy)
-        rows = packed.rows(shards, plan.sequence_length, recipe.data.packing)
+        rows = dialogues.prepare_rows(shards, plan.sequence_length, recipe.data.packing)
         count = plan.steps * plan.tokens_per_step // plan.sequence_length
-        order = mixture.order(rows.source_ranges(), recipe.data.mixture, count, plan.sequence_length, recipe.train.seed)
-        noise = np.random.default_rng(0)
-        for row in Batches(rows, order, plan, 0).row_ids(BAD_STEP - 1).ravel().tolist():
+        order = packing.order(rows.source_ranges(), recipe.data.mixture, count, plan.sequence_length, recipe.train.seed)
+        noise, batches = np.random.default_rng(0), Batches(rows, order, plan, 0)
+        of_steps = {step: batches.row_ids(step - 1).ravel().tolist() for step in shares}
+        for row in [row for step, every in of_steps.items() for row in every[: round(shares[step] * len(every))]]:
             for shard, start, tokens in rows.pieces(row):
                 ids = np.memmap(shard.path, dtype=shard.dtype, mode="r+")
                 ids[start : start + tokens] = noise.integers(
@@ -133,9 +135,59 @@ def test_a_spike_names_its_documents_and_a_roll_back_goes_to_a_checkpoint_before
     (back,) = run.read_events("rollback")
     assert (back["origin"], back["step"], back["data_step"]) == (BAD_STEP, 5, BAD_STEP)
     assert [step for step, _ in run.complete_checkpoints()] == [5, 10, 15, 20]
-    read = history.read(run)
+    read = history.read_history(run)
     assert read.steps["step"] == list(range(1, 21))
     assert max(read.values("loss")[5:]) < max(read.values("loss")[:5]) + 0.2, "no spike is left"
+
+
+KILLS = ([("stopped", 22), ("stopped", 38)], [("sigterm", 1, 12), ("sigterm", 0, 37)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["skip", "roll_back"])
+def test_spikes_are_judged_alike_in_a_run_that_was_killed_and_resumed(noisy: Any, ranks: Any, then: str) -> None:
+    """So many steps have too high a loss that another window would take another decision."""
+    chance = np.random.default_rng(3)
+    shares = {step: float(chance.uniform(0.1, 0.9)) for step in range(6, 60) if chance.random() < 0.5}
+    if then == "skip":  # two of three: a window with them in it has no spike
+        shares = {step: 0.5 for step in range(25, 41) if step % 3}
+    settings = (f"incidents.spike.then={then}", "incidents.spike.z_score=1", "incidents.stop_after=30")
+    fresh = noisy("train.steps=40", *settings, "checkpoint.keep_last=2", "eval.every_steps=null", shares=shares)
+    killed = [RunDir(Path(shutil.copytree(fresh.path, f"{fresh.path}.{number}"))) for number in range(len(KILLS))]
+    ranks.train(fresh)
+    acted = [row for row in fresh.read_events() if row["kind"] == "rollback" or row.get("what", "").endswith("skipped")]
+    assert len(acted) >= 5, "the test tests something"
+    for run, kills in zip(killed, KILLS, strict=True):
+        for kill in kills:
+            assert set(ranks.codes(run, *kill)) == {-9 if kill[0] == "stopped" else 143}, logs(run)
+        ranks.train(run)
+        ours, theirs = ({row["step"]: row["loss"] for row in each.read_events("step")} for each in (run, fresh))
+        assert ours == theirs
+        assert Manifest.read(run.checkpoint(40)).files == Manifest.read(fresh.checkpoint(40)).files
+        told = [{(row["step"], row["what"]) for row in incidents(each)} for each in (run, fresh)]
+        assert told[0] >= told[1] if then == "roll_back" else told[0] == told[1]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_version_that_saved_no_watch_is_resumed_with_the_losses_of_the_events(
+    make_run: Any, ranks: Any, finished: tuple[RunDir, str], tmp_path: Path
+) -> None:
+    run = make_run("incidents.spike.window=10", "incidents.spike.then=skip")
+    assert set(ranks.codes(run, "stopped", 15)) == {-9}
+    directory = run.checkpoint(10)
+    parts = dict(Manifest.read(directory).files)
+    for path in directory.glob("loop_rank_*.pt"):
+        state = storage.load(path)
+        assert len(state.pop("watch")["losses"]) == 10
+        storage.write(state, path)
+        parts[path.name] = Part(path.stat().st_size, checkpoints.sha256([path], 1)[path], parts[path.name].rank)
+    manifest = dataclasses.replace(Manifest.read(directory), files=parts)
+    files.write_json(directory / "manifest.json", manifest.to_json())
+    ranks.train(run)
+    ours, theirs = ({row["step"]: row["loss"] for row in each.read_events("step")} for each in (run, finished[0]))
+    assert ours == theirs and not incidents(run)
+    losses = storage.load(run.checkpoint(20) / "loop_rank_0.pt")["watch"]["losses"]
+    assert losses == [theirs[step] for step in range(11, 21)]
 
 
 @pytest.mark.slow
@@ -176,13 +228,26 @@ def test_a_falling_noisy_loss_has_no_spike_and_a_jump_is_told_once() -> None:
     assert judged(watch, [3.5, 3.6, 3.4, 2.0, 3.5], first=401) == ["401 loss spike go_on", "405 loss spike go_on"]
 
 
+def test_a_watch_goes_on_from_its_state_as_if_it_had_never_stopped() -> None:
+    noise = np.random.default_rng(5).normal(0, 0.3, 300)
+    settings = Incidents(spike=Spike(then="skip", window=10, z_score=2), stop_after=40)
+    watch = Watch(settings, scales_loss=False)
+    for step in range(1, 301):
+        other = Watch(settings, scales_loss=False)
+        other.restore(**json.loads(json.dumps(watch.state())))
+        loss = 3 + float(noise[step - 1])
+        said = [each.judge(step, loss, is_applied=loss <= each.limit) for each in (watch, other)]
+        assert said[0] == said[1] and watch.limit == other.limit and watch.state() == other.state()
+    assert len(watch.state()["skipped"]) > 3
+
+
 def test_a_spike_stops_where_the_recipe_says_so() -> None:
     watch = Watch(Incidents(spike=Spike(then="stop")), scales_loss=False)
     assert judged(watch, [3.0] * 20 + [9.0]) == ["21 loss spike stop"]
 
 
 def test_data_positions_after_roll_backs() -> None:
-    jumps = Jumps([{"step": 10, "data_step": 15}])
+    jumps = Jumps([(10, 15)])
     assert [jumps.data_step(step) for step in (9, 10, 12)] == [9, 15, 17]
     jumps.add(20, jumps.data_step(24) + 1)
     assert [jumps.data_step(step) for step in (19, 20)] == [24, 30]

@@ -11,14 +11,15 @@ def test_one_request_may_reach_a_rank_several_times_and_a_later_one_ends_it() ->
     code = """
 import signal
 from finlm.base import processes
-from finlm.train import interrupt
+from finlm.train import entry
 processes.shield()
 signal.raise_signal(signal.SIGTERM)  # held back until the rank listens
-interrupt.listen()
+entry.note_signals()
 signal.raise_signal(signal.SIGTERM)
-print(interrupt.received(), flush=True)
-interrupt.ONE_REQUEST_SECONDS = 0
+print(entry.received_signal(), flush=True)
+entry.ONE_REQUEST_SECONDS = 0
 signal.raise_signal(signal.SIGTERM)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == (f"{int(signal.SIGTERM)}\n", -signal.SIGTERM), done.stderr
+    printed = done.stdout.splitlines()[-1:]  # DeepSpeed says there is no GPU
+    assert (printed, done.returncode) == ([str(int(signal.SIGTERM))], -signal.SIGTERM), done.stderr

@@ -14,9 +14,9 @@ from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe as recipes
-from finlm.train.accumulate import SummingLinear
-from finlm.train.guard import Guard, Seen
-from finlm.train.overflow import Gradients
+from finlm.train.incidents import Gradients
+from finlm.train.model.products import SummingLinear
+from finlm.train.pretrain import Guard, Outcome
 
 from helpers import incidents, logs
 
@@ -76,14 +76,16 @@ def test_a_gradient_that_its_layer_has_summed_is_seen(monkeypatch: pytest.Monkey
         for factor in factors:
             (model(torch.ones(1, 2)).sum() * factor).backward()
             model[0].total = layer.weight.grad
-        assert gradients.words() == told
+        assert gradients.name_bad() == told
 
 
 class Run:
     """A guard over an engine that does what a test says."""
 
     def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Guard, "_blamed", lambda *_: ([], ""))
+        monkeypatch.setattr(Guard, "_name_worst_documents", lambda *_: ([], ""))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda _: None)
         self.is_applied = True
         self.scaler = DynamicLossScaler(8.0, 1000, 1.0, 1, False)
         optimizer = SimpleNamespace(loss_scaler=self.scaler)
@@ -92,9 +94,21 @@ class Run:
         )
         self.rows: list[dict[str, Any]] = []
         batches: Any = SimpleNamespace(device=torch.device("cpu"))
-        shards: Any = None
         recipe, plan = recipes.load(run.recipe).recipe, Plan.read(run.plan)
-        self.guard = Guard(run, recipe, plan, self.engine, batches, shards, self._record, lambda most: most // 10 * 10)
+        self.saved: dict[int, Any] = {}
+        checkpoints: Any = SimpleNamespace(watch_loaded=None, roll_back=self._roll_back)
+        self.checkpoints = checkpoints
+        self.guard = Guard(
+            SimpleNamespace(  # type: ignore[arg-type]
+                **{"run": run, "recipe": recipe, "plan": plan, "engine": self.engine, "batches": batches, "rank": 0},
+                **{"checkpoints": checkpoints, "events": SimpleNamespace(record=self._record)},
+            )
+        )
+
+    def _roll_back(self, at_most: int) -> int:
+        found = at_most // 10 * 10
+        self.checkpoints.watch_loaded = self.saved.get(found)
+        return found
 
     def _record(self, kind: str, **fields: Any) -> None:
         self.rows.append({"kind": kind, **fields})
@@ -102,7 +116,9 @@ class Run:
     def judge(self, step: int, loss: float, is_applied: bool = True) -> str:
         """What the loop does after a step of this loss."""
         self.is_applied = is_applied
-        return self.guard.judge(step, step - 1, Seen(loss, [loss], [0.1]))
+        then = self.guard.judge(step, step - 1, Outcome(loss, [loss], [0.1]))
+        self.saved[step] = self.checkpoints.watch_state()
+        return then
 
 
 def test_roll_backs_to_one_checkpoint_are_counted(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +139,7 @@ def test_a_skipped_spike_under_fp16_is_told_as_one_and_counted(make_run: Any, mo
     path = make_run("incidents.spike.then=skip", "incidents.stop_after=2", ranks=1)
     use_fp16(path)
     run = Run(path, monkeypatch)
-    monkeypatch.setattr(run.guard.gradients, "words", lambda: "")
+    monkeypatch.setattr(run.guard.gradients, "name_bad", lambda: "")
     for step in range(1, 15):
         run.judge(step, 3.0)
     assert run.judge(15, 3.0, is_applied=False) == "go_on"
@@ -138,7 +154,7 @@ def test_the_loss_scale_of_a_checkpoint_that_was_gone_back_to_ends_the_run(
     path = make_run(ranks=1)
     use_fp16(path)
     run = Run(path, monkeypatch)
-    monkeypatch.setattr(run.guard.gradients, "words", lambda: "")
+    monkeypatch.setattr(run.guard.gradients, "name_bad", lambda: "")
     run.engine.optimizer.loss_scaler = DynamicLossScaler(1.0, 1000, 1.0, 1, False)
     assert run.guard.roll_back(15, 14) == 10
     assert not run.engine.optimizer.loss_scaler.raise_error_at_min_scale

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finlm import config, export, pipeline
+from finlm.base import files
 from finlm.base.rundir import RunDir
-from finlm.data import prepare
-from finlm.plan import planner
-from finlm.recipe import cluster, parents, recipe, shape, toy
+from finlm.inference import export
+from finlm.recipe import cluster, derive, parents, recipe
 from finlm.record import expectations
 
-from helpers import QUICKSTART, ROOT
+from helpers import QUICKSTART, ROOT, new_run
 
 PATHS = [path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if recipe.load(path).recipe.stage == "pretrain"]
 PATHS += [ROOT / f"recipes/quickstart/{stage}.yaml" for stage in ("sft", "hybrid", "dpo")]
+PATHS += [ROOT / f"recipes/{name}/sft.yaml" for name in ("fin-r1-7b", "r1-distill-qwen-32b")]
 Trained = Callable[[Path], RunDir]
 
 
@@ -31,7 +32,7 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
     def train(path: Path) -> RunDir:
         if path not in made:
-            loaded = toy.load(str(path), [cache])
+            loaded = derive.load_toy(str(path), [cache])
             init_from = loaded.recipe.model.init_from
             if parents.is_recipe(init_from):
                 start = train(ROOT / str(init_from))
@@ -39,10 +40,8 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
                     export.export(start.path, start.export)
                 model = loaded.recipe.model.model_copy(update={"init_from": str(start.export)})
                 loaded = dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"model": model}))
-            shards = prepare.run(loaded.recipe)
             hosts = cluster.Cluster((cluster.Host("localhost", 1, None, 8 * 2**30),))
-            plan = planner.make(loaded.recipe, hosts, shape.of(loaded.recipe, prepare.sizes(shards, loaded.recipe)[0]))
-            made[path] = pipeline.create_run(loaded, plan, config.deepspeed(loaded.recipe, plan), shards, runs)
+            made[path] = new_run(loaded, hosts, runs)
             ranks.train(made[path])
         return made[path]
 
@@ -52,24 +51,57 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_its_toy_gives_the_losses_it_promises(path: Path, trained: Trained) -> None:
-    promised = toy.load(str(path)).recipe.expect
+    promised = derive.load_toy(str(path)).recipe.expect
     assert promised is not None, "give it expect.toy: the losses that `finlm train RECIPE --toy` shows"
-    outcome = expectations.check(trained(path), promised)
+    outcome = expectations.check_expectations(trained(path), promised)
     assert outcome.checked and outcome.ok, "\n".join(outcome.lines())
+
+
+@pytest.mark.slow
+def test_the_chain_to_a_model_that_calculates_runs_as_toys(trained: Trained) -> None:
+    run = trained(ROOT / "recipes/synthetic-world-100m/grpo.yaml")
+    rows = list(run.read_events("step"))
+    assert len(rows) == derive.STEPS and all(set(row["rewards"]) == {"number", "format"} for row in rows)
+    shown = list(files.read_json_lines(run.rollouts))
+    assert {row["step"] for row in shown} == set(range(1, derive.STEPS + 1))
+    assert all("百万元" in row["prompt"] or "债券" in row["prompt"] for row in shown)
+    evals = list(run.read_events("eval"))
+    assert all(set(row["sources"]["figures"]["rewards"]) == {"number", "format"} for row in evals)
 
 
 def test_a_toy_keeps_what_makes_the_recipe_and_drops_its_size() -> None:
     path = ROOT / "recipes/xuanyuan-6b/pretrain.yaml"
-    full, small = recipe.load(path).recipe, toy.load(str(path)).recipe
+    full, small = recipe.load(path).recipe, derive.load_toy(str(path)).recipe
     assert (small.optim.lr, small.optim.betas, small.train.seed) == (full.optim.lr, full.optim.betas, full.train.seed)
     assert small.data.clean == full.data.clean and small.zero.stage == full.zero.stage
-    assert small.model.hidden_size == 64 and small.train.steps == toy.STEPS
-    assert toy.load(str(QUICKSTART), ["optim.lr=1e-3"]).recipe.expect is None, "another toy than the promised one"
+    assert small.model.hidden_size == 64 and small.train.steps == derive.STEPS
+    assert derive.load_toy(str(QUICKSTART), ["optim.lr=1e-3"]).recipe.expect is None, (
+        "another toy than the promised one"
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda path: path.parent.name)
 def test_every_recipe_has_a_toy(path: Path) -> None:
-    full, small = recipe.load(path).recipe, toy.load(str(path)).recipe
+    full, small = recipe.load(path).recipe, derive.load_toy(str(path)).recipe
     assert (small.stage, small.optim.lr, small.model.hidden_size) == (full.stage, full.optim.lr, 64)
     if full.stage != "pretrain":
-        assert toy.load(str(small.model.init_from)).recipe.model.layers == small.model.layers
+        assert derive.load_toy(str(small.model.init_from)).recipe.model.layers == small.model.layers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_pretraining_and_fine_tuning_meet_their_promises_with_other_vector_instructions(
+    capability: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script trains the toy of sft.yaml's parent first, then its own; each is held to its expect.toy."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    command = ["bash", "scripts/sft_run.sh", "--toy", "--runs", tmp_path]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("all 4 numbers of the recipe's expect: are met") == 2
+    capabilities = {
+        row.get("cpu_capability") for run in tmp_path.glob("quickstart*") for row in RunDir(run).read_events("start")
+    }
+    assert capabilities == {capability.upper()}

@@ -17,10 +17,10 @@ import torch
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.ops import launch
+from finlm.launch import start
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
-from finlm.train import accumulate
+from finlm.train.model import products
 
 from ranks import Ranks
 
@@ -97,8 +97,8 @@ def test_compiled_layers_sums_and_optimizer_train_as_the_plain_ones(
 def test_a_linear_layer_with_a_bias_stays_plain(make_run: Any) -> None:
     plan = dataclasses.replace(Plan.read(make_run().plan), compiled=True, zero_stage=1, gradient_accumulation_steps=3)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
-    accumulate.swap(layers, layers, plan, lambda: False)
-    assert [type(one) for one in layers] == [accumulate.SummingLinear, torch.nn.Linear]
+    products.swap_summing(layers, layers, plan, lambda: False)
+    assert [type(one) for one in layers] == [products.SummingLinear, torch.nn.Linear]
 
 
 def test_gradients_added_up_in_fp32_depend_less_on_how_a_step_is_cut(make_run: Any, ranks: Ranks) -> None:
@@ -123,6 +123,8 @@ def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(
     base = ranks.train(make_run("train.steps=6", "batch.micro_batch=8"))
     other = ranks.train(make_run("train.steps=6", "batch.micro_batch=4", ranks=1))
     assert [row["tokens"] for row in other] == [row["tokens"] for row in base]
+    for row in base:  # without padding, as in the stages after pretraining
+        assert row["tokens"] == row["tokens_read"] == pytest.approx(row["tokens_per_second"] * row["seconds"], rel=0.01)
     assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in base], abs=1e-4)
     assert [row["grad_norm"] for row in other] == pytest.approx([row["grad_norm"] for row in base], rel=1e-3)
 
@@ -149,7 +151,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_resumes_to_the_same_curve(
     killer = threading.Thread(target=_kill_a_rank_after_the_checkpoint, args=(run,))
     killer.start()
     with pytest.raises(UserError, match="on localhost was killed by SIGKILL"):
-        launch.run_ranks(run, Plan.read(run.plan))
+        start.launch_ranks(run, Plan.read(run.plan))
     killer.join()
     assert not _ranks_of(run), "no rank is left behind"
     assert [step for step, _ in run.complete_checkpoints()] == [10]
@@ -164,7 +166,7 @@ def test_a_run_cannot_be_started_twice_at_once(make_run: Any) -> None:
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)  # by another open file, as another process does
         with pytest.raises(UserError, match="is running now") as caught:
-            launch.run_ranks(run, Plan.read(run.plan))
+            start.launch_ranks(run, Plan.read(run.plan))
     assert "`kill 4321` on elsewhere" in caught.value.fix
 
 

@@ -1,14 +1,14 @@
-"""A checkpoint on disk: shard files proved by size and sha256, complete once its manifest exists.
+"""Write, check and remove checkpoints: shard files proved by size and sha256, complete once the manifest exists.
 
     checkpoints/.step-N.saving/   being written, aside; a kill at any byte leaves only this
     checkpoints/step-N/           renamed to it after manifest.json was written into it, last
     checkpoints/.step-N.removed/  superseded; what a kill leaves of it goes at the next start
     checkpoints/step-N.damaged/   failed its proof on resume: kept for a look, never used
+    checkpoints/step-N ->         a link to one in this host's memory (train/zero/in_memory.py), while that is there
 
-Every directory lists what it holds: without a shared disk each host has the shards of its own ranks and its own
-manifest. Names in a manifest are relative paths inside its directory, anything else is refused: manifests come from
-other hosts and strangers. Hashes are taken block by block in threads (hashlib releases the interpreter lock): 16
-threads prove 10 GB/s and more, one file in one thread 0.5 to 2.
+Every directory lists what it holds: without a shared disk each host has the shards of its own ranks. Names in a
+manifest are relative paths inside its directory, anything else is refused: manifests come from other hosts and
+strangers. 16 threads prove 10 GB/s and more, one 0.5 to 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -28,17 +28,19 @@ from finlm.base.errors import UserError
 
 VERSION = 2
 MANIFEST = "manifest.json"
+MODEL_MANIFEST = "finlm.json"  # of a model directory, written last: its origin and its files' hashes
+THREADS = 16
 BLOCK_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
 
 
 class Unreadable(UserError):
-    """A manifest that is no JSON: damage, where other errors of a manifest are another version's or a stranger's."""
+    """The error of a manifest that is not JSON, so damaged; other errors mean another version or a stranger's."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file: its size, the sha256 of its blocks' sha256, and the rank that wrote it."""
+    """One file of a checkpoint: its bytes, the sha256 of its blocks' sha256, and the rank that wrote it."""
 
     bytes: int
     sha256: str
@@ -47,31 +49,40 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory holds of a checkpoint, and the layout its shards were cut for."""
+    """The files of a checkpoint in one directory, and the layout that the shards were cut for.
+
+    identity: a hash over the files of all ranks, which tells apart two saves of one step; empty in older manifests.
+    """
 
     step: int
     world_size: int
     zero_stage: int
     offload_optimizer: str
     files: Mapping[str, Part]
+    identity: str = ""
 
     @property
     def layout(self) -> tuple[int, int, str]:
-        """What the shards are cut for: ranks, ZeRO stage, where the optimizer lives."""
+        """(ranks, ZeRO stage, where the optimizer lives): the layout that the shards were cut for."""
         return self.world_size, self.zero_stage, self.offload_optimizer
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Bytes of all files together."""
         return sum(part.bytes for part in self.files.values())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a run can resume from these files alone: those of every rank, or ZeRO stage 0."""
+        return self.zero_stage == 0 or {part.rank for part in self.files.values()} >= set(range(self.world_size))
+
     def to_json(self) -> dict[str, Any]:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         return {"version": VERSION, **asdict(self)}
 
     @staticmethod
     def from_json(value: Any, where: str) -> Manifest:
-        """The inverse of to_json; `where` names it in errors. Raises UserError for what we did not write."""
+        """Parse manifest.json; `where` names it in errors. Raises UserError when finlm did not write it."""
         try:
             if value["version"] != VERSION:
                 raise KeyError(f"version {value['version']}")
@@ -79,14 +90,15 @@ class Manifest:
                 name: Part(int(p["bytes"]), str(p["sha256"]), int(p["rank"])) for name, p in value["files"].items()
             }
             step, world_size, stage = (int(value[key]) for key in ("step", "world_size", "zero_stage"))
-            manifest = Manifest(step, world_size, stage, str(value["offload_optimizer"]), parts)
+            offload, identity = str(value["offload_optimizer"]), str(value.get("identity", ""))
+            manifest = Manifest(step, world_size, stage, offload, parts, identity)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{where} was written by another version of finlm, or is not a checkpoint's manifest",
                 evidence=f"{type(error).__name__}: {error}",
                 fix="use the code that the run directory carries: PYTHONPATH=RUN/code python -m finlm ...",
             ) from None
-        outside = [name for name in parts if not _is_inside(name)]
+        outside = [name for name in parts if not is_inside(name)]
         if outside:
             raise UserError(
                 f"{where} names files outside its directory",
@@ -97,32 +109,85 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """The manifest of a complete checkpoint."""
+        """Read manifest.json of a complete checkpoint. Raises Unreadable when it is not JSON."""
         path = directory / MANIFEST
         try:
             return Manifest.from_json(files.read_json(path), str(path))
         except files.NotJson as error:
-            raise Unreadable(error.problem, evidence=error.evidence, fix=f"remove {directory}") from None
+            raise Unreadable(
+                error.problem, evidence=error.evidence, fix=f"use another one; mv {directory} {directory}.damaged"
+            ) from None
 
 
-def _is_inside(name: str) -> bool:
+def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
+    """Return the steps that all hosts hold from one save; each: {step: identity} of a host, "" = not known."""
+    steps = set(each[0]).intersection(*each[1:])
+    return {step for step in steps if len({identities[step] for identities in each} - {""}) <= 1}
+
+
+def missing_error(
+    where: Path, steps: Mapping[str, Iterable[int]], *, recorded: int = 0, damaged: str = ""
+) -> UserError:
+    """Return the error of a run whose checkpoints are not on all hosts. steps: held steps by host name.
+
+    recorded: the newest step that events.jsonl says was saved. damaged: names of damaged checkpoints.
+    """
+    held = {host: ", ".join(map(str, sorted(each))) for host, each in steps.items()}
+    evidence = "; ".join(f"{host}: {'steps ' + each if each else 'none'}" for host, each in held.items())
+    evidence += f"; events.jsonl records one after step {recorded:,}" * (recorded > 0)
+    evidence += f"\ndamaged and set aside: {damaged}" * bool(damaged)
+    back = ", ".join(host for host, each in held.items() if not each) or "every host, of one step"
+    return UserError(
+        f"no checkpoint of {where} is on all hosts, so nothing was started",
+        evidence=evidence,
+        fix=f"bring {where}/checkpoints back to {back}; or start another run with --new",
+    )
+
+
+def whole_checkpoints(directories: Iterable[tuple[int, Path]]) -> dict[int, Path]:
+    """Return {step: directory} of the checkpoints with all ranks' files, oldest first; skip unreadable ones."""
+    whole = {}
+    for step, directory in sorted(directories):
+        with contextlib.suppress(UserError, FileNotFoundError):
+            if Manifest.read(directory).is_whole:
+                whole[step] = directory
+    return whole
+
+
+def identities(directories: Iterable[tuple[int, Path]]) -> dict[int, str]:
+    """Return {step: identity} of complete checkpoints; identity "" for a manifest that cannot be read."""
+    known = {}
+    for step, directory in directories:
+        try:
+            known[step] = Manifest.read(directory).identity
+        except FileNotFoundError:  # another rank of this host has just removed it (keep_last)
+            continue
+        except UserError:
+            known[step] = ""
+    return known
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a manifest's file name stays inside its directory and is not the manifest's."""
     parts = name.split("/")
     safe = all(part not in ("", ".", "..") for part in parts) and not any(c in name for c in "\\\0")
     return safe and not PurePosixPath(name).is_absolute() and name != MANIFEST
 
 
-def sha256(paths: Iterable[Path], threads: int) -> dict[Path, str]:
-    """Hex sha256 over the sha256 of the blocks of every file, all blocks of all files in parallel."""
+def sha256(paths: Iterable[Path], threads: int, advance: Callable[[], None] | None = None) -> dict[Path, str]:
+    """Return {path: hex sha256 over its blocks' sha256}, hashed in parallel; advance is called after each block."""
     blocks = [(path, start) for path in paths for start in range(0, max(1, path.stat().st_size), BLOCK_BYTES)]
     with ThreadPoolExecutor(max(1, min(threads, len(blocks)))) as pool:
-        digests = list(pool.map(_block_digest, blocks))
-    whole: dict[Path, Any] = {}
-    for (path, _), digest in zip(blocks, digests, strict=True):
-        whole.setdefault(path, hashlib.sha256()).update(digest)
+        whole: dict[Path, Any] = {}
+        for (path, _), digest in zip(blocks, pool.map(_block_digest, blocks), strict=True):
+            whole.setdefault(path, hashlib.sha256()).update(digest)
+            if advance is not None:
+                advance()
     return {path: hashed.hexdigest() for path, hashed in whole.items()}
 
 
 def _block_digest(block: tuple[Path, int]) -> bytes:
+    """Return the sha256 of the block (path, first byte) of BLOCK_BYTES; the last block is shorter."""
     path, start = block
     hashed, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -134,48 +199,72 @@ def _block_digest(block: tuple[Path, int]) -> bytes:
     return hashed.digest()
 
 
-def faults(directory: Path, parts: Mapping[str, Part], threads: int) -> list[str]:
-    """One sentence for every file that is not what the manifest says; sizes first, then contents in parallel."""
-    found, whole = [], {}
+def faults(
+    directory: Path, parts: Mapping[str, Part], threads: int, advance: Callable[[], None] | None = None
+) -> list[str]:
+    """Return one sentence for each file unlike the manifest's; sizes are checked first, then contents in parallel."""
+    problems, whole = [], {}
     for name, part in parts.items():
         path = directory / name
         if path.is_symlink() or not path.is_file():
-            found.append(f"{name}: the file is {'a link' if path.is_symlink() else 'missing'}")
+            problems.append(f"{name}: the file is {'a link' if path.is_symlink() else 'missing'}")
         elif path.stat().st_size != part.bytes:
-            found.append(f"{name}: expected {part.bytes} bytes, found {path.stat().st_size}")
+            problems.append(f"{name}: expected {part.bytes} bytes, found {path.stat().st_size}")
         else:
             whole[path] = name
     try:
-        hashes = sha256(whole, threads)
+        hashes = sha256(whole, threads, advance)
     except OSError as error:  # a disk that cannot read it
-        return [*found, f"{error.filename or directory}: {error.strerror}"]
-    found += [f"{name}: sha256 differs" for path, name in whole.items() if hashes[path] != parts[name].sha256]
-    return found
+        return [*problems, f"{error.filename or directory}: {error.strerror}"]
+    problems += [f"{name}: sha256 differs" for path, name in whole.items() if hashes[path] != parts[name].sha256]
+    return problems
 
 
 def strangers(directory: Path, manifest: Manifest) -> list[str]:
-    """Files in a checkpoint that its manifest does not list. Nothing reads them."""
+    """Return the files in a checkpoint that its manifest does not list. Nothing reads such files."""
     present = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
     return sorted(name for name in present if name != MANIFEST and name not in manifest.files)
 
 
-def aside(directory: Path) -> Path:
-    """Where step-N is written before it counts."""
+def temporary_path(directory: Path) -> Path:
+    """Return the hidden directory beside step-N that a checkpoint is written to before it is published."""
     return directory.with_name(f".{directory.name}.saving")
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Make what lies aside count as step-N: manifest last, then one rename, all of it on the disk."""
-    saved = aside(directory)
+    """Rename step-N's temporary directory to `directory`, manifest last; removes a former step-N; flushed to disk."""
+    saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())
-    sync_directory(saved)
+    sync_path(saved)
     remove(directory)  # left by a run that went back behind it
     saved.rename(directory)
-    sync_directory(directory.parent)
+    sync_path(directory.parent)
+
+
+def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
+    """Publish step-N in a host's memory, then put `link` to it into the run's checkpoints, last."""
+    publish(directory, manifest)
+    remove_unless(link, directory)
+    fresh = link.with_name(f".{link.name}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(directory)
+    fresh.replace(link)
+
+
+def remove_unless(link: Path, target: Path) -> None:
+    """Remove what is at `link`, a checkpoint or a link to one, unless it is a link to `target`."""
+    if not (link.is_symlink() and link.readlink() == target):
+        remove(link)
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that no half-removed one ever counts or stays after a kill."""
+    """Remove a checkpoint if it exists, renamed first: a kill leaves no half-removed one that counts. No errors.
+
+    Of a link to one in memory, remove the link and then what it leads to.
+    """
+    if directory.is_symlink():
+        link, directory = directory, Path(os.path.realpath(directory))
+        link.unlink(missing_ok=True)
     gone = directory.with_name(f".{directory.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
@@ -184,21 +273,21 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Take a damaged checkpoint out of the count but keep it; its new name."""
+    """Rename a damaged checkpoint to step-N.damaged, so that it no longer counts; return the new path."""
     damaged = directory.with_name(f"{directory.name}.damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     return directory.rename(damaged)
 
 
-def superseded(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Steps whose checkpoints go: all but the newest keep_last and the multiples of keep_every."""
+def steps_to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Return the steps to delete: all but the newest keep_last and the multiples of keep_every."""
     ordered = sorted(steps)
     return [step for step in ordered[:-keep_last] if keep_every is None or step % keep_every]
 
 
-def sync_directory(directory: Path) -> None:
-    """Put a directory's entries on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk (fsync). Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,6 +1,7 @@
-"""Process families that end together, by Linux's prctl(2): no handler or thread of ours has to be alive for it.
+"""Control processes of this host: families that end together, blocked signals, ports.
 
-On other systems these do nothing, and a killed parent leaves its children.
+Families end by Linux's prctl(2), with no handler or thread of ours; on other systems these functions do nothing.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -16,9 +18,10 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL for this process as soon as the thread that started it ends; survives exec, not fork.
+    """Have the kernel SIGKILL this process when the thread that started it ends; survives exec, not fork.
 
-    parent: its pid, where the caller knows it from before: it may have ended since.
+    parent: its pid, where the caller knows it from before; when that process has ended since, this process kills itself
+    now.
     """
     if _libc is None:
         return
@@ -29,15 +32,26 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def shield() -> None:
-    """Hold SIGTERM and SIGINT back from this process and those it starts, until they unblock them.
+    """Block SIGTERM and SIGINT in this process and in those it starts, until they unblock them.
 
     A scheduler sends them to every process of a job, where only some know what to do: DeepSpeed's launcher would kill
-    its ranks 30 s later, ssh would cut the line to an agent.
+    its ranks 30 s later, ssh would cut the connection to an agent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become children of this process instead of init's."""
+    """Make this process, instead of init, the parent of descendants whose parent dies (child subreaper)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def free_port(port: int) -> int | str:
+    """Return `port` when it can be listened on, or some free port for 0; else the reason as text."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too
+        try:
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+        except OSError as error:
+            return str(error.strerror)

@@ -1,98 +1,217 @@
-"""What a person sees in the terminal: progress bars, tables, messages. The only place that imports rich.
+"""Print results, messages, progress bars and tables on the terminal. The only place that imports rich.
 
-Everything goes to stderr, so that stdout carries results only (one JSON document under --json). What cannot be written
-is lost and ends nothing: the terminal was closed, or the `tee` behind a pipe has ended.
+A command's result goes to stdout (`show`, `heading`, `table`, `print_json`), what it says on the way to stderr (`say`,
+`progress`). Beside a JSON document the result for people goes to stderr too. On a terminal lines break between words.
+What cannot be written is lost and ends nothing: the terminal was closed, or the `tee` behind a pipe has ended. Only a
+full disk behind stdout is an error, since the result is lost with it.
 """
 
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Protocol, cast
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO, cast
+
+from finlm.base.errors import UserError
+from finlm.base.language import WIDE, translate, width
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finlm.base.errors import UserError
+_STDOUT, _STDERR = 1, 2
+_results = _STDOUT
+_is_read = True
+
+# Between characters of two columns a line may break; never before a closing mark.
+_WORD = re.compile(rf"\s*(?:[{WIDE}][，。、；：）」]*|[^\s{WIDE}]+)")
+_HANGING = re.compile(r" *(?:- |\w+: +|\S+(?: \S+)?  +)?")  # a list's item, or a name before its value
 
 
 class Advance(Protocol):
-    """The step of a progress bar."""
+    """The function that moves a progress bar on."""
 
     def __call__(self, amount: float, description: str | None = None) -> None:
-        """Move on by amount; `description` renames the bar."""
+        """Move on by amount, in the units of the bar's total; `description` renames the bar."""
 
 
 class Board(Protocol):
-    """Redraws a block of the terminal."""
+    """The function that redraws a board's block of the terminal."""
 
     def __call__(self, done: float, rows: Sequence[tuple[str, str]]) -> None:
-        """done: share of the work, 0 to 1; rows: (name, value)."""
+        """Draw a bar for `done`, the share of the work from 0 to 1, above rows of (name, value)."""
+
+
+def send_results(*, to_stderr: bool) -> None:
+    """Send results for people to stdout from now on, or to stderr when stdout carries JSON."""
+    global _results
+    _results = _STDERR if to_stderr else _STDOUT
+
+
+def is_read() -> bool:
+    """Return False once a write to stdout has failed: nobody reads it any more."""
+    return _is_read
+
+
+def flush() -> None:
+    """Flush stdout, ignoring errors: the interpreter's last flush at exit would complain of a closed pipe."""
+    with suppress(UserError), _ignore_closed(_STDOUT):
+        _stream(_STDOUT).flush()
 
 
 @contextmanager
-def _never_fails() -> Iterator[None]:
-    """Write to stderr in the block."""
+def _ignore_closed(number: int) -> Iterator[None]:
+    """Ignore a closed stream in the block: it becomes /dev/null. Raises UserError for a full disk behind stdout."""
+    global _is_read
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.EPIPE, errno.EIO):  # for good; a disk may have room again
+        is_gone = error.errno in (errno.EPIPE, errno.EIO)  # for good; a disk may have room again
+        if is_gone or number == _STDOUT:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 2)  # what is buffered goes there too, else the interpreter's own last flush fails
+            os.dup2(null, number)  # what is buffered goes there too, else the interpreter's own last flush fails
             os.close(null)
+        if number == _STDOUT:
+            _is_read = False
+            if not is_gone:
+                fix = "free space there, or write to another disk"
+                raise UserError(f"the result cannot be written to stdout: {error.strerror}", fix=fix) from None
 
 
-class _Stderr:
-    """Standard error for rich, below the display that may be on it."""
+class _Stream:
+    """Standard output or error as a file for rich, below any live display; a closed stream is ignored."""
 
-    def __init__(self) -> None:
-        self._file = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    def __init__(self, number: int) -> None:
+        stream = _stream(number)
+        self._number = number
+        self._file: TextIO = getattr(stream, "rich_proxied_file", stream)
         self.encoding, self.isatty, self.fileno = self._file.encoding, self._file.isatty, self._file.fileno
 
     def write(self, text: str) -> int:
-        with _never_fails():
+        with _ignore_closed(self._number):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _never_fails():
+        with _ignore_closed(self._number):
             self._file.flush()
 
 
-def console() -> Console:
-    """A console on stderr; 100 columns where it is not a terminal, so that logs wrap alike everywhere."""
+def _stream(number: int) -> TextIO:
+    """Return sys.stdout for 1, sys.stderr for 2, or an empty buffer where the shell closed it."""
+    stream = sys.stdout if number == _STDOUT else sys.stderr
+    return stream or io.StringIO()  # None: closed by the shell
+
+
+def console(number: int = _STDERR) -> Console:
+    """Return a rich console on stderr, or stdout for 1; 100 columns when not on a terminal, so that logs look alike."""
     from rich.console import Console
 
-    width = None if sys.stderr.isatty() else 100
-    return Console(file=cast(IO[str], _Stderr()), highlight=False, soft_wrap=True, width=width)
+    stream = _Stream(number)
+    columns = None if stream.isatty() else 100
+    return Console(file=cast(IO[str], stream), highlight=False, soft_wrap=True, width=columns)
 
 
 def say(text: str = "") -> None:
-    """One plain line on stderr; no markup, so that paths with brackets print as they are."""
-    with _never_fails():
-        print(text, file=sys.stderr, flush=True)
+    """Print plain lines on stderr; no markup, so that paths with brackets print as they are."""
+    _print(_STDERR, translate(text))
+
+
+def program() -> str:
+    """Return the words that start finlm here: `finlm` where it is on the path, else PYTHON -m finlm."""
+    interpreter = Path(sys.executable)
+    shown = interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter
+    return "finlm" if shutil.which("finlm") else f"{shown} -m finlm"
+
+
+def say_command(command: str) -> None:
+    """Print a command to type on stderr, indented, in one line so that it can be copied."""
+    with _ignore_closed(_STDERR):
+        print(f"  {command}", file=_stream(_STDERR), flush=True)
+
+
+def show(text: str = "") -> None:
+    """Print plain lines of a command's result."""
+    _print(_results, translate(text))
 
 
 def heading(text: str) -> None:
-    """A bold line on a terminal, a plain one elsewhere."""
+    """Print a line of the result, bold on a terminal."""
+    text = translate(text)
+    _print(_results, text, text)
+
+
+def write(text: str) -> None:
+    """Write a piece of the result as it is, without an end of line."""
+    with _ignore_closed(_results):
+        print(text, end="", file=_stream(_results), flush=True)
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of a command, on stdout."""
+    with _ignore_closed(_STDOUT):
+        print(json.dumps(document, ensure_ascii=False), flush=True)
+
+
+def print_styled(parts: Sequence[tuple[str, str]]) -> None:
+    """Print stretches of (text, style; "" = plain) as one paragraph of the result."""
     from rich.text import Text
 
-    console().print(Text(text, style="bold"))
+    console(_results).print(Text.assemble(*((translate(text), style) for text, style in parts)))
 
 
-def painted(parts: Sequence[tuple[str, str]]) -> None:
-    """Stretches of text with their styles ("" = plain) as one paragraph."""
-    from rich.text import Text
+def _print(number: int, text: str, start: str = "", style: str = "bold") -> None:
+    """Print lines; on a terminal folded, with `start` (the beginning of text, else all of it) in the style."""
+    stream = _stream(number)
+    if stream.isatty():
+        text = "\n".join(fold(line, _columns(stream)) for line in text.split("\n"))
+        if start:
+            from rich.text import Text
 
-    console().print(Text.assemble(*parts))
+            shown = Text(text)
+            shown.stylize(style, 0, len(start) if text.startswith(start) else len(text))
+            console(number).print(shown)
+            return
+    with _ignore_closed(number):
+        print(text, file=stream, flush=True)
+
+
+def _columns(stream: IO[str]) -> int:
+    """Return the terminal's width in columns; 80 when it is not known."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def fold(line: str, columns: int) -> str:
+    """Return the line broken between words, later lines indented to its text; longer words stay whole."""
+    if width(line) <= columns:
+        return line
+    begins = _HANGING.match(line)
+    hang = " " * min(begins.end() if begins else 0, columns // 3)
+    lines, words = [""], _WORD.findall(line)
+    for word in words:
+        if lines[-1].strip() and width(lines[-1] + word) > columns:
+            lines.append(hang + word.lstrip())
+        else:
+            lines[-1] += word
+    return "\n".join(lines)
 
 
 @contextmanager
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
-    """A progress bar with elapsed and remaining time; a line at each tenth when not a terminal."""
+    """Show a progress bar with elapsed and remaining time during the block and yield its Advance.
+
+    Where stderr is not a terminal, a line is printed at each tenth, ending with `unit`.
+    """
     if not sys.stderr.isatty():
         yield _plain_progress(description, total, unit)
         return
@@ -100,18 +219,22 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console()) as bar:
-        task = bar.add_task(description, total=total)
+        task = bar.add_task(translate(description), total=total)
 
         def advance(amount: float, description: str | None = None) -> None:
-            bar.update(task, advance=amount, description=description)
+            bar.update(task, advance=amount, description=translate(description) if description else None)
 
         yield advance
 
 
 @contextmanager
-def board(title: str) -> Iterator[Board | None]:
-    """A block of named values under a bar, redrawn in place with what is said above it; None when not a terminal."""
-    if not sys.stderr.isatty():
+def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
+    """Show a block of named values under a bar and yield the Board that redraws it; yield None when not on a terminal.
+
+    is_result: draw where results go instead of on stderr. The block vanishes at the end.
+    """
+    number = _results if is_result else _STDERR
+    if not _stream(number).isatty():
         yield None
         return
     from rich.live import Live
@@ -120,7 +243,7 @@ def board(title: str) -> Iterator[Board | None]:
     from rich.table import Table
     from rich.text import Text
 
-    with Live(console=console(), auto_refresh=False, transient=True) as live:
+    with Live(console=console(number), auto_refresh=False, transient=True) as live:
 
         def draw(done: float, rows: Sequence[tuple[str, str]]) -> None:
             grid = Table.grid(padding=(0, 2))
@@ -128,17 +251,17 @@ def board(title: str) -> Iterator[Board | None]:
             grid.add_row(f"{100 * done:.0f} %", ProgressBar(total=1.0, completed=done, width=40))
             for name, value in rows:
                 style = "red" if name in ("incident", "quiet") else ""
-                grid.add_row(Text(name), Text(value, style, no_wrap=True, overflow="ellipsis"))
+                grid.add_row(Text(translate(name)), Text(translate(value), style, no_wrap=True, overflow="ellipsis"))
             live.update(Panel(grid, title=Text(title), title_align="left", expand=False), refresh=True)
 
         yield draw
 
 
 def _plain_progress(description: str, total: float | None, unit: str) -> Advance:
-    """Ten lines in all for a pipe or a log file instead of a redrawn bar."""
+    """Return an Advance that prints a line on stderr at each tenth, for a pipe or a log file."""
     done, shown = 0.0, 0
 
-    name = description
+    name = translate(description)
 
     def advance(amount: float, description: str | None = None) -> None:
         nonlocal done, shown
@@ -146,27 +269,84 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
         tenths = int(10 * done / total) if total else 0
         if tenths > shown:
             shown = tenths
-            say(f"{description or name}: {min(100, 10 * tenths)} % {unit}".rstrip())
+            _print(_STDERR, f"{translate(description or '') or name}: {min(100, 10 * tenths)} % {unit}".rstrip())
 
     return advance
 
 
 def fail(error: UserError) -> None:
-    """Print a user mistake as problem / evidence / fix."""
-    say(f"error: {error.problem}")
-    if error.evidence:
-        say("  evidence: " + error.evidence.replace("\n", "\n            "))
-    if error.fix:
-        say("  fix:      " + error.fix.replace("\n", "\n            "))
+    """Print a user mistake as problem / evidence / fix on stderr; on a terminal these three words are coloured."""
+    for label, text, style in (
+        ("error:", error.problem, "bold red"),
+        ("  evidence:", error.evidence, "bold"),
+        ("  fix:     ", error.fix, "bold green"),
+    ):
+        if text:
+            name, indent = translate(label), "\n" + " " * 12
+            gap = " " * (1 + width(label) - width(name))
+            _print(_STDERR, f"{name}{gap}{translate(text).replace(chr(10), indent)}", name, style)
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows of words under a header, coloured on a terminal: green ok, yellow warn, red FAIL."""
+    """Print rows of words under a header, coloured on a terminal: green ok, yellow warn, red FAIL.
+
+    On a terminal that is too narrow for the longest words of the columns, each row is a block of lines; in a file or a
+    pipe it is one line.
+    """
+    lines = [[translate(" ".join(cell.split())) for cell in row] for row in (header, *rows)]
+    stream = _stream(_results)
+    if not stream.isatty():
+        widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+        for row in lines:
+            padded = (cell + " " * (columns - width(cell)) for cell, columns in zip(row, widths, strict=True))
+            _print(_results, "  ".join(padded).rstrip())
+        return
+    needed = [
+        max(width(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)
+    ]
+    if sum(needed) + 2 * len(needed) > _columns(stream):
+        for row in lines[1:]:
+            _print(_results, row[0], row[0])
+            for name, cell in zip(lines[0][1:], row[1:], strict=True):
+                _print(_results, f"  {name}  {cell}")
+        return
     from rich.table import Table
     from rich.text import Text
 
-    styles = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
-    grid = Table(*header, box=None, header_style="bold", pad_edge=False)
-    for row in rows:
-        grid.add_row(*(Text(word, styles.get(word, "")) for word in row))  # Text: brackets in it are no markup
-    console().print(grid)
+    grid = Table(box=None, header_style="bold", pad_edge=False)
+    for name, columns in zip(lines[0], needed, strict=True):
+        grid.add_column(name, min_width=columns)
+    for row in lines[1:]:
+        grid.add_row(*(Text(word, _STYLES.get(word, "")) for word in row))  # Text: brackets in it are no markup
+    console(_results).print(grid)
+
+
+def format_count(value: float) -> str:
+    """Return a count with three digits and a suffix: 6394000000 -> '6.39B'."""
+    value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def format_rate(value: float) -> str:
+    """Return a rate with two digits, or all before the point: 0.0123 -> '0.012', 312.5 -> '312'."""
+    return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in a fitting unit: 90061 -> '25 hours'; years from 730 days on, for plans."""
+    for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
+        if seconds >= size:
+            per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
+            return f"{seconds / per:.3g} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+def relative(path: Path) -> Path:
+    """Return the path relative to the current directory where it lies below it, else the path as it is."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,4 +1,4 @@
-"""What looks like a credential is replaced before it is written: by its name, by its own form, or inside a URL.
+"""Replace what looks like a credential before it is written: by its name, by its form, or inside a URL.
 
 Rather too much than too little: what is cut out here is only for reading. The code a run carries, its recipe.yaml and
 env/ are copied as they are: a run directory is as private as the recipe.
@@ -13,7 +13,8 @@ from typing import Any
 REDACTED = "[redacted]"
 _KEPT_PREFIXES = (
     *("DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "CUBLAS_", "OMP_", "MKL_"),
-    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "SLURM_", "UCX_", "FI_", "PDSH_", "MASTER_", "FINLM_"),
+    *("ATEN_", "ONEDNN_", "DNNL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SLURM_", "UCX_", "FI_", "PDSH_"),
+    *("MASTER_", "FINLM_"),
 )
 _KEPT_NAMES = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "LOCAL_SIZE", "RANK", "WORLD_SIZE"),
@@ -34,12 +35,12 @@ _ASSIGNED = re.compile(
 
 
 def redact(name: str, value: str) -> str:
-    """value, or a stand-in when the name is that of a secret; known tokens and logins inside URLs are cut out."""
+    """Return value, or REDACTED when the name is that of a secret; known tokens and logins inside URLs are cut out."""
     return REDACTED if _SECRET_NAME.search(name) else _without_tokens(value)
 
 
 def redact_key(key: str, value: Any) -> Any:
-    """A recipe's value at a dotted key: what stands in an environment (env.NAME, hosts.HOST.env.NAME) by its name."""
+    """Return a recipe's value at a dotted key without secrets; below `env` the variable's name decides."""
     if isinstance(value, Mapping):
         return {name: redact_key(f"{key}.{name}", inner) for name, inner in value.items()}
     if not isinstance(value, str):
@@ -49,20 +50,20 @@ def redact_key(key: str, value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Source code or a diff without values that are assigned to secret names."""
+    """Return source code or a diff with REDACTED for tokens, URL logins and values assigned to secret names."""
     return _ASSIGNED.sub(
         lambda found: f"{found['name']}{found['quote']}{REDACTED}{found['quote']}", _without_tokens(text)
     )
 
 
 def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that can change a training run, sorted, without credentials."""
+    """Return the variables that can change a training run, sorted by name, with REDACTED for credentials."""
     kept = (name for name in environment if name.startswith(_KEPT_PREFIXES) or name in _KEPT_NAMES)
     return {name: redact(name, environment[name]) for name in sorted(kept)}
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """The arguments without credentials. Of a recipe's keys only those in env and hosts may be secrets.
+    """Return the arguments with REDACTED for credentials; of a recipe's keys only env and hosts may hold any.
 
     A whole section given as one value (env={A: b}) is cut out whole.
     """
@@ -81,10 +82,11 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 
 def _without_tokens(text: str) -> str:
+    """Return text with REDACTED for known forms of tokens and for logins in URLs."""
     return _KNOWN.sub(REDACTED, _URL_LOGIN.sub(REDACTED, text))
 
 
 def _is_secret_option(argument: str) -> bool:
-    """True for --api-key and the like; --tokens is a count everywhere in finlm."""
+    """Return True for --api-key and the like; --tokens is a count everywhere in finlm."""
     is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
     return is_option and _SECRET_NAME.search(argument) is not None

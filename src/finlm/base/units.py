@@ -1,4 +1,4 @@
-"""Sizes, counts and durations between people and code: bytes, tokens, seconds."""
+"""Parse and format sizes and counts: bytes, tokens, documents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_bytes(text: str | int) -> int:
-    """'16MB', '1.5 GiB' or 4096 as a number of bytes. Raises ValueError on anything else."""
+    """Return the number of bytes of '16MB', '1.5 GiB' or 4096. Raises ValueError on anything else."""
     return _parse(text, _BYTES, "16MB, 1.5GiB or a whole number of bytes")
 
 
 def parse_count(text: str | int) -> int:
-    """'3.9M', '1.5B' or 4096 as a number (of tokens, documents). Raises ValueError on anything else."""
+    """Return the number (of tokens, documents) of '3.9M', '1.5B' or 4096. Raises ValueError on anything else."""
     return _parse(text, _COUNTS, "4096, 3.9M or 1.5B")
 
 
 def _parse(text: str | int, units: dict[str, int], examples: str) -> int:
+    """Return the whole number of text, a number with a suffix of `units`. Raises ValueError that shows the examples."""
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise ValueError(f"expected {examples}, got {text!r}")
     if isinstance(text, int):
@@ -35,32 +36,9 @@ def _parse(text: str | int, units: dict[str, int], examples: str) -> int:
 
 
 def format_bytes(value: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return bytes in binary units: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
-
-
-def format_count(value: float) -> str:
-    """6394000000 -> '6.39B'."""
-    value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:,.0f}"
-
-
-def format_rate(value: float) -> str:
-    """0.0123 -> '0.012', 312.5 -> '312': two digits, or all before the point."""
-    return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    """90061 -> '1.04 days'; years from 730 days on, as the reader of a plan needs them."""
-    for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
-        if seconds >= size:
-            per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
-            return f"{seconds / per:.3g} {unit}"
-    return f"{seconds:.3g} seconds"

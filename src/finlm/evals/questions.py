@@ -1,39 +1,73 @@
-"""Multiple-choice questions: the CSV files of FinanceIQ and C-Eval, and the exam of the fictional world.
+"""Read multiple-choice questions, how each suite puts them and how its answers are read: FinanceIQ, C-Eval, exam.
 
 A set is known by the sha256 of what it asks, because scores on other questions are no comparison: the rows of the
-published FinanceIQ table mix two versions of the set, whose sizes differ by 18.
+published FinanceIQ table mix two versions of the set, whose sizes differ by 18. Prompts are the published ones.
+FinanceIQ (github.com/Duxiaoman-DI/XuanYuan, FinanceIQ/src) samples nothing, penalises repetition by 1.1 and stops after
+512 tokens; C-Eval (github.com/hkust-nlp/ceval) has its README's prompts for answers without a chain of thought, and
+FinEval (github.com/SUFE-AIFLM-Lab/FinEval, also the SUFE part of Fin-Eva) has taken them over.
 
-FinanceIQ and C-Eval are licensed CC BY-NC-SA 4.0: neither is part of this repository.
+Accuracies come with 95 % intervals: Wilson's for a share, 10,000 bootstrap draws for a mean.
+
+The sets are licensed CC BY-NC-SA 4.0 (Fin-Eva: CC BY 4.0): none is part of this repository.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.data.synthetic import company_count
-from finlm.data.synthetic_archive import Archive
-from finlm.data.synthetic_exam import CLOSED_BOOK, LETTERS, exam
-from finlm.data.synthetic_world import Dice, World
-from finlm.evals.styles import CEVAL_SUBJECTS
+from finlm.corpus import contamination
+from finlm.dialogues import scoring
 from finlm.recipe.schema_data import Synthetic
+from finlm.world.companies import Dice, World
+from finlm.world.exam import CLOSED_BOOK, LETTERS, exam
+from finlm.world.facts import Archive
+from finlm.world.writer import company_count
 
-Name = Literal["exam", "recall", "financeiq", "ceval"]
+
+@dataclass(frozen=True)
+class Style:
+    """The words around a question."""
+
+    header: str  # before everything, with {subject}
+    lead: str  # before the question's text
+    cue: str  # what the answer's letter follows
+    chat_cue: bool  # whether a chat turn ends with the cue
+    shown_cue: str  # before the letter in an assistant's turn of an example
+    repetition_penalty: float
+    max_tokens: int  # of an answer in a chat
+
+    def begin(self, subject: str) -> str:
+        """Return the header that stands before the first question."""
+        return self.header.format(subject=subject)
+
+    def ask(self, text: str, options: tuple[str, ...]) -> str:
+        """Return a question with its options, without the cue."""
+        lines = [self.lead + text, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))]
+        return "\n".join(lines)
+
+
+_SUITES = tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
+STYLES = {name: Style(**row) for name, row in _SUITES["styles"].items()}
+STYLES |= {"fineval": STYLES["ceval"], "recall": STYLES["exam"]}
+CHINESE: dict[str, dict[str, str]] = _SUITES["subjects"]
+FETCH: dict[str, str] = _SUITES["fetch"]
+
+
+Name = Literal["exam", "recall", "financeiq", "ceval", "fineval"]
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
 _COLUMNS = ("question", "a", "b", "c", "d", "answer")
-# The released sets: questions asked and sha256 of `digest`. C-Eval keeps the answers of its test questions, so its
-# 1,346 validation questions are asked.
-RELEASED = {
-    "financeiq": (7_123, "486dbd6cb43ada176afdc7ff992dd3a73204139c23e9edb6b22ded5809c61689"),
-    "ceval": (1_346, None),
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +81,7 @@ class Question:
 
     @property
     def sha256(self) -> str:
-        """Of all that is shown."""
+        """Hash of subject, text and options, without the answer."""
         return files.sha256_json([self.subject, self.text, self.options])
 
 
@@ -62,8 +96,8 @@ class Suite:
     is_released: bool | None  # None where no hash of the released set is known
 
 
-def read(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
-    """The questions of a suite: from the folder `data`, or asked about `world`. Raises UserError."""
+def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
+    """Read a suite's questions from the folder `data`, or make those about `world`. Raises UserError."""
     if name in ("exam", "recall"):
         if world is None:
             raise UserError(
@@ -71,40 +105,44 @@ def read(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
                 fix="evaluate a run whose recipe has data.sources: [{synthetic: ...}], or name the world: "
                 "--world '{size: 12MB, held_out_size: 600KB, seed: 7}'",
             )
-        questions, examples = _of_world(name, world)
+        questions, examples = _make_questions(name, world)
     else:
         if data is None:
             raise UserError(
                 f"--suite {name} needs its files",
-                evidence="they are licensed CC BY-NC-SA 4.0 and not part of this repository",
-                fix=f"give the folder with --data DIR: dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv",
+                evidence="they are under licences of their own and not part of this repository",
+                fix=f"give the folder with --data DIR: dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv "
+                f"({FETCH[name]})",
             )
         asked = "test" if name == "financeiq" else "val"
-        questions, examples = tuple(_folder(data, asked, name)), _by_subject(_folder(data, "dev", name))
+        questions, examples = tuple(_read_folder(data, asked, name)), _group_by_subject(_read_folder(data, "dev", name))
     sha256 = digest(questions)
     return Suite(name, questions, examples, sha256, _is_released(name, questions, sha256))
 
 
 def digest(questions: tuple[Question, ...]) -> str:
-    """Hex sha256 of the questions, options and answers, whatever their order."""
+    """Return the hex sha256 of the questions, options and answers, whatever their order."""
     return files.sha256_json(sorted([q.subject, q.text, *q.options, q.answer] for q in questions))
 
 
 def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> bool | None:
-    if name not in RELEASED:
+    """Return whether the questions are the released set, by number and hash; None when its hash is not known."""
+    if name not in _SUITES["released"]:
         return None
-    count, known = RELEASED[name]
-    return False if len(questions) != count else None if known is None else sha256 == known
+    count, *known = _SUITES["released"][name]
+    return False if len(questions) != count else sha256 == known[0] if known else None
 
 
-def _by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question, ...]]:
-    found: dict[str, list[Question]] = {}
+def _group_by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question, ...]]:
+    """Group questions by subject, in their order."""
+    groups: dict[str, list[Question]] = {}
     for question in questions:
-        found.setdefault(question.subject, []).append(question)
-    return {subject: tuple(items) for subject, items in found.items()}
+        groups.setdefault(question.subject, []).append(question)
+    return {subject: tuple(items) for subject, items in groups.items()}
 
 
-def _folder(data: Path, part: str, name: str) -> Iterator[Question]:
+def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
+    """Yield the questions of all CSV files of a part of a set. Raises UserError for a folder without any."""
     paths = sorted((data / part).glob("*.csv"))
     if not paths:
         raise UserError(
@@ -114,46 +152,37 @@ def _folder(data: Path, part: str, name: str) -> Iterator[Question]:
         )
     for path in paths:
         subject = path.stem.removesuffix(f"_{part}")
-        yield from _file(path, CEVAL_SUBJECTS.get(subject, subject) if name == "ceval" else subject)
+        yield from _read_file(path, CHINESE.get(name, {}).get(subject, subject))
 
 
-def _file(path: Path, subject: str) -> Iterator[Question]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            names = [name.strip().lower() for name in next(reader, [])]
-            missing = [name for name in _COLUMNS if name not in names]
-            if missing:
-                raise UserError(
-                    f"{path} holds no questions",
-                    evidence=f"no column {', '.join(missing)}; its columns are {', '.join(names) or 'none'}",
-                    fix="a file of questions has the columns question, A, B, C, D and answer",
-                )
-            for values in reader:
-                row = dict(zip(names, values, strict=False))
-                cells = [row.get(name, "").strip() for name in _COLUMNS]
-                if cells[-1].upper() not in LETTERS or not all(cells):
-                    raise UserError(
-                        f"{path}:{reader.line_num}: not a question with four options and an answer from A to D",
-                        evidence=f"answer {cells[-1]!r}, {sum(map(bool, cells[1:5]))} options",
-                        fix="correct the row or take it out",
-                    )
-                yield Question(subject, cells[0], (cells[1], cells[2], cells[3], cells[4]), cells[-1].upper())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {path}", evidence=str(error), fix="give a CSV file in UTF-8") from None
+def _read_file(path: Path, subject: str) -> Iterator[Question]:
+    """Yield the questions of a CSV file. Raises UserError for a row without four options and an answer."""
+    fix = "a file of questions has the columns question, A, B, C, D and answer"
+    for line, row in contamination.read_csv(path, _COLUMNS, fix):
+        text, a, b, c, d, answer = (row.get(name, "").strip() for name in _COLUMNS)
+        if answer.upper() not in LETTERS or not all((text, a, b, c, d, answer)):
+            raise UserError(
+                f"{path}:{line}: not a question with four options and an answer from A to D",
+                evidence=f"answer {answer!r}, {sum(map(bool, (a, b, c, d)))} options",
+                fix="correct the row or take it out",
+            )
+        yield Question(subject, text, (a, b, c, d), answer.upper())
 
 
-def _of_world(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
-    """exam: what the laws of the world answer, about companies that nobody has read of. recall: what only the training
-    text says about its companies. Examples are about companies of the training text in both."""
+def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
+    """Return (questions, examples by subject) about the fictional world.
+
+    exam: what the laws of the world answer, about companies that nobody has read of. recall: what only the training
+    text says about its companies. Examples are about companies of the training text in both.
+    """
     closed = name == "recall"
     size = world.size if closed else world.held_out_size
     split = "train" if closed else "held_out"
-    of_kind = (q for q in _asked(size, world.seed, split, "questions") if (q.subject == CLOSED_BOOK) == closed)
+    of_kind = (q for q in _draw_questions(size, world.seed, split, "questions") if (q.subject == CLOSED_BOOK) == closed)
     questions = tuple(islice(of_kind, EXAM_QUESTIONS))
     subjects = {question.subject for question in questions}
     examples: dict[str, list[Question]] = {subject: [] for subject in sorted(subjects)}
-    for question in _asked(world.size, world.seed, "train", "examples"):
+    for question in _draw_questions(world.size, world.seed, "train", "examples"):
         if len(examples.get(question.subject, "-" * EXAMPLES)) < EXAMPLES:
             examples[question.subject].append(question)
         if all(len(items) == EXAMPLES for items in examples.values()):
@@ -161,8 +190,8 @@ def _of_world(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[
     return questions, {subject: tuple(items) for subject, items in examples.items()}
 
 
-def _asked(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Different questions without end, drawn by other dice than the corpus draws its own."""
+def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
+    """Yield different questions without end, drawn by other dice than the corpus uses."""
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):
@@ -177,3 +206,109 @@ def _asked(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Que
         if question.sha256 not in seen:
             seen.add(question.sha256)
             yield question
+
+
+_L = "([A-D])"
+_SAID = [  # in this order, each anywhere in the text; then the last letter before 当选 or 正确, then these two
+    *(rf"答案(?:选项)?[是为]：? ?{_L}", rf"答案[是为]选项 ?{_L}", rf"选择?：? ?{_L}", rf"{_L} ?选?项[是为]?正确"),
+    *(rf"正确的?选项[是为] ?{_L}", rf"答案(?:应该)?[是为]{_L}", rf"选项 ?{_L} ?[是为]?正确", rf"选择答案 ?{_L}"),
+    *(rf"答案?：?{_L}", rf"{_L}(?:选?项)?是?符合题意", rf"答案选项：? ?{_L}", rf"答案(?:选项)?为.*?{_L}"),
+]
+_BEFORE = [r"([A-D].*?)当选", r"([A-D].*?)正确"]
+_AT_LAST = [rf"[^不]是：? ?{_L}", rf"^[^A-D]*{_L}[^A-D]*$"]
+
+
+def decided_letter(text: str) -> str | None:
+    """Return the letter that no further text can change; None while the text decides nothing."""
+    return scoring.find_decided_letter(text, LETTERS)
+
+
+def extract_letter(text: str, options: Sequence[str]) -> str | None:
+    """Return the letter of a whole answer, by name or by the only option it quotes; None when it gives none."""
+    letter = scoring.find_named_letter(text, LETTERS)
+    if letter:
+        return letter
+    quoted = [name for name, option in zip(LETTERS, options, strict=True) if option in text]
+    return quoted[0] if len(quoted) == 1 else None
+
+
+def read_published(text: str) -> str | None:
+    """Return the letter that FinanceIQ's code reads; None where that code draws one."""
+    text = text.replace("\n", "")
+    if text[:1] in LETTERS:
+        return text[:1] or None
+    said = next((found[1] for found in (re.search(one, text) for one in _SAID) if found), None)
+    before = next((found[1] for found in (re.search(one, text) for one in _BEFORE) if found), "")
+    return (
+        said
+        or next((letter for letter in reversed(before) if letter in LETTERS), None)
+        or next((found[1] for found in (re.search(one, text) for one in _AT_LAST) if found), None)
+    )
+
+
+_Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations
+_DRAWS, _SEED = 10_000, 0
+Interval = tuple[float, float]
+
+
+class Count(NamedTuple):
+    """Right answers among all."""
+
+    correct: int
+    total: int
+
+
+def wilson(count: Count) -> Interval:
+    """Return the 95 % interval of a share (Wilson)."""
+    share, n = count.correct / count.total, count.total
+    middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def macro_interval(subjects: Mapping[str, Count]) -> Interval:
+    """Return the 95 % interval of the mean of the subjects' accuracies, by bootstrap."""
+    counts = np.array(list(subjects.values()))
+    # Drawing a subject's 0s and 1s again with replacement is a binomial draw.
+    draws = np.random.default_rng(_SEED).binomial(counts[:, 1], counts[:, 0] / counts[:, 1], size=(_DRAWS, len(counts)))
+    low, high = np.quantile((draws / counts[:, 1]).mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Right answers to the questions of a subject."""
+
+    correct: int
+    total: int
+    accuracy: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracy over all questions (micro), over subjects alike (macro) and of each subject."""
+
+    questions: int
+    micro: float
+    micro_interval: Interval
+    macro: float
+    macro_interval: Interval
+    subjects: dict[str, Share]
+
+    @classmethod
+    def of(cls, subjects: Mapping[str, Count]) -> Scores:
+        """Compute the scores from counts by subject."""
+        whole = Count(*map(sum, zip(*subjects.values(), strict=True)))
+        shares = {name: Share(*count, count.correct / count.total, wilson(count)) for name, count in subjects.items()}
+        macro = sum(share.accuracy for share in shares.values()) / len(shares)
+        micro = whole.correct / whole.total
+        return cls(whole.total, micro, wilson(whole), macro, macro_interval(subjects), shares)
+
+
+def bootstrap(values: Sequence[float]) -> Interval:
+    """Return the 95 % interval of the mean of the values."""
+    drawn, array = np.random.default_rng(_SEED), np.array(values)
+    means = [array[drawn.integers(len(array), size=len(array))].mean() for _ in range(_DRAWS)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,41 +1,159 @@
-"""`finlm eval CHECKPOINT --suite exam|recall|financeiq|ceval`: questions, answers, scores, and a row in the run.
+"""Run `finlm eval CHECKPOINT --suite exam|financeiq|...`: questions, answers, scores, and a row in the run.
 
 Base models continue text with a letter after five examples (--mode likelihood), assistants write an answer without any
 (--mode chat); --mode cloze weighs the options in full by their likelihood per character, for models too small for
-letters. What stands in events.jsonl,
-on screen and under --json is the same result.
+letters. A question counts as contained in the training data when one document holds at least 65 % of its 6-grams
+(corpus/contamination.py).
+
+--write-lm-eval writes the same prompts as tasks of lm-evaluation-harness 0.4, one a subject and a group over them:
+
+    finlm eval MODEL --suite financeiq --data DIR --write-lm-eval tasks
+    lm_eval --model hf --model_args pretrained=MODEL --include_path tasks --tasks finlm_financeiq
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from ruamel.yaml import YAML
 
-from finlm.base import screen
+from finlm.base import files, screen, step_cache
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
-from finlm.data.synthetic_exam import LETTERS
-from finlm.evals import choice, contaminated, questions, scores
-from finlm.evals.choice import Answer, Mode
-from finlm.evals.questions import Name, Question, Suite
-from finlm.evals.scores import Count
+from finlm.base.rundir import RunDir, open_run
+from finlm.base.runs import complete_checkpoint
+from finlm.corpus import contamination
+from finlm.evals import answering, questions
+from finlm.evals.answering import Mode
+from finlm.evals.questions import Count, Interval, Name, Question, Scores
+from finlm.inference.open import Opened, load_trained, open_model
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema_data import Synthetic
-from finlm.train.opened import Opened, open_model
+from finlm.rows import dialogues
+from finlm.rows.shards import Rows, Shard, Shards
+from finlm.tokens import pretrained
+from finlm.train import batches
+from finlm.train.model import kernels
+from finlm.world.exam import LETTERS
+
+
+@dataclass(frozen=True)
+class Contained:
+    """How many questions stand in the training data, and the accuracy on these and on the others; None without any."""
+
+    training: str
+    contained: int
+    questions: int
+    accuracy_contained: float | None
+    accuracy_others: float | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The set that questions are of."""
+
+    questions: int
+    sha256: str
+    released: bool | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of `finlm eval --suite`."""
+
+    suite: Name
+    model: str
+    fingerprint: str
+    mode: Mode
+    shots: int
+    fewer_shots: int  # questions with less: not that many there, or not all fitted
+    scores: Scores
+    unanswered: int
+    drawn: int  # letters at random, in mode published
+    letters: dict[str, int]
+    set: Asked
+    answers: str  # the file they are kept in
+    contamination: Contained | None = None
+
+    @property
+    def likelihood_per(self) -> str | None:
+        """The unit that a likelihood is counted by; None in modes that write answers."""
+        return {"likelihood": "answer", "cloze": "character"}.get(self.mode)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as --json prints it and events.jsonl has it, the scores beside the rest."""
+        row = asdict(self)
+        scores, contamination = row.pop("scores"), row.pop("contamination")
+        row |= {"likelihood_per": self.likelihood_per, **scores}
+        return row if contamination is None else row | {"contamination": contamination}
+
+
+_BLOCK_TOKENS = 1_000_000
+
+
+def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
+    """Return the questions contained in the training text of a run or shards: {place: largest share in one document}.
+
+    The share is of the question's 6-grams (corpus/contamination.py).
+    """
+    shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
+    index = contamination.Index.of([_to_contamination(question) for question in questions])
+    parts = shards.split("train")
+    shares: dict[int, float] = {}
+    with screen.progress("contamination", sum(part.tokens for part in parts), "read") as advance:
+        for part in parts:
+            for tokens, texts in _decode_documents(part, shards):
+                encoded = [text.encode() for text in texts]
+                ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+                for hit in index.find(b"".join(encoded), ends):
+                    shares[hit.question] = max(hit.share, shares.get(hit.question, 0.0))
+                advance(tokens)
+    return shares
+
+
+def contained_summary(shares_found: dict[int, float], is_right: Sequence[bool], training: Path) -> Contained:
+    """Return the counts, and the accuracy on contained and on other questions."""
+    contained = [right for place, right in enumerate(is_right) if place in shares_found]
+    others = [right for place, right in enumerate(is_right) if place not in shares_found]
+    shares = (sum(some) / len(some) if some else None for some in (contained, others))
+    return Contained(str(training), len(contained), len(is_right), *shares)
+
+
+def _to_contamination(question: Question) -> contamination.Question:
+    """Return a question in the form of corpus/contamination.py."""
+    options = dict(zip(LETTERS.lower(), question.options, strict=True))
+    return contamination.question(question.subject, 0, {"question": question.text} | options)
+
+
+def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[str]]]:
+    """Yield (tokens, documents as text) of a shard, about a million tokens at a time."""
+    directory = shards.directory / "tokenizer"
+    tokenizer = pretrained.open_tokenizer(directory if directory.is_dir() else shards.directory)
+    around = shards.bos_id, shards.eos_id
+    block, tokens = list[list[int]](), 0
+    for start, end in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
+        block.append([number for number in part.ids[start:end].tolist() if number not in around])
+        tokens += end - start
+        if tokens >= _BLOCK_TOKENS:
+            yield tokens, [tokenizer.decode(ids) for ids in block]
+            block, tokens = [], 0
+    if block:
+        yield tokens, [tokenizer.decode(ids) for ids in block]
+
 
 DEFAULT_ANSWERS = Path("runs") / "evals"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     suite: Name
     mode: Mode | None = None  # chat for models with a template
@@ -47,23 +165,31 @@ class Options:
     contamination: Path | None = None
 
 
-def evaluate(checkpoint: Path, options: Options) -> dict[str, Any]:
-    """The result of a suite, also appended to the run's events where they can be written. Raises UserError."""
+def evaluate(checkpoint: Path, options: Options) -> Result:
+    """Ask a suite and return its result; append the row `suite` to the run's events, if the model is of a run.
+
+    Says on stderr when that row cannot be written. Raises UserError for options that do not fit the suite or the model.
+    """
+    if options.mode == "published" and options.suite != "financeiq":
+        raise UserError(
+            f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
+            fix="ask with --mode likelihood, chat or cloze",
+        )
     opened = open_model(checkpoint)
-    result = _asked(opened, options)
+    result = _ask_suite(opened, options)
     if opened.run is not None:
         try:
-            opened.run.append_event("suite", step=opened.step, **result)
+            opened.run.append_event("suite", step=opened.step, **result.to_json())
         except OSError as error:  # somebody else's run
             screen.say(f"not recorded in the run: {error}")
     return result
 
 
-def after_training(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
-    """Rows of the suites in the run's events: of the model it started from as step 0, then of what came of it.
+def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
+    """Append the suites' results to the run's events: of the start model as step 0, then of the trained model.
 
-    Both are asked about the world of the run's recipe. Answers that the start gave before, in its own run, are kept
-    there and not asked again.
+    Both are asked about the world of the run's recipe. Answers that the start model gave before, in its own run, are
+    kept there and not asked again.
     """
     if start is not None:
         _record(run, suites, mode, start, 0)
@@ -73,117 +199,224 @@ def after_training(run: RunDir, suites: Sequence[Name], mode: Mode | None, start
 
 
 def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
+    """Evaluate a checkpoint on each suite and append the results to the run's events, at `step` or the checkpoint's."""
     opened = open_model(checkpoint)
     for name in suites:
-        result = _asked(opened, Options(name, mode, world=run.recipe))
-        run.append_event("suite", step=opened.step if step is None else step, **result)
+        result = _ask_suite(opened, Options(name, mode, world=run.recipe))
+        run.append_event("suite", step=opened.step if step is None else step, **result.to_json())
 
 
-def _asked(opened: Opened, options: Options) -> dict[str, Any]:
-    suite = questions.read(options.suite, options.data, world(opened, options.world))
+def _ask_suite(opened: Opened, options: Options) -> Result:
+    """Read a suite, get the model's answers, and score them."""
+    suite = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
-    shots = examples(options, mode)
-    selected = chosen(suite.questions, options.limit)
+    shots = count_examples(options, mode)
+    selected = draw_questions(suite.questions, options.limit)
     in_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
     directory = options.answers or (opened.run.path / "evals" if opened.run and in_run else DEFAULT_ANSWERS)
     ledger = directory / f"{suite.name}-{mode}-{opened.fingerprint[:12]}.jsonl"
-    answers = choice.answers(opened, suite, selected, mode, shots, ledger)
-    result = _result(opened, suite, selected, answers, mode, shots) | {"answers": str(ledger)}
+    answers = answering.answer_questions(opened, suite, selected, mode, shots, ledger)
+    right = [answer.letter == question.answer for answer, question in zip(answers, selected, strict=True)]
+    contained = None
     if options.contamination is not None:
-        right = [answer.letter == question.answer for answer, question in zip(answers, selected, strict=True)]
-        found = contaminated.find(selected, options.contamination)
-        result["contamination"] = contaminated.summary(found, right, options.contamination)
-    return result
+        found = find_contained(selected, options.contamination)
+        contained = contained_summary(found, right, options.contamination)
+    counts = {subject: Count(0, 0) for subject in sorted({question.subject for question in selected})}
+    for question, is_right in zip(selected, right, strict=True):
+        correct, total = counts[question.subject]
+        counts[question.subject] = Count(correct + is_right, total + 1)
+    letters = [answer.letter for answer in answers]
+    return Result(
+        suite=suite.name,
+        model=opened.name,
+        fingerprint=opened.fingerprint,
+        mode=mode,
+        shots=shots,
+        fewer_shots=sum(answer.shots < shots for answer in answers),
+        scores=Scores.of(counts),
+        unanswered=letters.count(None),
+        drawn=sum(answer.drawn for answer in answers),
+        letters={letter: letters.count(letter) for letter in LETTERS},
+        set=Asked(len(suite.questions), suite.sha256, suite.is_released),
+        answers=str(ledger),
+        contamination=contained,
+    )
 
 
-def examples(options: Options, mode: Mode) -> int:
-    """How many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
+def count_examples(options: Options, mode: Mode) -> int:
+    """Return how many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
     if options.shots is None:
-        return questions.EXAMPLES if mode == "likelihood" else 0
+        return questions.EXAMPLES if mode in ("likelihood", "published") else 0
     if options.shots and mode == "cloze":
         raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
     return options.shots
 
 
-def world(opened: Opened, path: Path | None) -> Synthetic | None:
-    """The fictional world that a recipe, by default the run's own, was trained on."""
+def find_world(opened: Opened, path: Path | None) -> Synthetic | None:
+    """Return the fictional world that a recipe, by default the run's own, was trained on; None without any."""
     file = path or (opened.run.recipe if opened.run else None)
     if file is None:
         return None
     return next((source.synthetic for source in recipes.load(file).recipe.data.sources if source.synthetic), None)
 
 
-def chosen(asked: Sequence[Question], limit: int | None) -> list[Question]:
-    """All, or a random `limit` of them, the same every time."""
+def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Question]:
+    """Return all questions, or a random `limit` of them in their order, equal every time."""
     if limit is None or limit >= len(asked):
         return list(asked)
     places = np.random.default_rng(0).choice(len(asked), size=limit, replace=False)
     return [asked[place] for place in sorted(places.tolist())]
 
 
-def _result(
-    opened: Opened, suite: Suite, asked: list[Question], answers: list[Answer], mode: Mode, shots: int
-) -> dict[str, Any]:
-    counts: dict[str, Count] = {}
-    for question, answer in zip(asked, answers, strict=True):
-        correct, total = counts.get(question.subject, (0, 0))
-        counts[question.subject] = Count(correct + (answer.letter == question.answer), total + 1)
-    letters = [answer.letter for answer in answers]
+def show(result: Result) -> None:
+    """Print a table by subject, the two averages and what to know about them."""
+    scores, about = result.scores, result.set
+    rows = [
+        (name, f"{share.total:,}", f"{100 * share.accuracy:.1f} %", _interval(share.interval))
+        for name, share in scores.subjects.items()
+    ]
+    rows.append(("macro (mean of subjects)", "", f"{100 * scores.macro:.2f} %", _interval(scores.macro_interval)))
+    total, micro = f"{scores.questions:,}", f"{100 * scores.micro:.2f} %"
+    rows.append(("micro (all questions)", total, micro, _interval(scores.micro_interval)))
+    screen.heading(f"{result.suite}, {result.mode}, {result.shots} examples: {result.model}")
+    screen.table(("subject", "questions", "accuracy", "95 % interval"), rows)
+    screen.show("chosen: " + ", ".join(f"{letter} {count:,}" for letter, count in result.letters.items()))
+    if result.likelihood_per == "character":
+        screen.show(
+            "the likeliest option per character, as acc_norm: no comparison with sums, which favour short options"
+        )
+    if result.drawn:
+        share = result.drawn / scores.questions
+        screen.show(
+            f"{result.drawn:,} answers ({share:.1%}) name no letter: one was drawn for each, as FinanceIQ's code "
+            f"does, so about {share / 4:.1%} of all questions are right by chance"
+        )
+    if result.unanswered:
+        screen.show(f"{result.unanswered:,} answers name no letter and count as wrong")
+    if result.fewer_shots:
+        screen.show(
+            f"{result.fewer_shots:,} questions had fewer than {result.shots} examples before them: "
+            "the set has no more of their subject, or they did not fit the model's context"
+        )
+    if scores.questions < about.questions:
+        screen.show(f"a random {scores.questions:,} of {about.questions:,} questions (--limit)")
+    if about.released is False:
+        screen.show("this is NOT the released set of questions: do not compare with published scores")
+    elif about.released is None and result.suite in ("ceval", "fineval"):
+        screen.show(f"the number of questions is the released set's; its hash is not known here: {about.sha256[:16]}")
+    if (found := result.contamination) is not None:
+        screen.show(f"{found.contained:,} of {found.questions:,} questions stand in the training data")
+        if found.accuracy_contained is not None and found.accuracy_others is not None:
+            inside, others = 100 * found.accuracy_contained, 100 * found.accuracy_others
+            screen.show(f"accuracy on these {inside:.1f} %, on the others {others:.1f} %")
+
+
+def _interval(bounds: Interval) -> str:
+    return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
+
+
+def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
+    """Write a new directory `out` with lm-eval tasks and their questions; return `out`.
+
+    Raises UserError when `out` exists, and for options that lm-eval cannot ask.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already", fix="give a new directory")
+    if options.mode not in (None, "likelihood"):
+        raise UserError(
+            "only likelihoods of letters are written as lm-eval tasks", fix=f"leave out --mode {options.mode}"
+        )
+    shots = count_examples(options, "likelihood")
+    opened = open_model(checkpoint)
+    asked = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
+    by_subject: dict[str, list[dict[str, object]]] = {}
+    for prompt in answering.continuations(opened, asked, draw_questions(asked.questions, options.limit), shots):
+        row = {"prompt": prompt.text, "answer": LETTERS.index(prompt.question.answer), "id": prompt.question.sha256}
+        by_subject.setdefault(prompt.question.subject, []).append(row)
+    group = f"finlm_{asked.name}"
+    with step_cache.new_directory(out) as directory:
+        for number, (subject, rows) in enumerate(sorted(by_subject.items())):
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            files.write_text(directory / f"{number:02}.jsonl", lines)
+            place = (out / f"{number:02}.jsonl").absolute()
+            _write_yaml(directory / f"{number:02}.yaml", _task(f"{group}_{number:02}", f"{group}: {subject}", place))
+        _write_yaml(directory / f"{group}.yaml", _group(group, len(by_subject)))
+    return out
+
+
+def _task(name: str, alias: str, rows: Path) -> dict[str, object]:
+    """Return the lm-eval configuration of one subject."""
     return {
-        "suite": suite.name,
-        "model": opened.name,
-        "fingerprint": opened.fingerprint,
-        "mode": mode,
-        "shots": shots,
-        "likelihood_per": {"likelihood": "answer", "cloze": "character"}.get(mode),
-        "fewer_shots": sum(answer.shots < shots for answer in answers),  # not that many there, or not all fitted
-        **scores.summary(dict(sorted(counts.items()))),
-        "unanswered": letters.count(None),
-        "letters": {letter: letters.count(letter) for letter in LETTERS},
-        "set": {"questions": len(suite.questions), "sha256": suite.sha256, "released": suite.is_released},
+        "task": name,
+        "task_alias": alias,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
+        "num_fewshot": 0,  # the examples stand in the prompt
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": list(LETTERS),
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1},
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """A table by subject, the two averages and what to know about them, on stderr."""
-    rows = [
-        (name, f"{row['total']:,}", f"{100 * row['accuracy']:.1f} %", _interval(row["interval"]))
-        for name, row in result["subjects"].items()
-    ]
-    rows.append(("macro (mean of subjects)", "", f"{100 * result['macro']:.2f} %", _interval(result["macro_interval"])))
-    total = f"{result['questions']:,}"
-    rows.append(("micro (all questions)", total, f"{100 * result['micro']:.2f} %", _interval(result["micro_interval"])))
-    screen.heading(f"{result['suite']}, {result['mode']}, {result['shots']} examples: {result['model']}")
-    screen.table(("subject", "questions", "accuracy", "95 % interval"), rows)
-    screen.say("chosen: " + ", ".join(f"{letter} {count:,}" for letter, count in result["letters"].items()))
-    if result["likelihood_per"] == "character":
-        screen.say(
-            "the likeliest option per character, as acc_norm: no comparison with sums, which favour short options"
+def _group(name: str, subjects: int) -> dict[str, object]:
+    """Return the lm-eval configuration of the group over all subjects."""
+    return {
+        "group": name,
+        "task": [f"{name}_{number:02}" for number in range(subjects)],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
+        "metadata": {"version": 1},
+    }
+
+
+def _write_yaml(path: Path, value: dict[str, object]) -> None:
+    """Write a value to path as YAML."""
+    with path.open("w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(value, file)
+
+
+STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model learnt to write
+
+
+def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
+    """Compute loss, perplexity and bits per byte of each held-out source of a checkpoint's run.
+
+    Raises UserError when checkpoint is not complete, for a stage whose rows are pairs or prompts, and for a run without
+    held-out documents.
+    """
+    run = open_run(complete_checkpoint(checkpoint).resolve().parent.parent)
+    stage = recipes.load(run.recipe).recipe.stage
+    if stage not in STAGES:
+        asked = "" if stage == "reward" else f"finlm eval {checkpoint} --suite exam; "
+        raise UserError(
+            f"{run.path.name} is of stage {stage}: its held-out rows have no perplexity",
+            evidence="they are " + ("prompts to answer" if stage == "grpo" else "pairs of a better and a worse answer"),
+            fix=f"{asked}its own evaluation is in {run.report}",
         )
-    if result["unanswered"]:
-        screen.say(f"{result['unanswered']:,} answers name no letter and count as wrong")
-    if result["fewer_shots"]:
-        screen.say(
-            f"{result['fewer_shots']:,} questions had fewer than {result['shots']} examples before them: "
-            "the set has no more of their subject, or they did not fit the model's context"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_trained(checkpoint)
+    if not loaded.shards.split("held_out"):
+        raise UserError(
+            f"{loaded.shards.directory} has no held-out documents",
+            evidence="data.held_out_fraction was 0",
+            fix="set data.held_out_fraction, for example 0.01, and train again",
         )
-    about = result["set"]
-    if result["questions"] < about["questions"]:
-        screen.say(f"a random {result['questions']:,} of {about['questions']:,} questions (--limit)")
-    if about["released"] is False:
-        screen.say("this is NOT the released set of questions: do not compare with published scores")
-    elif about["released"] is None and result["suite"] == "ceval":
-        screen.say(f"the number of questions is the released set's; its hash is not known here: {about['sha256'][:16]}")
-    if "contamination" in result:
-        _show_contamination(result["contamination"])
+    model = loaded.model.to(device)
+    kernels.swap_loss(model, loaded.plan.vocab_size)
+    rows_of = dialogues.held_out(loaded.recipe) if dialogues.is_dialogues(loaded.shards) else Rows
+    return dict(batches.evaluate(model, loaded.shards, loaded.recipe, (loaded.plan.micro_batch,), device, rows_of))
 
 
-def _show_contamination(found: dict[str, Any]) -> None:
-    screen.say(f"{found['contained']:,} of {found['questions']:,} questions stand in the training data")
-    if found["accuracy_contained"] is not None and found["accuracy_others"] is not None:
-        inside, others = 100 * found["accuracy_contained"], 100 * found["accuracy_others"]
-        screen.say(f"accuracy on these {inside:.1f} %, on the others {others:.1f} %")
-
-
-def _interval(bounds: Sequence[float]) -> str:
-    return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
+def show_perplexity(result: dict[str, Any]) -> None:
+    """Print one line per source, and one for all."""
+    for name, source in result["sources"].items():
+        per_byte = f"bits/byte {source['bits_per_byte']:.4f}  " if "bits_per_byte" in source else ""
+        screen.show(
+            f"{name:<24} loss {source['loss']:.4f}  perplexity {source['perplexity']:,.2f}  "
+            f"{per_byte}({source['tokens']:,} tokens)"
+        )
+    screen.show(f"{'all':<24} loss {result['loss']:.4f}  perplexity {result['perplexity']:,.2f}")

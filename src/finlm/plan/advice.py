@@ -1,24 +1,29 @@
-"""What a plan means beyond one step: epochs, GPU-hours and cost, the end date, checkpoints and the disk they need.
+"""What a plan means beyond one step: epochs, GPU-hours and cost, the end date, checkpoints and their disk; and what
+would make the run faster.
 
-Arithmetic on a Plan; nothing is decided here and nothing is stored in a run.
+A faster run is a single change of recipe or cluster, each planned anew, the best first. Nothing is decided or applied
+here, and nothing is stored in a run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finlm.base.units import format_bytes, format_count, format_duration, format_rate
-from finlm.plan import memory, stages
+from finlm.base.screen import format_count, format_duration, format_rate
+from finlm.base.units import format_bytes
+from finlm.plan import failures, gpus, host_memory, memory, search, speed
+from finlm.plan.differences import CHOICES
 from finlm.plan.plan import Plan
+from finlm.plan.search import Candidate
+from finlm.recipe import shape as shapes
+from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
 
-# 419 unexpected interruptions in 54 days on 16,384 GPUs: Llama 3's training (arXiv 2407.21783, section 3.3.4).
-HOURS_BETWEEN_FAILURES_OF_A_GPU = 54 * 24 * 16384 / 419
 DISK_BYTES_PER_SECOND = 1e9  # a host writes its checkpoint shards; one NVMe disk, assumed
 COPY_BYTES_PER_SECOND = 5e9  # a rank's copy to host memory that training waits for; assumed
 NIGHT_HOURS = 12
@@ -26,7 +31,7 @@ NIGHT_HOURS = 12
 
 @dataclass(frozen=True)
 class Advice:
-    """Bytes are of all hosts together; a disk figure is of the host that needs most. Seconds are predictions."""
+    """What a plan means. Bytes are of all hosts together, disk bytes of the host that needs most; seconds predicted."""
 
     tokens: int
     tokens_per_parameter: float
@@ -43,9 +48,14 @@ class Advice:
     checkpoint_write_seconds: float
     checkpoint_every_steps: int | None
     checkpoint_advised_steps: int | None
+    hosts_that_may_be_lost: int
+    checkpoint_copy_bytes: int
+    checkpoint_copy_disk_bytes: int
+    memory_interval_seconds: float | None  # between checkpoints in memory; None = there are none
+    memory_bytes: int  # of checkpoints in memory, of the host that needs most
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able dict."""
+        """Return the fields as a JSON-able dict."""
         return dataclasses.asdict(self)
 
 
@@ -57,16 +67,20 @@ def of(
     price: float | None = None,
     now: datetime.datetime | None = None,
 ) -> Advice:
-    """epoch_tokens: of the prepared data, when known. price: of a GPU-hour, over the recipe's. now: when it starts."""
+    """Return the advice about a plan. epoch_tokens: of the prepared data, when known.
+
+    price: of a GPU-hour, instead of the recipe's. now: when the run starts.
+    """
     tokens = plan.steps * plan.tokens_per_step
     price = recipe.hardware.price_per_gpu_hour if price is None else price
     hours = None if plan.days is None or plan.device == "cpu" else plan.days * 24 * plan.world_size
     days = None if plan.days is None else datetime.timedelta(days=min(plan.days, 200_000))
     begin = now or datetime.datetime.now()
     whole, share = checkpoint_bytes(recipe, shape, plan)
-    waits = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     write = share * max(host.slots for host in plan.hosts) / DISK_BYTES_PER_SECOND
-    stall = share / COPY_BYTES_PER_SECOND if waits else write
+    stall = (
+        share / COPY_BYTES_PER_SECOND if plan.asynchronous_checkpoints and host_memory.has_snapshot(recipe) else write
+    )
     seconds = plan.tokens_per_step / plan.tokens_per_second if plan.tokens_per_second else None
     return Advice(
         tokens=tokens,
@@ -84,18 +98,88 @@ def of(
         checkpoint_write_seconds=write,
         checkpoint_every_steps=recipe.checkpoint.every_steps,
         checkpoint_advised_steps=_advised_steps(plan, stall, write, seconds),
+        hosts_that_may_be_lost=hosts_that_may_be_lost(recipe, plan),
+        checkpoint_copy_bytes=(copied := copy_bytes(recipe, shape, plan)),
+        checkpoint_copy_disk_bytes=copied * copies_kept(recipe, plan),
+        memory_interval_seconds=memory_interval(recipe, plan, share, stall),
+        memory_bytes=plan.host_bytes_items.get(host_memory.IN_MEMORY, 0),
+    )
+
+
+def memory_interval(recipe: Recipe, plan: Plan, share: int, stall: float) -> float | None:
+    """Return the seconds between checkpoints in memory, None without any; auto is measured anew while the run trains.
+
+    share: bytes of a rank's files. stall: seconds that training waits for a copy of them.
+    """
+    minutes = recipe.checkpoint.memory_minutes
+    if minutes is None:
+        return None
+    if minutes != "auto":
+        return 60.0 * minutes
+    sends = len(plan.hosts) > 1 and plan.zero_stage > 0
+    network = share * max(host.slots for host in plan.hosts) * 8 / (recipe.hardware.network_gbit * 1e9)
+    write = share / COPY_BYTES_PER_SECOND + (network if sends else 0.0)
+    return failures.best_interval(stall, failures.seconds_between(plan.world_size), write)
+
+
+def hosts_that_may_be_lost(recipe: Recipe, plan: Plan) -> int:
+    """Return how many hosts may be lost with their disks while a checkpoint stays whole: the newest, or that in memory.
+
+    The host that `train` runs on is not counted. Disks are taken to be the hosts' own.
+    """
+    if plan.zero_stage == 0 or recipe.checkpoint.copies:
+        return len(plan.hosts) - 1
+    return 1 if len(plan.hosts) > 1 and recipe.checkpoint.memory_minutes is not None else 0
+
+
+def copy_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> int:
+    """Return the bytes that checkpoint.copies sends each checkpoint: the shards of all hosts but the first."""
+    if not recipe.checkpoint.copies or plan.zero_stage == 0 or len(plan.hosts) == 1:
+        return 0
+    whole, own = checkpoint_bytes(recipe, shape, plan)
+    return (whole - own) * (plan.world_size - plan.hosts[0].slots) // (plan.world_size - 1)
+
+
+def copies_kept(recipe: Recipe, plan: Plan) -> int:
+    """Return the most checkpoints whose copies are at once on the disk of the machine that `train` runs on."""
+    return _most_saved(recipe, plan) + 1  # the newest whole one stays until a newer one is whole
+
+
+def losable_hosts(recipe: Recipe, shape: ModelShape, plan: Plan) -> str:
+    """Return a sentence about which hosts may be lost for good, and what that costs; empty for a single host."""
+    others = len(plan.hosts) - 1
+    if not others:
+        return ""
+    if plan.zero_stage == 0:
+        return f"any but the one that `train` runs on, {others} of {others + 1} hosts: each has the whole checkpoint"
+    if not recipe.checkpoint.copies and recipe.checkpoint.memory_minutes is not None:
+        return (
+            f"any one of {others + 1} hosts but the one that `train` runs on: its part of the newest checkpoint in "
+            "memory is in a neighbour's memory too"
+        )
+    if not recipe.checkpoint.copies:
+        return (
+            "none: each host alone has its part of a checkpoint (checkpoint.copies: 1 copies them to the machine that "
+            "`train` runs on; a shared file system needs none)"
+        )
+    copied = copy_bytes(recipe, shape, plan)
+    stays = ", and needs one in its place: states on NVMe suit no other plan" * (plan.offload_optimizer == "nvme")
+    return (
+        f"any but the one that `train` runs on, {others} of {others + 1} hosts: it copies {format_bytes(copied)} of "
+        f"each checkpoint over the network, which take up to "
+        f"{format_bytes(copied * copies_kept(recipe, plan))} of its disk{stays}"
     )
 
 
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int, int]:
-    """(all files of a checkpoint, the largest rank's): 16-bit weights, fp32 master and Adam's two moments.
+    """Return (bytes of a checkpoint, of the largest rank's files): 16-bit weights, fp32 master, Adam's two moments.
 
     Stage 3 keeps no separate weights, stage 0 in fp32 no separate master. Beside adapters frozen weights are kept too.
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
-    trained = plan.parameters if recipe.lora is None else stages.adapter_parameters(recipe, shape)
-    frozen = e * stages.frozen(shape, recipe.lora is not None, stages.is_quantized(recipe))
+    trained = plan.parameters if recipe.lora is None else shapes.adapter_parameters(recipe, shape)
+    frozen = e * shapes.frozen_parameters(shape, recipe.lora is not None, shapes.is_quantized(recipe))
     states = (8 + 4 * has_master) * trained
     weights = 0 if plan.zero_stage == 3 else e * trained
     ranks = plan.world_size if plan.zero_stage > 0 else 1
@@ -104,32 +188,36 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
 
 
 def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:
-    """Bytes on one host: the kept checkpoints, the one being written, and the export."""
+    """Return the bytes on one host: kept checkpoints, the one being written, copies, and the export."""
     of_host = whole if len(plan.hosts) == 1 else min(whole, share * max(host.slots for host in plan.hosts))
+    copies = copy_bytes(recipe, shape, plan) * copies_kept(recipe, plan)
+    return _most_saved(recipe, plan) * of_host + copies + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
+
+
+def _most_saved(recipe: Recipe, plan: Plan) -> int:
+    """Return the most checkpoints on the disk at once, with the one that is being written."""
     every, keep = recipe.checkpoint.every_steps, recipe.checkpoint.keep_last
     saved = 1 if every is None else min(keep + 1, plan.steps // every + 1)
     if every and (always := recipe.checkpoint.keep_every_steps):
         saved += max(0, plan.steps // always - keep)
-    return saved * of_host + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
+    return saved
 
 
 def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float | None) -> int | None:
-    """Steps between checkpoints that lose the least time, to two digits.
+    """Return the steps between checkpoints that lose the least time, to two digits; None without a speed.
 
-    Young's sqrt(2 x stall x time between failures) (CACM 17(9), 1974; Daly's refinement differs by the stall itself),
-    not below the time a write takes, not beyond the run.
+    By failures.best_interval; not beyond the run.
     """
     if step_seconds is None:
         return None
-    between = HOURS_BETWEEN_FAILURES_OF_A_GPU * 3600 / plan.world_size
-    seconds = max(math.sqrt(2 * stall * between) - stall, 1.5 * write)
+    seconds = failures.best_interval(stall, failures.seconds_between(plan.world_size), write)
     steps = max(1, round(seconds / step_seconds))
     digits = max(0, len(str(steps)) - 2)
     return min(plan.steps, round(steps, -digits))
 
 
 def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
-    """(label, sentence) rows for people."""
+    """Return (label, sentence) rows about data, end, GPU-hours and checkpoints, for people."""
     rows = []
     if advice.epoch_tokens:
         per = advice.epoch_tokens / plan.parameters
@@ -155,11 +243,22 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
     if advice.gpu_hours is not None:
         cost = "" if advice.cost is None else f", {advice.cost:,.2f} at {advice.price_per_gpu_hour:g} an hour"
         rows.append(("GPU-hours", f"{advice.gpu_hours:,.3g}{cost}"))
-    rows.append(("checkpoint", _checkpoint(advice, plan)))
+    rows.append(("checkpoint", _describe_checkpoint(advice, plan)))
+    if advice.memory_interval_seconds is not None:
+        size, every = format_bytes(advice.memory_bytes), format_duration(advice.memory_interval_seconds)
+        between = format_duration(failures.seconds_between(plan.world_size))
+        rows.append(
+            (
+                "in memory",
+                f"a checkpoint every {every}, in {size} of each host's memory (auto: what loses least at the measured "
+                f"stall and one failure in {between})",
+            )
+        )
     return rows
 
 
-def _checkpoint(advice: Advice, plan: Plan) -> str:
+def _describe_checkpoint(advice: Advice, plan: Plan) -> str:
+    """Return size, cost in time and advised interval of checkpoints in words."""
     every = advice.checkpoint_every_steps
     text = f"{format_bytes(advice.checkpoint_bytes)} each, {format_bytes(advice.checkpoint_disk_bytes)} of disk a host"
     if plan.tokens_per_second is None:
@@ -178,3 +277,121 @@ def _checkpoint(advice: Advice, plan: Plan) -> str:
     if advised is not None and advised < plan.steps and every != advised:
         text += f"; every {advised:,} steps = {format_duration(advised * step)} would lose least to failures"
     return text
+
+
+MORE_HOSTS = (2, 4, 8, 16, 32)
+
+
+def fix_checkpoints(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
+    """Return what to change of how checkpoints are kept so that the recipe fits, "" when that is not enough."""
+    without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
+    if recipe.checkpoint.memory_minutes is not None and fits(without):
+        return "leave checkpoint.memory_minutes out: checkpoints on disk alone need none of this host memory"
+    if fits(search.waiting(recipe)):
+        return "set checkpoint.asynchronous: false, which needs no copy of the states in host memory"
+    return ""
+
+
+def other_hosts(cluster: Cluster, fits: Callable[[Cluster], bool], fits_free: Callable[[Cluster], bool]) -> str:
+    """Return in words how many ranks a host, or else how many such hosts, would make the recipe fit.
+
+    fits: whether the recipe fits a cluster; fits_free: whether it does when the planner decides what it may.
+    """
+    most = max(host.slots for host in cluster.hosts)
+    for slots in range(most - 1, 0, -1):
+        if fits(search.with_slots(cluster, slots)):
+            return f"give a host at most slots={slots} in the hostfile (or hardware.hosts) instead of {most}"
+    hosts = len(cluster.hosts)
+    for factor in MORE_HOSTS:
+        if fits_free(search.on_more_hosts(cluster, factor)):
+            return f"use {factor * hosts} such hosts instead of {hosts}, or shorten batch.sequence_length"
+    return "no number of such hosts is enough: shorten batch.sequence_length, or use GPUs with more memory"
+
+
+FASTER_NETWORKS = (25.0, 100.0, 400.0)  # Gb/s
+LARGER_STEP = 8
+WORTH_SAYING = 1.05
+MOST = 5
+
+Fastest = Callable[[Recipe, Cluster], Candidate | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of recipe or cluster, the tokens/s with it, and how many times faster that is."""
+
+    what: str
+    tokens_per_second: float
+    times: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+
+def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
+    """Return up to 5 changes that bring at least 5 %, best first. fastest: returns a recipe's best candidate."""
+    now = chosen.tokens_per_second
+    if now is None:
+        return []
+    changes = []
+    for what, other, hosts in _possible_changes(recipe, cluster):
+        candidate = fastest(other, hosts)
+        if candidate is None or candidate.tokens_per_second is None:
+            continue
+        times = candidate.tokens_per_second / now
+        if times >= WORTH_SAYING:
+            differing = settings(chosen, candidate)
+            text = what.format(settings=differing or "the same settings")
+            if "{settings}" not in what and differing:
+                text += f" (then {differing})"
+            changes.append(Change(text, candidate.tokens_per_second, times))
+    changes.sort(key=lambda change: -change.times)
+    # Of networks that bring the same the slowest is enough.
+    distinct: dict[float, Change] = {}
+    for change in changes:
+        distinct.setdefault(round(change.times, 2), change)
+    return list(distinct.values())[:MOST]
+
+
+def settings(before: Candidate, after: Candidate) -> str:
+    """Return the recipe keys in which two candidates differ, with the values of the second, as text."""
+    names = [name for name in CHOICES if getattr(before.layout, name) != getattr(after.layout, name)]
+    values = {name: getattr(after.layout, name) for name in names} | (
+        {"micro_batch": "auto"} if after.is_unequal else {}
+    )
+    return ", ".join(f"{CHOICES[name]}: {value}" for name, value in values.items())
+
+
+def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluster]]:
+    """Yield (what is changed, recipe, cluster). A changed cluster is planned with the recipe's free choices."""
+    free = search.relax_recipe(recipe)
+    if free != recipe:
+        yield "{settings}", free, cluster
+    kinds = dict.fromkeys(host.gpu for host in cluster.hosts if host.gpu)
+    is_open = recipe.stage == "pretrain" and recipe.train.precision in ("auto", "bf16")
+    if is_open and kinds and all(gpus.find(kind).has_fp8 for kind in kinds):
+        train = recipe.train.model_copy(update={"precision": "fp8"})
+        yield "train.precision: fp8", recipe.model_copy(update={"train": train}), cluster
+    larger = recipe.batch.model_copy(update={"tokens_per_step": LARGER_STEP * recipe.batch.tokens_per_step})
+    yield (
+        f"batch.tokens_per_step: {format_count(larger.tokens_per_step)}, {LARGER_STEP} times as many",
+        recipe.model_copy(update={"batch": larger}),
+        cluster,
+    )
+    if search.threads(recipe) < speed.THREADS:
+        env = {name: value for name, value in recipe.env.items() if name != "OMP_NUM_THREADS"}
+        few = recipe.env["OMP_NUM_THREADS"]
+        yield f"OMP_NUM_THREADS: {speed.THREADS} instead of {few}", recipe.model_copy(update={"env": env}), cluster
+    if len(cluster.hosts) > 1:
+        for gbit in FASTER_NETWORKS:
+            if gbit > cluster.network_gbit:
+                faster = dataclasses.replace(cluster, network_gbit=gbit)
+                yield f"{gbit:g} Gb/s between the hosts instead of {cluster.network_gbit:g}", recipe, faster
+    if len(kinds) > 1:
+        best = max(kinds, key=lambda kind: gpus.find(kind).peak_flops * gpus.find(kind).mfu)
+        hosts = tuple(dataclasses.replace(host, gpu=best) for host in cluster.hosts)
+        yield f"{best} in every host", recipe, dataclasses.replace(cluster, hosts=hosts)
+        alone = tuple(host for host in cluster.hosts if host.gpu == best)
+        yield f"the hosts with {best} alone", free, dataclasses.replace(cluster, hosts=alone)
+    yield f"{2 * len(cluster.hosts)} such hosts instead of {len(cluster.hosts)}", free, search.on_more_hosts(cluster, 2)

@@ -1,16 +1,20 @@
-"""What follows from a difference between two recipes: memory, time, tokens and the decisions behind them."""
+"""Compare two recipes and their plans for `finlm diff`: what they say differently, and what follows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finlm.base import screen
-from finlm.base.units import format_bytes, format_count, format_duration
+from finlm.base.screen import format_count, format_duration
+from finlm.base.secrets import redact_key
+from finlm.base.units import format_bytes
 from finlm.plan.plan import Plan
-from finlm.recipe.differences import ABSENT, Difference
+from finlm.recipe import rules
+from finlm.recipe.recipe import Loaded
+from finlm.recipe.rules import ABSENT, differing
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = 
 )
 
 
-def between(a: Plan, b: Plan) -> list[Consequence]:
-    """Every number or decision that differs."""
+def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
+    """Return every number or decision in which two plans differ."""
     found = []
     for name, of, shown in _NUMBERS:
         first, second = of(a), of(b)
@@ -74,33 +78,104 @@ def between(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def show(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print both tables. follows: what kept a plan from being made, when it is a sentence."""
+    """Print the differing values and what follows of them; a string in `follows` is why no plan could be made."""
+    for letter, name in zip("AB", names, strict=True):
+        screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):
         rows = [row for row in values if row.changes_loss == changes_loss]
         if rows:
             screen.heading(title)
             screen.table(
-                ("key", *names), [(row.key, _cell(row.a, row.a_origin), _cell(row.b, row.b_origin)) for row in rows]
+                ("key", "A", "B"),
+                [(row.key, _cell(row.a, row.a_origin, names[0]), _cell(row.b, row.b_origin, names[1])) for row in rows],
             )
-            screen.say()
+            screen.show()
     if not values:
-        screen.say("both say the same")
+        screen.show("both say the same")
     if isinstance(follows, str):
-        screen.say(f"no plan to compare: {follows}")
+        screen.show(f"no plan to compare: {follows}")
     elif follows:
         screen.heading("what follows")
         lines = [(row.name, row.a_text, row.b_text, _change(row.change)) for row in follows]
-        screen.table(("plan", *names, ""), lines)
+        screen.table(("plan", "A", "B", ""), lines)
     else:
-        screen.say("the plan is the same")
+        screen.show("the plan is the same")
 
 
-def _cell(value: Any, origin: str) -> str:
+def _cell(value: Any, origin: str, path: str) -> str:
+    """Return a value and its origin as a cell; lines of the file `path` are given by number."""
     shown = ABSENT if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f"{shown}  ({origin})"
+    return f"{shown}  ({origin.replace(f'{path}:', 'line ')})"
 
 
 def _change(change: float | None) -> str:
     if change is None:
         return ""
     return f"x {change + 1:.3g}" if change > 1 else f"{100 * change:+.1f} %"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A recipe key with two values. Origins are "file:line", "--set" or "default".
+
+    changes_loss is False for how a run is carried out.
+    """
+
+    key: str
+    a: Any
+    b: Any
+    a_origin: str
+    b_origin: str
+    changes_loss: bool
+
+
+def compare_recipes(a: Loaded, b: Loaded) -> list[Difference]:
+    """Return every key whose value differs, in the schema's order; names, descriptions and promises are left out."""
+    return [
+        Difference(
+            key,
+            redact_key(key, first),
+            redact_key(key, second),
+            _origin(a, key),
+            _origin(b, key),
+            not rules.is_within(key, rules.SAME_LOSS),
+        )
+        for key, first, second in differing(a.recipe, b.recipe)
+        if not rules.is_within(key, rules.WORDS)
+    ]
+
+
+def _origin(loaded: Loaded, key: str) -> str:
+    """Return where the key's value was written: the key, what it is part of, or the first of its parts."""
+    for known, where in loaded.origins.items():
+        if known == key or _is_inside(key, known) or _is_inside(known, key):
+            return where
+    return "default"
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return inner.startswith((f"{outer}.", f"{outer}["))
+
+
+# What the planner chooses where the recipe says auto: the field of a plan and of a layout, the recipe's key.
+CHOICES = {
+    "zero_stage": "zero.stage",
+    "offload_optimizer": "zero.offload_optimizer",
+    "offload_param": "zero.offload_param",
+    "recompute": "train.recompute",
+    "micro_batch": "batch.micro_batch",
+    "generation_rows": "grpo.generation_rows",
+}
+
+
+def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
+    """Return {recipe key: (old, new)} for what two plans chose differently."""
+    before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
+    return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+
+
+def decided_keys(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches by host."""
+    values = {key: plan.get(name) for name, key in CHOICES.items() if name != "generation_rows" or plan.get(name)}
+    rows = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
+    return values | ({"batch.micro_batch": rows} if len(set(rows.values())) > 1 else {})

@@ -1,8 +1,11 @@
-"""Facts of GPU kinds from gpus.yaml: memory, compute capability, peaks, links.
+"""Look up facts of GPU kinds: memory, compute capability, peaks, links; from gpus.yaml and from what a user declares.
 
 A kind is named as in recipes (A100-40G) or as nvidia-smi prints it (NVIDIA A100-SXM4-40GB). Boards of one kind that
 differ (PCIe and SXM) share an entry unless the table names both: memory is exact, speed is that of the SXM board.
-Nothing here asks the machine.
+
+Kinds as this user measured them, by `finlm plan --calibrate` and by every finished run, are kept in
+$XDG_CONFIG_HOME/finlm (~/.config/finlm): gpus.yaml and runs.jsonl. Only commands read them (declare_calibrated): what
+the repository's tests and committed files say does not depend on whose machine it is.
 """
 
 from __future__ import annotations
@@ -10,18 +13,31 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
+import os
 import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from finlm.plan.plan import PlanError
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.units import parse_bytes
+from finlm.plan.plan import Plan
 
 BF16_CAPABILITY = 8.0
 """bf16 matrix units exist from compute capability 8.0 (Ampere) on."""
 
+
+DRIVER_SHARE = 0.006
+"""Of a GPU's memory, which the driver keeps for itself: 480 of an H100's 81,559 MiB (nvidia-smi -q, reserved)."""
 
 UNKNOWN_MFU = 0.46
 """Assumed for a kind that nobody has measured."""
@@ -29,7 +45,7 @@ UNKNOWN_MFU = 0.46
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind. FLOP/s are dense; bandwidths are bytes/s; a peak is None where the hardware has no such unit."""
+    """One GPU kind. FLOP/s are dense, bandwidths bytes/s; a peak is None where the hardware has no such unit."""
 
     name: str
     memory_bytes: int
@@ -45,32 +61,38 @@ class Gpu:
     mfu: float
     nvidia_smi: str
     source: str
+    calibrated: str = ""  # what the user measured of it, in words
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that processes can have: the memory without the driver's share."""
+        return int(self.memory_bytes * (1 - DRIVER_SHARE))
 
     @property
     def has_bf16(self) -> bool:
-        """True when bf16 runs on its matrix units."""
+        """Whether bf16 runs on its matrix units."""
         return self.compute_capability >= BF16_CAPABILITY
 
     @property
     def has_fp8(self) -> bool:
-        """True when float8 runs on its matrix units."""
+        """Whether float8 runs on its matrix units."""
         return self.fp8_flops is not None
 
     @property
     def peak_flops(self) -> float:
-        """The peak that MFU refers to: dense bf16, or fp16 where there is no bf16."""
+        """Dense FLOP/s that MFU refers to: bf16, or fp16 where there is no bf16."""
         return self.bf16_flops or self.fp16_flops
 
 
 @functools.cache
 def kinds() -> dict[str, Gpu]:
-    """Every known kind by name, in file order."""
+    """Return every kind of gpus.yaml by name, in file order."""
     text = resources.files("finlm.plan").joinpath("gpus.yaml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)["kinds"]
-    return {name: _gpu(name, row) for name, row in rows.items()}
+    return {name: _parse_kind(name, **row) for name, row in YAML(typ="safe").load(text)["kinds"].items()}
 
 
-def _gpu(name: str, row: dict[str, Any]) -> Gpu:
+def _parse_kind(name: str, **row: Any) -> Gpu:
+    """Return the kind of a row of gpus.yaml."""
     peaks = {f"{kind}_flops": row.pop(kind) for kind in ("bf16", "fp16", "fp8", "fp32")}
     return Gpu(name=name, memory_bytes=row.pop("memory_mib") * 2**20, **peaks, **row)
 
@@ -79,21 +101,21 @@ _declared: dict[str, Gpu] = {}
 
 
 def declare(gpu: Gpu) -> None:
-    """Let find know a kind of this user's, before any of the table."""
+    """Make find return this kind of the user's before any of the table."""
     _declared[gpu.name.casefold()] = gpu
     find.cache_clear()
 
 
 @functools.cache
 def find(name: str) -> Gpu:
-    """The kind called `name`, or the one whose nvidia-smi pattern matches it. Raises PlanError naming near ones."""
+    """Return the kind called `name`, or whose nvidia-smi pattern matches it. Raises PlanError that names near ones."""
     known = kinds()
     by_name = {kind.casefold(): gpu for kind, gpu in known.items()} | _declared
     if name.casefold() in by_name:
         return by_name[name.casefold()]
     for gpu in known.values():
         if re.search(gpu.nvidia_smi, name, re.IGNORECASE):
-            return gpu
+            return _declared.get(gpu.name.casefold(), gpu)
     near = difflib.get_close_matches(name.upper().removeprefix("NVIDIA "), known, n=3, cutoff=0.4)
     raise PlanError(
         f"no facts about the GPU kind {name!r}",
@@ -103,17 +125,17 @@ def find(name: str) -> Gpu:
     )
 
 
-def described(
+def describe_gpu(
     name: str,
     memory_bytes: int | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
     capability: float | None = None,
 ) -> Gpu:
-    """A kind by what a user says of it, over what the table knows; an unknown one needs memory and FLOP/s.
+    """Return a kind by the user's description, over what the table knows.
 
-    flops: dense, 16 bits. bandwidth: of its memory, bytes/s; else one byte for 200 FLOP, as an A100 has. capability:
-    CUDA's; 8.0, with bf16, when unknown.
+    An unknown kind needs memory and FLOP/s, else PlanError. flops: dense, 16 bits. bandwidth: of its memory, bytes/s;
+    else one byte for 200 FLOP, as an A100 has. capability: CUDA's; 8.0, with bf16, when unknown.
     """
     try:
         known = dataclasses.replace(find(name), name=name)
@@ -145,3 +167,182 @@ def described(
         memory_bandwidth=bandwidth or known.memory_bandwidth,
         compute_capability=capability or known.compute_capability,
     )
+
+
+def declare_described(
+    name: str | None, memory: str | None, flops: float | None, bandwidth: float | None, capability: float | None
+) -> None:
+    """Declare the kind `name` as the command line describes it; nothing without a description. Raises UserError."""
+    if memory is None and flops is None and bandwidth is None and capability is None:
+        return
+    if name is None:
+        raise UserError("--gpu-memory and the like describe the kind that --gpu names", fix="add --gpu NAME")
+    try:
+        size = None if memory is None else parse_bytes(int(memory) if memory.isdigit() else memory)
+    except ValueError as error:
+        raise UserError(f"--gpu-memory: {error}", fix="for example --gpu-memory 48GiB") from None
+    declare(describe_gpu(name, size, flops, bandwidth, capability))
+
+
+class PlanError(UserError):
+    """The error when nothing fits or the hardware cannot do it; the fix names the nearest plan that would."""
+
+
+PRODUCT_SHARE = 0.79  # of H200's peak that the products of train/calibrate.py reach there; its mfu goes with it
+LIMIT_SECONDS = 300
+NEWEST_RUNS = 5  # of a kind, whose median counts
+ARITHMETIC = 0.7  # share of a planned step that must be arithmetic for the run to tell a GPU's speed
+LEAST_PARAMETERS = 300_000_000  # of smaller models the host's launches set the speed
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run: its GPU kind, its directory's name, and the mfu of a 7B model that explains its speed."""
+
+    kind: str
+    run: str
+    mfu: float
+
+
+def user_file() -> Path:
+    """Return the path of the user's table of GPU kinds; it need not exist."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "finlm" / "gpus.yaml"
+
+
+def runs_file() -> Path:
+    """Return the path of the user's list of finished runs; it need not exist."""
+    return user_file().with_name("runs.jsonl")
+
+
+def declare_calibrated() -> list[str]:
+    """Declare every kind that this user measured; return the names in the user's table.
+
+    The median of a kind's newest runs counts more than `finlm plan --calibrate`, whose products are no model. Raises
+    UserError for a damaged file.
+    """
+    try:
+        table = _read_user_kinds()
+        for gpu in table:
+            declare(gpu)
+    except Exception as error:
+        raise UserError(
+            f"{user_file()} is not a table of GPUs",
+            evidence=str(error),
+            fix="remove it, or run `finlm plan --calibrate`",
+        ) from None
+    try:
+        runs = _read_runs()
+        for kind in {run.kind for run in runs}:
+            newest = [run for run in runs if run.kind == kind][-NEWEST_RUNS:]
+            mfu = round(statistics.median(run.mfu for run in newest), 3)
+            words = (
+                f"speed of {kind}: {mfu:.1%} of its peak by finished runs ({len(newest)}, the newest {newest[-1].run})"
+            )
+            declare(dataclasses.replace(find(kind), mfu=mfu, calibrated=words))
+    except Exception as error:
+        raise UserError(
+            f"{runs_file()} is not a list of finished runs",
+            evidence=str(error),
+            fix="remove it: later runs write it again",
+        ) from None
+    return [gpu.name for gpu in table]
+
+
+def remember_run(
+    name: str, plan: Plan, stage: str, planned: float | None, measured: float | None
+) -> MeasuredRun | None:
+    """Store the GPU speed that a finished run shows in runs.jsonl and return it; None where it shows none.
+
+    planned, measured: tokens/s. Runs that count are 16-bit pretraining and SFT on GPUs of one kind, whose step is
+    mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as it was planned.
+    """
+    kinds, parts = {host.gpu for host in plan.hosts}, plan.step_seconds
+    if not (planned and measured and plan.gpu_mfu and parts) or len(kinds) != 1:
+        return None
+    if stage not in ("pretrain", "sft") or plan.precision not in ("bf16", "fp16") or plan.parameters < LEAST_PARAMETERS:
+        return None
+    seconds = max(parts["compute"], parts["overlapped"]) + parts["exposed"] + parts["optimizer"]
+    compute = parts["compute"] - seconds * (1 - planned / measured)  # in the time that was measured
+    if parts["compute"] < ARITHMETIC * seconds or not 0.5 < compute / parts["compute"] < 2:
+        return None
+    (kind,) = kinds
+    run = MeasuredRun(find(str(kind)).name, name, plan.gpu_mfu * parts["compute"] / compute)
+    others = [row for row in _read_runs() if row.run != name]
+    runs_file().parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(runs_file(), "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in (*others, run)))
+    return run
+
+
+def _read_runs() -> list[MeasuredRun]:
+    """Return the finished runs in the user's list, oldest first; empty without the file."""
+    if not runs_file().exists():
+        return []
+    return [MeasuredRun(**json.loads(line)) for line in runs_file().read_text(encoding="utf-8").splitlines()]
+
+
+def _read_user_kinds() -> list[Gpu]:
+    """Return the GPU kinds in the user's YAML table; [] without it. A malformed one raises YAML's or Gpu's errors."""
+    if not user_file().exists():
+        return []
+    rows = YAML(typ="safe").load(user_file().read_text(encoding="utf-8"))["kinds"]
+    return [Gpu(name=name, **row) for name, row in rows.items()]
+
+
+def measure() -> list[Gpu]:
+    """Measure this machine's GPUs in a process with torch, store and return their kinds. Raises UserError."""
+    command = [sys.executable, "-m", "finlm.train.calibrate"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        fix = "look with nvidia-smi whether another process uses the GPUs"
+        raise UserError(f"measuring took more than {LIMIT_SECONDS} s", fix=fix) from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise UserError(
+            "this machine's GPUs could not be measured",
+            evidence="\n".join((done.stderr or done.stdout).strip().splitlines()[-5:]),
+            fix="`finlm doctor --local` checks driver, GPUs and torch",
+        )
+    measured = [calibrate_gpu(json.loads(line)) for line in lines]
+    store(measured)
+    return measured
+
+
+def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
+    """Return the kind of a row of train/calibrate.py; for a known name peak and memory bandwidth are the table's.
+
+    The share of the peak that a model reaches follows from the share that plain products reach.
+    """
+    flops = row["products"]["bf16"] or row["products"]["fp16"]
+    memory = int(row["memory_bytes"])
+    known = describe_gpu(
+        row["name"], memory, None if _is_known(row["name"]) else flops / PRODUCT_SHARE, capability=row["capability"]
+    )
+    reference = kinds()["H200"].mfu
+    return dataclasses.replace(
+        known,
+        memory_bandwidth=known.memory_bandwidth if _is_known(row["name"]) else row["copy_bytes_per_second"] / 0.9,
+        link_bytes_per_second=row["link_bytes_per_second"] or known.link_bytes_per_second,
+        pcie_bytes_per_second=row["pcie_bytes_per_second"],
+        mfu=round(min(0.9, reference * flops / known.peak_flops / PRODUCT_SHARE), 3),
+        source=f"measured by `finlm plan --calibrate` on {row['host']}, torch {row['torch']}",
+        calibrated=f"speed of {row['name']}: measured by `finlm plan --calibrate` on {row['host']}",
+    )
+
+
+def _is_known(name: str) -> bool:
+    """Return whether gpus.yaml has a kind whose nvidia-smi pattern matches the name."""
+    return any(re.search(gpu.nvidia_smi, name, re.IGNORECASE) for gpu in kinds().values())
+
+
+def store(measured: list[Gpu]) -> None:
+    """Write these kinds into the user's table; those that are there already and not measured again stay."""
+    try:
+        kept = _read_user_kinds()
+    except Exception:  # damaged: read() says that measuring mends it
+        kept = []
+    rows = {gpu.name: {k: v for k, v in dataclasses.asdict(gpu).items() if k != "name"} for gpu in (*kept, *measured)}
+    user_file().parent.mkdir(parents=True, exist_ok=True)
+    # JSON is YAML, and says floats in full.
+    files.write_text(user_file(), json.dumps({"kinds": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Bytes of a host's RAM and of its NVMe disk for what ZeRO keeps off the GPUs, and for checkpoints on their way out.
+"""Predict bytes of a host's RAM and NVMe disk for what ZeRO keeps off the GPUs, and for checkpoints being written.
 
 torch's allocator of pinned memory hands out powers of two and keeps what is freed, which is why a host needs more than
 16 bytes a parameter: 123 GiB instead of 107 for XuanYuan-6B's optimizer on one H200 (measured; predicted 121).
@@ -6,52 +6,78 @@ torch's allocator of pinned memory hands out powers of two and keeps what is fre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from finlm.plan import stages
-from finlm.plan.buckets import buckets
-from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, gpu_items, share, trained
+from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, buckets, gpu_items, share, trained_parameters
+from finlm.recipe import shape as shapes
+from finlm.recipe.cluster import Cluster
+from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
 
 PROCESS_BYTES = 3 * GIB  # of a rank that drives a GPU; 2.0 to 3.1 GiB measured, 4 while it compiles
+IN_MEMORY = "checkpoints in memory"  # the item of checkpoint.memory_minutes
 NVME_STATE_BYTES = 16  # fp32 master, both moments and the gradient of a parameter, in files
 
 
-def host_items(shape: ModelShape, layout: Layout, slots: int, has_snapshot: bool = False) -> dict[str, int]:
-    """Peak bytes of a host with `slots` ranks, item by item; on CPU ranks these are the ranks themselves.
+def has_snapshot(recipe: Recipe) -> bool:
+    """Return whether checkpoints are written from a copy in host memory while training goes on."""
+    keep = recipe.checkpoint
+    return keep.asynchronous and (keep.every_steps is not None or keep.memory_minutes is not None)
 
-    has_snapshot: checkpoints are written by a thread, from a copy of the rank's states in host memory.
+
+def neighbour_ranks(recipe: Recipe, cluster: Cluster, layout: Layout) -> int | None:
+    """Return the most ranks of a host whose part of checkpoints in memory another host holds too.
+
+    0 = each host holds its own part alone (of one host, and under ZeRO stage 0 the whole); None = none are in memory.
+    """
+    if recipe.checkpoint.memory_minutes is None:
+        return None
+    alone = len(cluster.hosts) == 1 or layout.zero_stage == 0
+    return 0 if alone else max(host.slots for host in cluster.hosts)
+
+
+def host_items(
+    shape: ModelShape, layout: Layout, slots: int, has_snapshot: bool = False, neighbour: int | None = None
+) -> dict[str, int]:
+    """Return peak bytes of a host with `slots` ranks, item by item; on CPU ranks these are the ranks themselves.
+
+    has_snapshot: checkpoints are written by a thread, from a copy of the rank's states in host memory. neighbour: ranks
+    of the host whose part of the checkpoints in memory is here too; 0 = only its own; None = none are in memory.
     """
     snapshot = {"checkpoint on its way": snapshot_bytes(shape, layout, slots)} if has_snapshot else {}
+    if neighbour is not None:  # the newest, and the one that is being written
+        each = snapshot_bytes(shape, layout, slots) + (snapshot_bytes(shape, layout, neighbour) if neighbour else 0)
+        snapshot[IN_MEMORY] = 2 * each
     if layout.device == "cpu":
-        rank = sum(gpu_items(shape, layout).values()) + sum(offloaded(shape, layout).values())
+        rank = sum(gpu_items(shape, layout).values()) + sum(offloaded_bytes(shape, layout).values())
         return {"ranks": slots * rank} | snapshot
-    items = {name: slots * size for name, size in offloaded(shape, layout).items()}
+    items = {name: slots * size for name, size in offloaded_bytes(shape, layout).items()}
     return {"processes": slots * PROCESS_BYTES, **items} | snapshot
 
 
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Bytes of the copy that an asynchronous checkpoint is written from: ranks' states, once a host the weights."""
-    size = trained(shape, layout)
-    frozen = stages.frozen(shape, layout.trainable is not None, layout.weight_bytes is not None)
+    """Return bytes of a host's copies that asynchronous checkpoints are written from: states, and weights once."""
+    size = trained_parameters(shape, layout)
+    frozen = shapes.frozen_parameters(shape, layout.trainable is not None, layout.weight_bytes is not None)
     kept = share(frozen, layout, 3) * (slots if layout.zero_stage == 3 else 1)
     weights = layout.element_bytes * (kept + (0 if layout.zero_stage == 3 else size))
     return weights + slots * 12 * share(size, layout, 1)
 
 
 def nvme_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Bytes in files on a host's NVMe disk."""
-    own = share(trained(shape, layout), layout, 1)
+    """Return bytes in files on a host's NVMe disk."""
+    own = share(trained_parameters(shape, layout), layout, 1)
     states = NVME_STATE_BYTES * own if layout.offload_optimizer == "nvme" else 0
     weights = layout.element_bytes * share(shape.parameters, layout, 3) if layout.offload_param == "nvme" else 0
     return slots * (states + weights)
 
 
-def offloaded(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Host bytes of one rank for what ZeRO keeps off the device."""
+def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
+    """Return bytes of host memory, item by item, of what ZeRO keeps off one rank's device."""
     e = layout.element_bytes
-    own = share(trained(shape, layout), layout, 1)
-    pin: Callable[[int], int] = pinned if layout.device == "cuda" else int
+    own = share(trained_parameters(shape, layout), layout, 1)
+    pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
     items: dict[str, int] = {}
     if layout.offload_optimizer == "cpu":
         group = buckets(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
@@ -74,27 +100,26 @@ def offloaded(shape: ModelShape, layout: Layout) -> dict[str, int]:
             items["weights, first copy"] = int(e * held * _rounding(shape, layout, layout.world_size))
     elif layout.offload_param == "nvme":
         kept = min(held, buckets(3, "none", shape).live)
-        largest = max(shape.vocab, shape.ffn) * shape.hidden
+        largest = max(shape.embedding_parameters, *shape.layer_sizes)
         items["weight buffers"] = e * (kept + NVME_PARAM_BUFFERS * min(held, largest))
     return items
 
 
-def pinned(size: int) -> int:
-    """Bytes that the allocator of pinned memory takes for a request: the next power of two."""
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that the allocator of pinned memory takes for a request: the next power of two."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def _in_groups(parameters: int, group: int, element_bytes: int, pin: Callable[[int], int]) -> int:
-    """Bytes of parameters allocated in groups."""
+    """Return bytes of parameters that are allocated in groups of `group`, each rounded up by `pin`."""
     whole, rest = divmod(parameters, max(1, group))
     return whole * pin(element_bytes * group) + (pin(element_bytes * rest) if rest else 0)
 
 
 def _rounding(shape: ModelShape, layout: Layout, ranks: int) -> float:
-    """Pinned over requested bytes when every matrix is allocated by itself, in `ranks` parts."""
-    e, width = layout.element_bytes, shape.hidden // shape.heads * shape.kv_heads
-    hidden = shape.hidden
-    matrices = [(2, hidden * hidden), (2, hidden * width), (3, hidden * shape.ffn)]
-    counts = [(shape.layers * count, size) for count, size in matrices] + [(2 - shape.tied, hidden * shape.vocab)]
+    """Return pinned over requested bytes when every matrix is allocated by itself, in `ranks` parts."""
+    e = layout.element_bytes
+    matrices = [math.prod(sizes) for _, sizes in shape.tensors if len(sizes) > 1]
+    counts = [(shape.layers, size) for size in matrices] + [(2 - shape.tied, shape.hidden * shape.vocab)]
     requested = sum(count * e * size // ranks for count, size in counts)
-    return sum(count * pinned(e * size // ranks) for count, size in counts) / requested
+    return sum(count * pinned_bytes(e * size // ranks) for count, size in counts) / requested

@@ -1,6 +1,8 @@
-"""Bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
+"""Predict bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
 
-tests/plan/test_measured.py holds it to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed 0.19.8).
+tests/plan/test_measured.py holds the sum to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed
+0.19.8).
+
 Context and fragmentation come on top; host_memory.py says what the host needs. Not modelled: copies while a checkpoint
 is loaded, a model that is first built whole on the host.
 """
@@ -10,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
-from finlm.plan.buckets import (
+from finlm.plan.plan import (
+    LOGITS_SLICE_BYTES,
     ON_HOST,
     STREAM_SETS,
     Offload,
     OffloadParam,
-    buckets,
+    group_members,
     is_contiguous,
-    most_reduced,
     optimizer_group,
 )
 from finlm.recipe.shape import ModelShape
@@ -29,18 +32,25 @@ CONTEXT_BYTES = {False: int(1.67 * GIB), True: int(2.05 * GIB)}  # CUDA's; with 
 CPU_PROCESS_BYTES = int(0.5 * GIB)  # a rank with torch, transformers and deepspeed loaded, measured on CPU
 CPU_ZERO3_BYTES = int(0.25 * GIB)  # more with ZeRO-3, measured on CPU
 CPU_FRAGMENTATION = 0.8  # of what comes and goes: glibc keeps freed blocks, eager fp32 attention copies; measured
-CACHE = {False: 0.03, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
+CACHE = {False: 0.04, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
+CACHE_OFFLOADED = 0.08  # the same on one GPU where the optimizer of all weights is on the host: 2 to 14 % there
 FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
 WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
+DRAWN = 48  # bytes an entry of the vocabulary while a token is drawn: logits twice, hashes, noise (train/post/grpo.py)
 NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
-LOGITS_SLICE_BYTES = {"cuda": 2**30, "cpu": 2**24}  # train/loss.py: logits that exist at once; on CPU they fit a cache
+
+
+# Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
+SCORES_KEPT = {False: 8, True: 12}
+READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+READ_THE_OTHER = ("gate_proj", "up_proj", "gate_up_proj", "c_fc")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What memory depends on besides the model's shape."""
+    """A training configuration: all that memory depends on besides the model's shape."""
 
     device: Literal["cuda", "cpu"]
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
@@ -57,10 +67,20 @@ class Layout:
     accumulates: bool = True  # more than one micro-step: gradients of the earlier ones live during the forward pass
     trainable: int | None = None  # parameters of adapters; None = all of the model's are trained
     weight_bytes: float | None = None  # of a frozen weight, when it is quantized; None = as an activation's
-    sequences: int = 1  # of a row: 2 where preferences are compared
+    sequences: int = 1  # of a row, which share its tokens: 2 where preferences are compared
+    adapted: tuple[str, ...] = ()  # the matrices of a layer that have adapters
+    rank: int = 0  # of the adapters
+    has_dropout: bool = False  # before the adapters
+    has_documents: bool = False  # attention ends at a document's end
+    has_full_masks: bool = False  # where torch's varlen_attn does not run, documents are kept apart by masks of T x T
+    repeats_keys: bool = False  # attention that knows no groups gets keys and values repeated to as many as queries
     has_reference: bool = False  # a second, frozen model
     has_judge: bool = False  # a reward model of the same shape, whole on every rank
     has_vocabulary_head: bool = True
+    answer_tokens: int = 0  # of a row, at most, that the model writes itself (GRPO)
+    generation_rows: int = 0  # answers that a rank generates at once; 0: none
+    updates: int = 1  # steps that learn from the same answers
+    scorings: int = 0  # forward passes over all answers by the reward model and others before them
 
     @property
     def element_bytes(self) -> int:
@@ -75,28 +95,81 @@ class Layout:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
-        return self.micro_batch * self.sequence_length * self.sequences
+        return self.micro_batch * self.sequences * self.attended
+
+    @property
+    def attended(self) -> int:
+        """Tokens of one sequence, which attention goes over."""
+        return self.sequence_length // self.sequences
 
 
 def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes a token keeps in one decoder layer for the backward pass, flash attention in any case.
+    """Return the bytes a token keeps in one decoder layer for the backward pass.
 
-    Compiled: inputs and outputs of both norms 8h, q and attention output 4h, k and v 4 kv, gate and up 4f (bf16 bytes;
-    109.6 KB at h 4096, f 11008; measured 109.5). Eager norms keep an fp32 input beside (8h more), eager SwiGLU two more
-    f. Selective recompute keeps nothing of the feed-forward block but its input.
+    In bytes of 16 bits a number, compiled: inputs and outputs of both norms 8h, q and attention's output 4h, k and v 4
+    kv, gate and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: in the place of the norms' inputs fp32
+    copies and what they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of the
+    queries and keys keep these before and after, norms behind a block its output. Selective recompute keeps nothing of
+    the feed-forward block but its input.
     """
-    kv = shape.hidden // shape.heads * shape.kv_heads
-    attention, ffn = 12 * shape.hidden + 4 * kv, 4 * shape.ffn
+    hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
+    # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
+    attention, ffn = (2 if shape.is_parallel else 4) * hidden + 4 * q + 4 * kv, 4 * shape.ffn
+    attention += 2 * (q + kv) * ("qkv_proj" in shape.matrices)
+    attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
-        attention, ffn = attention + 8 * shape.hidden, ffn + 4 * shape.ffn
+        ffn = int(shape.ffn_bytes * shape.ffn)
+        attention += 2 * q * shape.copies_output
+    elif shape.is_gated and not shape.is_lean:
+        ffn += 2 * shape.ffn
+    # Each expert's input is gathered and its output weighed; the router keeps its scores.
+    ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0]
     if layout.precision == "fp8":
-        attention -= 4 * shape.hidden  # what the linear layers keep of their inputs has one byte
+        attention -= 4 * hidden  # what the linear layers keep of their inputs has one byte
+    attention += _attention_bytes(shape, layout)
+    if layout.trainable is not None:
+        attention, ffn = (one + more for one, more in zip((attention, ffn), _adapter_bytes(shape, layout), strict=True))
     kept = attention if layout.recompute == "selective" else attention + ffn
     return kept * layout.element_bytes // 2
 
 
+def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
+    """Return the bytes a token that attention keeps beside q, k, v and its output, with fp32 sums of every head."""
+    # Windows that varlen_attn does not cut are masks, under which no kernel shares keys.
+    by_mask = sum(window < layout.attended for window in shape.windows) / shape.layers
+    shares_keys = not (layout.repeats_keys or layout.has_documents)
+    repeated = 4 * (shape.q_width - shape.kv_width) * (by_mask if shares_keys else 1)
+    masks = 1 if layout.has_full_masks else 0 if layout.has_documents else by_mask
+    masked = 2 * layout.attended * masks  # each layer makes numbers of transformers' mask
+    scores = SCORES_KEPT[layout.compiled] * shape.heads * layout.attended * shape.keeps_scores
+    return int(repeated + masked + scores) + 4 * shape.heads
+
+
+def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
+    """Return what adapters add to the bytes a token keeps: (attention and norms, feed-forward block).
+
+    A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale; an adapter keeps its input, and
+    with dropout an input of its own and a mask of one byte, and what A makes of it.
+    """
+    hidden, ffn, sides = shape.hidden, shape.ffn, shape.matrices
+    adapted = [name for name in sides if name in layout.adapted]
+    shared = [READ_A_NORM + READ_THE_OTHER] if shape.is_parallel else [READ_A_NORM, READ_THE_OTHER]
+    here, block = (0, 0) if layout.compiled else (-4 * hidden, 0)
+    unread = [names for names in shared if layout.has_dropout or not set(names) & set(adapted)]
+    if layout.recompute == "selective":  # keeps the block's input in any case
+        unread = [names for names in unread if names != shared[-1]]
+    here -= 2 * hidden * len(unread)
+    if not layout.compiled and (layout.has_dropout or "down_proj" not in adapted):
+        block -= 2 * ffn
+    for name in adapted:
+        is_recomputed = layout.compiled and name == "down_proj"  # by train/model/kernels.py's LeanMlp
+        more = 0 if is_recomputed else 2 * layout.rank + 3 * sides[name][0] * layout.has_dropout
+        here, block = (here + more, block) if name in (*READ_A_NORM, "o_proj") else (here, block + more)
+    return here, block
+
+
 def kept_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of activations that all layers keep of one micro-batch until the backward pass."""
+    """Return the bytes of activations that all layers keep of one micro-batch until the backward pass."""
     if layout.recompute == "full":
         # Measured with ZeRO-3 on one and two GPUs: something as wide as the feed-forward block stays too.
         width = shape.hidden + (shape.ffn if layout.zero_stage == 3 else 0)
@@ -105,58 +178,95 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def backward_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes that the backward pass of one layer needs beside what was kept: what it recomputes, and its temporaries.
+    """Return the bytes that one layer's backward pass needs beside kept ones: recomputed, and temporaries.
 
-    Temporaries are the gradients of gate, up and their product, and of three tensors of hidden size.
+    Temporaries are the gradients of gate, up and their product, and of hidden states; uncompiled the product itself is
+    gone by then, and with dropout also what the adapter kept of it.
     """
     whole = layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))
     kept = layout.tokens * layer_activation_bytes(shape, layout) if layout.recompute == "selective" else whole
     recomputed = whole if layout.recompute == "full" else whole - kept
-    return recomputed + 3 * layout.tokens * (shape.ffn + shape.hidden) * layout.element_bytes
+    ffn, hidden = (3, 3) if layout.compiled else (1.5 if "down_proj" in layout.adapted and layout.has_dropout else 2, 2)
+    return recomputed + int((ffn * shape.ffn + hidden * shape.hidden) * layout.tokens * layout.element_bytes)
 
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes at the peak of the loss (train/loss.py): slices of logits, and the gradients that it forms at once.
+    """Return the bytes at the loss (train/model/kernels.py): slices of logits and the gradients that it forms.
 
     One slice is logits and their gradient; from the second on the gradient of the slice before still exists, and so
-    does the head's. Uncompiled, on CPU, log-probabilities and their exponentials exist beside the logits.
+    does the head's. Uncompiled, on CPU and where log-probabilities are asked for (preferences), fp32 numbers and their
+    exponentials exist beside the logits.
     """
     e = layout.element_bytes
     hidden = 4 * layout.tokens * shape.hidden * e  # the last layer's output, its norm twice, and its gradient
     if not layout.has_vocabulary_head:
         return hidden
-    whole = layout.tokens * shape.vocab * e
+    whole = layout.tokens // layout.sequences * shape.vocab * e  # of a pair the answers, taken to be half of it
     count = -(-whole // LOGITS_SLICE_BYTES[layout.device])
-    head = shape.vocab * shape.hidden * e
+    head = 0 if layout.trainable is not None and layout.sequences == 1 else shape.vocab * shape.hidden * e
     if layout.device == "cpu":
         return hidden + head + 4 * whole // count
+    if layout.sequences > 1:  # the answers' states are copied out, and have gradients of their own
+        return hidden + 3 * layout.tokens * shape.hidden * e + head + (4 + (count > 1)) * whole // count
     return hidden + (2 * whole if count == 1 else head + 3 * whole // count)
 
 
-def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Peak bytes of one rank on its device, item by item; the sum is the peak.
+def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> int:
+    """Return the bytes of the widest layer's numbers in a forward pass without gradients, and of a mask twice."""
+    return rows * length * (layout.element_bytes * (6 * shape.hidden + 3 * shape.ffn) + 3 * length)
 
-    The peak is at the loss, in the backward pass of the last or of the first layer, or in the optimizer step, when
-    activations are gone but gradients exist flat and in fp32 as well. The items are those of the phase that needs most;
-    what the step needs beyond the others is one item.
+
+def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
+    """Return bytes beside the states while a rank generates answers, by item; empty where it generates none.
+
+    Keys and values of every token of the rows, of which transformers' DynamicCache makes one layer's anew for each
+    token, repeated for all heads where these share them. Not measured on a GPU.
+    """
+    rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
+    if not rows:
+        return {}
+    width, queries = shape.kv_width, shape.q_width
+    copies = 2 * e * rows * length * (width + queries * (width < queries))
+    reading = forward_bytes(shape, layout, rows, length - layout.answer_tokens)
+    items = {
+        "keys and values": 2 * shape.layers * e * rows * length * width,
+        "generation of a token": max(reading, copies + DRAWN * rows * shape.vocab),
+    }
+    if layout.zero_stage == 3 and (layout.world_size > 1 or layout.offload_param != "none"):
+        items["gathered weights for generation"] = e * shape.parameters
+    return items
+
+
+def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
+    """Return the peak bytes of one rank on its device, item by item; the sum is the peak.
+
+    The peak is at the loss, in the backward pass of the last or of the first layer, while answers are generated or
+    scored, or in the optimizer step, when activations are gone but gradients exist flat and in fp32 as well. The items
+    are those of the phase that needs most; what the step needs beyond the others is one item.
     """
     items = _state_items(shape, layout)
-    phases = _phases(shape, layout)
+    phases = [*_phases(shape, layout), generation_items(shape, layout)]
+    if layout.has_judge:
+        scoring = forward_bytes(shape, layout, layout.micro_batch, layout.sequence_length)
+        phases.append({"reward model's activations": scoring})
     items |= max(phases, key=lambda phase: sum(phase.values()))  # type: ignore[attr-defined]
     working = max(sum(phase.values()) for phase in phases)
     items["optimizer step"] = max(0, _step_bytes(shape, layout) - working)
     if layout.device == "cpu":
-        passing = items["activations"] + items.get("logits and loss", 0) + items.get("backward of a layer", 0)
+        comes_and_goes = ("activations", "logits and loss", "backward of a layer", "generation of a token")
+        passing = sum(items.get(name, 0) for name in comes_and_goes)
         process = CPU_PROCESS_BYTES + (CPU_ZERO3_BYTES if layout.zero_stage == 3 else 0)
         return items | {"fragmentation": int(CPU_FRAGMENTATION * passing), "process": process}
     items["workspace"] = WORKSPACE_BYTES
-    cache = CACHE[layout.world_size > 1] + (0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0)
+    is_offloaded = layout.offload_optimizer != "none" and layout.zero_stage < 3 and layout.trainable is None
+    cache = CACHE_OFFLOADED if is_offloaded and layout.world_size == 1 else CACHE[layout.world_size > 1]
+    cache += 0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0
     fragmentation = int(cache * sum(items.values()))
     return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": fragmentation}
 
 
-def squeezed(items: dict[str, int], limit: int | None) -> dict[str, int]:
-    """The items on a GPU of `limit` bytes: the allocator's cache takes what is left, but cannot fall below a share."""
+def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
+    """Return the items with an allocator's cache that fits `limit` bytes, but not below its least share."""
     if limit is None or "process" in items:
         return items
     spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
@@ -165,22 +275,27 @@ def squeezed(items: dict[str, int], limit: int | None) -> dict[str, int]:
 
 
 def allocated_bytes(items: dict[str, int]) -> int:
-    """The part of gpu_items that torch.cuda.max_memory_allocated reports."""
+    """Return the part of gpu_items that torch.cuda.max_memory_allocated reports."""
     return sum(size for name, size in items.items() if name not in ("context", "process", "fragmentation"))
 
 
-def trained(shape: ModelShape, layout: Layout) -> int:
-    """Parameters that have gradients and optimizer states."""
+def trained_parameters(shape: ModelShape, layout: Layout) -> int:
+    """Return the number of parameters that have gradients and optimizer states."""
     return shape.parameters if layout.trainable is None else layout.trainable
 
 
 def share(parameters: int, layout: Layout, from_stage: int) -> int:
-    """Parameters a rank holds of something that is partitioned from a stage on."""
+    """Return the parameters a rank holds of a number that is partitioned from a ZeRO stage on."""
     return -(-parameters // (layout.world_size if layout.zero_stage >= from_stage else 1))
 
 
 def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    e, own, on_device = layout.element_bytes, share(trained(shape, layout), layout, 1), layout.offload_param == "none"
+    """Return the bytes of weights and optimizer states on a rank's device, by item."""
+    e, own, on_device = (
+        layout.element_bytes,
+        share(trained_parameters(shape, layout), layout, 1),
+        layout.offload_param == "none",
+    )
     of_weight = e if layout.weight_bytes is None else layout.weight_bytes
     weights = int(of_weight * share(shape.parameters, layout, 3))
     if layout.trainable is not None:
@@ -205,8 +320,8 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
-    """What lives beside the states: at the loss; in the last layer's backward; a full bucket; the first layer's."""
-    e, size = layout.element_bytes, trained(shape, layout)
+    """Return what lives beside the states: at the loss; in the last layer's backward; a full bucket; the first's."""
+    e, size = layout.element_bytes, trained_parameters(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2
     gradients = 0 if sent else layout.gradient_bytes * share(size, layout, 2)
@@ -216,7 +331,8 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
     layer = backward_bytes(shape, layout)
     if layout.zero_stage == 3 and layout.world_size > 1 and layout.recompute != "full":
         kept += layout.tokens * layer_activation_bytes(shape, dataclasses.replace(layout, recompute="none"))  # measured
-    head = (shape.vocab + layout.tokens) * shape.hidden * e
+    has_head_gradient = layout.trainable is None and layout.has_vocabulary_head
+    head = (has_head_gradient * shape.vocab + layout.tokens) * shape.hidden * e
     coming = e * share(shape.embedding_parameters + shape.layer_parameters, layout, 2)  # embedding, layer at work
     # Stage 2 has them among the reduced ones. Sums in fp32 are counted beside those, though DeepSpeed's source adds
     # each bucket to them at once: not measured.
@@ -242,7 +358,7 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
 
 
 def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
-    """(bytes of the buckets, bytes copied out of them, share of the backward pass that fills the first).
+    """Return (bytes of buckets, bytes copied out of them, share of the backward pass that fills the first).
 
     What is copied out is allocated as a whole when the first bucket is full; the layers whose gradients fill it have
     freed their activations by then.
@@ -265,13 +381,14 @@ def _most_reduced(shape: ModelShape, layout: Layout) -> int:
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of gradients in all their forms during the optimizer step.
+    """Return the bytes of gradients in all their forms during the optimizer step.
 
     DeepSpeed 0.19.8 step(): the gradients of a group, their flat copy and its fp32 copy exist together: 8 bytes a
     parameter of the group's partition. In one group that is, with 14 of states, 22 N on one GPU.
     """
-    e, own = layout.element_bytes, share(trained(shape, layout), layout, 1)
-    to_fp32 = 4 if e == 2 else 0
+    e, own = layout.element_bytes, share(trained_parameters(shape, layout), layout, 1)
+    is_one_pass = layout.compiled and layout.zero_stage in (1, 2)  # train/zero/engine.py reads gradients as they are
+    to_fp32 = 4 if e == 2 and not is_one_pass else 0
     if layout.offload_optimizer in ON_HOST:
         return 0
     if layout.zero_stage == 0:
@@ -286,3 +403,46 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     if layout.fp32_gradients:
         return 4 * own + passing  # added up flat
     return e * own + (e + to_fp32) * group + passing
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Element counts of DeepSpeed's buffers; config.py writes the same numbers into the JSON."""
+
+    reduce: int
+    allgather: int
+    prefetch: int
+    persistence: int
+    live: int
+    sub_group: int
+
+
+def buckets(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
+    """Return DeepSpeed's buffer sizes in elements: large at stages 1 and 2, its defaults at stage 3; <= the model."""
+    cap = max(shape.parameters, 1)
+    reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
+    return Buckets(
+        reduce=min(reduce, cap),
+        allgather=min(500_000_000, cap),
+        # A layer is gathered as a whole and the next must fit: DeepSpeed's 50 million are a quarter of XuanYuan-6B's.
+        prefetch=min(max(50_000_000, int(1.1 * shape.layer_parameters)), cap),
+        persistence=min(10 * shape.hidden, cap),  # norms stay whole, matrices are partitioned; the rule of transformers
+        live=min(1_000_000_000, cap),
+        sub_group=100_000_000 if offload_optimizer == "nvme" else 1_000_000_000,
+    )
+
+
+@cache
+def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
+    """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
+
+    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
+    """
+    kept = [0] * world_size
+    for members in group_members(shape.sizes, group, lambda size: size):
+        part, start = -(-sum(members) // world_size), 0
+        for size in members:
+            for rank in range(start // part, (start + size - 1) // part + 1):
+                kept[rank] += size
+            start += size
+    return max(kept)

@@ -1,23 +1,32 @@
-"""The Plan: what will be done, all numbers decided. Written to plan.json; the trainer reads it and decides nothing."""
+"""Store the Plan: what will be done, all numbers decided. The trainer reads plan.json and decides nothing.
+
+Beside it the sizes that the planner counts and the DeepSpeed engine is given: optimizer groups, slices of logits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from finlm.base import files
 from finlm.base.errors import UserError
 
-
-class PlanError(UserError):
-    """Nothing fits, or the recipe asks for what the hardware cannot do; the fix names the nearest plan that would."""
+Offload = Literal["none", "stream", "cpu", "nvme"]
+OffloadParam = Literal["none", "cpu", "nvme"]
+Member = TypeVar("Member")
+ON_HOST = ("cpu", "nvme")  # offload whose optimizer steps on the host's cores; with "stream" the GPU steps
+OPTIMIZER_GROUP = 500_000_000  # parameters that a rank steps at once at DeepSpeed's stages 1 and 2
+STREAM_GROUP = 70_000_000  # that pass through its GPU together: a matrix or four of a 7B model
+STREAM_SETS = 3  # groups on the GPU at once: one comes, one is stepped, one goes
+LOGITS_SLICE_BYTES = {"cuda": 2**30, "cpu": 2**24}  # that exist at once (train/model/kernels.py); on CPU in a cache
 
 
 @dataclass(frozen=True)
 class PlannedHost:
-    """One host of the plan: name, ranks, GPU kind (None = CPU), and what a rank of it holds and needs."""
+    """One host of the plan: name, ranks, GPU kind (None = CPU), and a rank's rows and bytes."""
 
     name: str
     slots: int
@@ -39,8 +48,8 @@ class Plan:
     world_size: int
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     zero_stage: Literal[0, 1, 2, 3]
-    offload_optimizer: Literal["none", "stream", "cpu", "nvme"]
-    offload_param: Literal["none", "cpu", "nvme"]
+    offload_optimizer: Offload
+    offload_param: OffloadParam
     recompute: Literal["none", "selective", "full"]
     compiled: bool
     attention: Literal["default", "cudnn", "flash", "efficient"]
@@ -67,6 +76,10 @@ class Plan:
     nvme_bytes: int = 0
     fp32_gradients: bool = False
     step_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    asynchronous_checkpoints: bool = True
+    generation_rows: int = 0  # answers that a rank generates at once (GRPO); 0 in plans of earlier versions: all
+    generation_bytes_items: dict[str, int] = dataclasses.field(default_factory=dict)
+    gpu_mfu: float | None = None  # that the speed was planned with, of a 7B model; None where kinds differ
 
     @property
     def rank_micro_batches(self) -> tuple[int, ...]:
@@ -74,12 +87,12 @@ class Plan:
         return tuple(host.micro_batch for host in self.hosts for _ in range(host.slots))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able dict with the keys of the command-line contract."""
+        """Return a JSON-able dict with the keys of the command-line contract."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        """The inverse of to_json. Raises UserError for a plan of another version."""
+        """Return the plan of what to_json returned. Raises UserError for a plan of another version."""
         try:
             hosts = tuple(PlannedHost(**host) for host in value["hosts"])
             return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
@@ -92,5 +105,32 @@ class Plan:
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """The plan stored in a run directory."""
+        """Return the plan stored in a file. Raises UserError for a plan of another version."""
         return Plan.from_json(files.read_json(path))
+
+
+def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
+    """Return the most parameters of a group, of which each rank steps its part; a single larger matrix fits too."""
+    return world_size * (STREAM_GROUP if offload_optimizer == "stream" else OPTIMIZER_GROUP)
+
+
+def group_members(members: Iterable[Member], most: int, size: Callable[[Member], int]) -> list[list[Member]]:
+    """Return the members in order, in groups of at most `most` elements in sum, or of one member."""
+    groups: list[list[Member]] = []
+    total = 0
+    for member in members:
+        if not groups or total + size(member) > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(member)
+        total += size(member)
+    return groups
+
+
+def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bool:
+    """Return whether DeepSpeed copies gradients into buckets during the backward pass (contiguous_gradients).
+
+    On one GPU at stage 1 there is nothing to reduce, and the copy of all gradients would be made while activations
+    still live: 12 GiB of XuanYuan-6B.
+    """
+    return stage > 1 or (stage == 1 and (world_size > 1 or offload_optimizer in ON_HOST))

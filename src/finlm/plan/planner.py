@@ -1,32 +1,235 @@
-"""Recipe x Cluster x shape -> Plan: precision, batch, length, then the fastest configuration that fits every host.
+"""Decide the Plan of (Recipe, Cluster, shape): precision, batch, length, then the fastest configuration that fits.
 
 What the recipe states is a constraint and is never changed in silence: only tokens_per_step is rounded to whole
 micro-batches, and the reasons say so. With DeepSpeed the shards are equal on all ranks, and all ranks share one
-precision and one number of micro-steps; in a mixed cluster the GPU kinds differ in their micro-batch (split.py).
+precision and one number of micro-steps; in a mixed cluster the GPU kinds differ in their micro-batch.
 
-The memory and time are predictions (plan/memory.py, plan/speed.py state their errors); nothing is measured here.
+The sentences of a plan are made here too: why this configuration, what to beware of, and what would fit when nothing
+does. Memory and time are predictions (memory.py and speed.py state their errors); nothing is measured here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 from typing import Literal
 
-from finlm.base.units import format_count
-from finlm.plan import gpus, host_memory, memory, search, split, why
-from finlm.plan.plan import Plan, PlanError, PlannedHost
+from finlm.base.screen import format_count
+from finlm.base.units import format_bytes
+from finlm.plan import advice, gpus, host_memory, memory, search, speed
+from finlm.plan.differences import CHOICES
+from finlm.plan.gpus import PlanError
+from finlm.plan.memory import Layout
+from finlm.plan.plan import Plan, PlannedHost
 from finlm.plan.search import Candidate
 from finlm.recipe import rules
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import ModelShape
 
+FP16_SAFE_LR = 3e-4
+
+
+def choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
+    """Yield the reasons for stage, offload, recompute and micro-batch, where the recipe left them open."""
+    layout, zero = chosen.layout, recipe.zero
+    if zero.stage == "auto":
+        yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, found)}"
+    if "auto" in (zero.offload_optimizer, zero.offload_param):
+        kept = [one for one in found if one.layout.offload_optimizer == "none" and one.layout.offload_param == "none"]
+        if layout.offload_optimizer == "none" and layout.offload_param == "none":
+            yield "no offload: the states fit"
+        elif kept and not any(one.fits for one in kept):
+            yield f"offload: without it {_need(min(kept, key=lambda one: one.over))} at least"
+        elif kept:
+            speeds = [one.tokens_per_second or 0.0 for one in kept if one.fits]
+            yield f"offload: {chosen.tokens_per_second or 0.0:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
+    if recipe.train.recompute == "auto":
+        others = [one for one in found if one.layout.recompute == "none" and (one.is_roomy or not one.fits)]
+        if layout.recompute == "none":
+            yield "no recompute: the activations fit"
+        elif speeds := [one.tokens_per_second for one in others if one.fits and one.tokens_per_second]:
+            mine = chosen.tokens_per_second or 0.0
+            yield f"recompute: {mine:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
+        elif others:
+            yield f"recompute: without it {_need(min(others, key=lambda one: one.over))} at least"
+    if recipe.batch.micro_batch == "auto":
+        yield f"micro-batch {_rows(chosen)}: {_why_rows(chosen, found)}"
+    if layout.generation_rows:
+        yield _why_generation(chosen)
+
+
+def _why_generation(chosen: Candidate) -> str:
+    """Return how many answers are generated at once, and what the time of that assumes."""
+    layout, answers = chosen.layout, chosen.layout.micro_batch * chosen.accumulation
+    said = f"answers: all {answers} of a rank are generated at once"
+    if layout.generation_rows < answers:
+        said = f"answers: {layout.generation_rows} of a rank's {answers} are generated at once"
+    if chosen.step is None:
+        return said
+    return f"{said}; their time, never measured, is that of answers of {layout.answer_tokens} tokens in full rows"
+
+
+def _why_stage(chosen: Candidate, found: list[Candidate]) -> str:
+    """Return why this ZeRO stage: lower ones do not fit, or the others are not faster."""
+    lower = [one for one in found if one.layout.zero_stage < chosen.layout.zero_stage]
+    if lower and not any(one.fits for one in lower):
+        return f"lower stages need {_need(min(lower, key=lambda one: one.over))} at least"
+    if chosen.tokens_per_second is None:
+        return "the simplest that fits; DeepSpeed reports no gradient norm at stage 0 in fp32"
+    mine = chosen.layout.zero_stage
+    others = [one for one in found if one.layout.zero_stage != mine and one.fits and one.tokens_per_second]
+    if not others:
+        return "the only one that fits"
+    best = max(others, key=lambda one: one.tokens_per_second or 0.0)
+    if (best.tokens_per_second or 0.0) >= (1 - search.NEARLY_EQUAL) * chosen.tokens_per_second:
+        return f"as fast as stage {best.layout.zero_stage} and simpler"
+    speeds = f"{chosen.tokens_per_second:,.0f} tokens/s, at most {best.tokens_per_second:,.0f} at stage"
+    return f"{speeds} {best.layout.zero_stage}"
+
+
+def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
+    """Return why this micro-batch: larger ones do not fit, are hardly faster, or divide no rank's rows."""
+    mine = _without_rows(chosen.layout)
+    same = [one for one in found if _without_rows(one.layout) == mine and not one.is_unequal]
+    if chosen.is_unequal:
+        speeds = [one.tokens_per_second for one in same if one.fits and one.tokens_per_second]
+        equal = f"at most {max(speeds):,.0f} with equal ones" if speeds else "equal ones do not fit"
+        return f"{chosen.tokens_per_second or 0.0:,.0f} tokens/s, {equal}"
+    larger = [one for one in same if one.layout.micro_batch > chosen.layout.micro_batch]
+    if not larger:
+        return f"the most up to {search.MAX_MICRO_BATCH[chosen.layout.device]} that divides a rank's rows"
+    following = min(larger, key=lambda one: one.layout.micro_batch)
+    if following.fits:
+        return f"larger ones are less than {search.NEARLY_EQUAL:.0%} faster"
+    return f"{following.layout.micro_batch} rows would need {_need(following)}"
+
+
+def _without_rows(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, micro_batch=0, accumulates=True, generation_rows=0)
+
+
+def _need(one: Candidate) -> str:
+    """Return the tighter of a candidate's device and host memory with its limit, in words."""
+    what = "GPU" if one.layout.device == "cuda" else "rank"
+    device = f"{format_bytes(one.gpu_bytes)} of {format_bytes(one.gpu_limit or 0)} a {what}"
+    if one.host_limit is None or one.gpu_bytes / (one.gpu_limit or one.gpu_bytes) >= one.host_bytes / one.host_limit:
+        return device
+    return f"{format_bytes(one.host_bytes)} of {format_bytes(one.host_limit)} usable host memory"
+
+
+def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[str]:
+    """Yield what the plan allows but the user should know."""
+    layout, lr = chosen.layout, recipe.optim.lr
+    if layout.precision == "fp16" and lr > FP16_SAFE_LR:
+        yield (
+            f"warning: Adam at lr {lr:g} in fp16, above {FP16_SAFE_LR:g}: a known end of such runs is loss nan, then"
+            " `Current loss scale already at minimum`; lower optim.lr"
+        )
+    if layout.zero_stage == 0 and layout.precision != "fp32":
+        yield "warning: DeepSpeed 0.19.8 begins stage 0 in 16 bits with a step on zero gradients; stage 1 does not"
+    if layout.offload_optimizer == "nvme":
+        yield "warning: DeepSpeed 0.19.8 does not resume NVMe-offloaded optimizer state correctly; offload to cpu"
+    if any(host.memory_bytes is None for host in cluster.hosts):
+        yield "warning: the memory of some hosts is unknown and was not checked; give hardware.hosts[].memory"
+    for host in cluster.hosts:
+        if host.gpu and host.memory_bytes and host.memory_bytes < gpus.find(host.gpu).memory_bytes:
+            yield (
+                f"warning: {host.name} has {format_bytes(host.memory_bytes)} of host memory, less than one of its GPUs;"
+                " if it grows when it is used, as some virtual machines' does, give hardware.hosts[].memory"
+            )
+    if len({gpus.find(host.gpu).name for host in cluster.hosts if host.gpu}) > 1:
+        yield f"mixed GPUs, rows of a rank and seconds of arithmetic in a micro-step: {_micro_step(cluster, chosen)}"
+    if chosen.tokens_per_second and recipe.model.hidden_size < speed.NARROWEST:
+        yield (
+            f"warning: the predicted speed was fitted to hidden sizes from {speed.NARROWEST:,} on; one of 768 reached"
+            " 0.8 of it on an H200"
+        )
+    hpz = recipe.zero.hpz_partition_size
+    if hpz > 1 and any(host.slots % hpz for host in cluster.hosts):
+        yield f"warning: hpZ groups of {hpz} ranks span hosts, so their gathers cross the network"
+
+
+def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
+    """Return in words the rows and seconds of each kind of rank, and the slowest kind."""
+    each = {
+        (gpus.find(host.gpu or "").name, rows): seconds
+        for host, rows, seconds in zip(cluster.hosts, chosen.micro_batches, chosen.micro_step_seconds, strict=True)
+    }
+    parts = [f"{kind} {rows} in {seconds:.2g} s" for (kind, rows), seconds in each.items()]
+    slowest = max(each, key=lambda one: each[one])[0]
+    return f"{', '.join(parts)}; {slowest} sets the speed of all"
+
+
+def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
+    """Return the reason for which training waits for checkpoints: a copy in host memory does not fit."""
+    kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
+    need = _need(min(kept, key=lambda one: one.over))
+    return (
+        f"training waits for checkpoints (checkpoint.asynchronous: false): with a copy in host memory {need} at least"
+    )
+
+
+def nothing_fits_error(
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
+) -> PlanError:
+    """Return the error that gives the smallest candidate's numbers and the nearest change that would fit."""
+    if not found:
+        return PlanError(
+            "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
+            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
+            "train.grad_accum_dtype: fp32 stage 2 or 3",
+        )
+    nearest = min(found, key=lambda one: one.over)
+    layout = nearest.layout
+    evidence = f"the smallest of {len(found)} configurations needs {_need(nearest)}: {_short(nearest)}"
+    items = sorted(nearest.gpu_items.items(), key=lambda item: -item[1])
+    evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
+    free = search.relax_recipe(recipe)
+    others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_step) if one.fits]
+    if lighter := advice.fix_checkpoints(recipe, lambda one: _fits(shape, precision, one, cluster)):
+        fix = lighter
+    elif others:
+        other = min(others, key=lambda one: (_distance(layout, one), one.complexity))
+        fix = f"set {advice.settings(nearest, other)} (needs {_need(other)})"
+    else:
+        fits = functools.partial(_fits, shape, precision)
+        fix = advice.other_hosts(cluster, functools.partial(fits, recipe), functools.partial(fits, free))
+    if nearest.host_limit and nearest.host_bytes > nearest.host_limit and not cluster.is_cpu:
+        shown = format_bytes(min(host.memory_bytes for host in cluster.hosts if host.memory_bytes))
+        fix += f"; or, if a host has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
+    return PlanError(f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix)
+
+
+def _short(one: Candidate) -> str:
+    layout = one.layout
+    return (
+        f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
+        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_rows(one)}"
+    )
+
+
+def _rows(one: Candidate) -> str:
+    """Return the micro-batch, or unequal ones in the order of the hosts, as text."""
+    return " and ".join(map(str, dict.fromkeys(one.micro_batches)))
+
+
+def _distance(wanted: Layout, one: Candidate) -> int:
+    return sum(getattr(wanted, name) != getattr(one.layout, name) for name in CHOICES)
+
+
+def _fits(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> bool:
+    found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
+    return any(one.fits for one in found)
+
+
 CUDNN_CAPABILITIES = (9.0, 10.0)  # Hopper, data-centre Blackwell
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
-    """Decide everything. train_tokens: tokens of the prepared data, needed for train.epochs. Raises PlanError."""
+    """Return the plan; train_tokens of the prepared data are needed for train.epochs. Raises PlanError."""
     _check_devices(cluster)
     precision, reasons = _precision(recipe, cluster)
     rows_per_step = _rows_per_step(recipe, cluster)
@@ -39,36 +242,66 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     steps = _steps(recipe, tokens_per_step, train_tokens)
     for key, sentence in rules.warmup_problems(recipe.optim, steps):
         raise PlanError(f"{key}: {sentence}", fix="lower optim.warmup_steps or train longer")
-    found = list(search.candidates(recipe, cluster, shape, precision, rows_per_step))
+    said = recipe
+    recipe, found = search.choices(recipe, cluster, shape, precision, rows_per_step)
     fitting = [one for one in found if one.fits]
     if not fitting:
-        raise why.nothing_fits(recipe, cluster, shape, precision, rows_per_step, found)
+        raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, found)
     chosen = search.best(fitting)
-    reasons += why.choices(recipe, chosen, found)
-    reasons += why.warnings(recipe, cluster, chosen)
-    return _plan(recipe, cluster, shape, chosen, steps, tuple(reasons))
+    reasons += choices(recipe, chosen, found)
+    measured = {gpus.find(host.gpu).calibrated: None for host in cluster.hosts if host.gpu}
+    reasons += [sentence for sentence in measured if sentence]
+    if recipe is not said:
+        reasons.append(why_waiting(said, cluster, shape, precision, rows_per_step))
+    reasons += [*shape.left_to_transformers, *warnings(recipe, cluster, chosen)]
+    made = _plan(recipe, cluster, shape, chosen, steps, tuple(reasons))
+    pairs = steps * rows_per_step if train_tokens is None else train_tokens // recipe.batch.sequence_length
+    return _with_reference(made, recipe, cluster, shape, chosen, pairs)
 
 
-def weighed(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
-    """Every candidate of the recipe on this cluster; none where the hardware cannot run its precision."""
+def _with_reference(
+    made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
+) -> Plan:
+    """Return the plan with the time in which DPO's reference scores all pairs; unchanged for other stages."""
+    if recipe.stage != "dpo" or made.days is None:
+        return made
+    seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
+    reason = f"reference: {pairs:,} pairs are asked once before the first step, {seconds / 60:.1f} minutes"
+    return dataclasses.replace(made, days=made.days + seconds / 86400, reasons=(*made.reasons, reason))
+
+
+def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
+    """Return the plan of a run of so many steps on this cluster; None when nothing fits."""
+    found = list_candidates(recipe, cluster, shape)
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return None
+    chosen = search.best(fitting)
+    reasons = [*_precision(recipe, cluster)[1], *choices(recipe, chosen, found)]
+    return _plan(recipe, cluster, shape, chosen, steps, (*reasons, *warnings(recipe, cluster, chosen)))
+
+
+def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
+    """Return every candidate of the recipe on this cluster; none where its precision cannot run."""
     try:
         precision, _ = _precision(recipe, cluster)
-        return list(search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster)))
+        return search.choices(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))[1]
     except PlanError:
         return []
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
-    """The candidate that make would choose; None when nothing fits."""
-    fitting = [one for one in weighed(recipe, cluster, shape) if one.fits]
+    """Return the candidate that make would choose; None when nothing fits."""
+    fitting = [one for one in list_candidates(recipe, cluster, shape) if one.fits]
     return search.best(fitting) if fitting else None
 
 
 def _plan(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, steps: int, reasons: tuple[str, ...]
 ) -> Plan:
+    """Return the Plan of the chosen candidate."""
     layout = chosen.layout
-    rows = split.rows(chosen.micro_batches, cluster)
+    rows = search.rows_per_micro_step(chosen.micro_batches, cluster)
     tokens_per_step = rows * layout.sequence_length * chosen.accumulation
     speed = chosen.tokens_per_second
     kinds = [gpus.find(host.gpu) if host.gpu else None for host in cluster.hosts]
@@ -114,10 +347,15 @@ def _plan(
         nvme_bytes=host_memory.nvme_bytes(shape, layout, max(host.slots for host in cluster.hosts)),
         fp32_gradients=layout.fp32_gradients,
         step_seconds=dataclasses.asdict(chosen.step) if chosen.step else {},
+        asynchronous_checkpoints=recipe.checkpoint.asynchronous,
+        generation_rows=layout.generation_rows,
+        generation_bytes_items=memory.generation_items(shape, layout),
+        gpu_mfu=kinds[0].mfu if kinds[0] and len(set(kinds)) == 1 else None,
     )
 
 
 def _check_devices(cluster: Cluster) -> None:
+    """Raise PlanError when only some hosts have GPUs."""
     without = [host.name for host in cluster.hosts if host.gpu is None]
     if without and not cluster.is_cpu:
         raise PlanError(
@@ -130,7 +368,7 @@ def _check_devices(cluster: Cluster) -> None:
 def _attention(
     cluster: Cluster, precision: str, deterministic: bool
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """The scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
+    """Return the scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
     if cluster.is_cpu:
         return "default"
     capability = min(gpus.find(host.gpu or "").compute_capability for host in cluster.hosts)
@@ -143,7 +381,7 @@ def _attention(
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """(problem, fix) when the hardware cannot run this precision."""
+    """Return (problem, fix) when the hardware cannot run this precision, else None."""
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
@@ -165,6 +403,7 @@ def _capability(host: str, gpu: str | None) -> str:
 
 
 def _precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
+    """Return (precision, reasons). Raises PlanError when the hardware cannot run the recipe's."""
     wanted = recipe.train.precision
     if wanted != "auto":
         problem = precision_problem(wanted, cluster)
@@ -180,9 +419,9 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Rows of an optimizer step over all ranks: whole micro-steps and groups, nearest to what the recipe asks."""
-    given = split.given(recipe, cluster)
-    unit = split.rows(given, cluster) if given else cluster.world_size
+    """Return the rows of a step over all ranks: whole micro-steps and groups, nearest to the recipe's."""
+    given = search.given_micro_batches(recipe, cluster)
+    unit = search.rows_per_micro_step(given, cluster) if given else cluster.world_size
     if recipe.grpo is not None:
         unit = math.lcm(unit, recipe.grpo.generations)
     wanted = recipe.batch.tokens_per_step / recipe.batch.sequence_length
@@ -190,6 +429,7 @@ def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:
+    """Return the optimizer steps of train.steps, tokens or epochs. Raises PlanError for none, or an unknown number."""
     train = recipe.train
     if train.steps is not None:
         return train.steps

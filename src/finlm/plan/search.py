@@ -1,6 +1,8 @@
-"""Every configuration the recipe allows, with its memory and time on this cluster, and the fastest that fits.
+"""Compute every configuration that the recipe allows, with its memory and time here, and choose the fastest that fits.
 
-A few hundred candidates at most, so all are computed: ZeRO stage x offload x recompute x micro-batch (split.py).
+A few hundred candidates at most, so all are computed: ZeRO stage x offload x recompute x micro-batch. On unequal GPUs
+each kind gets its own micro-batch, so that all ranks end a micro-step at about the same time; the loss is divided by
+the labels of all ranks, so who reads how many rows does not change the gradient.
 
 "auto" leaves out what DeepSpeed 0.19.8 does badly: NVMe (the optimizer state does not survive a resume) and stage 0 (in
 16 bits it takes a step on zero gradients before the first one, so AdamW decays the weights once and Adam's bias
@@ -12,16 +14,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from finlm.plan import gpus, host_memory, memory, speed, split, stages
+from finlm.plan import gpus, host_memory, memory, speed
+from finlm.plan.gpus import PlanError
 from finlm.plan.memory import Layout
-from finlm.plan.stages import is_quantized
 from finlm.recipe import rules
+from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
-from finlm.recipe.shape import ModelShape
+from finlm.recipe.shape import ModelShape, is_quantized
 
 HOST_SHARE = 0.9  # of a host's RAM; the rest is the system's and the page cache's
 MAX_MICRO_BATCH = {"cuda": 64, "cpu": 8}  # two cores gain nothing from larger ones, and activations stay in cache
@@ -35,7 +38,7 @@ NEARLY_EQUAL = 0.02  # speeds closer than this are equal, and the simpler candid
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration with what it needs and how fast it is; memory figures of the host that is tightest.
+    """A configuration with what it needs and how fast it is; memory figures are of the tightest host.
 
     micro_batches are the hosts', in their order; the layout has the largest. host_gpu_bytes and micro_step_seconds (of
     arithmetic, empty on CPU) are the hosts' too.
@@ -57,24 +60,24 @@ class Candidate:
 
     @property
     def is_unequal(self) -> bool:
-        """True when hosts have different micro-batches."""
+        """Whether hosts have different micro-batches."""
         return len(set(self.micro_batches)) > 1
 
     @property
     def over(self) -> float:
-        """Factor by which it misses the tighter limit; <= 1 fits."""
+        """Needed over available memory, of the tighter of device and host; <= 1 fits."""
         gpu = self.gpu_bytes / self.gpu_limit if self.gpu_limit else 0.0
         host = self.host_bytes / self.host_limit if self.host_limit else 0.0
         return max(gpu, host)
 
     @property
     def fits(self) -> bool:
-        """True when device and host memory suffice, margins included."""
+        """Whether device and host memory suffice."""
         return self.over <= 1.0
 
     @property
     def is_roomy(self) -> bool:
-        """True when a GPU keeps a margin even beside what its allocator cannot give back."""
+        """Whether a GPU keeps a margin even beside what its allocator cannot give back."""
         if self.gpu_limit is None or self.layout.device == "cpu":
             return True
         least = memory.FRAGMENTATION * memory.allocated_bytes(self.gpu_items)
@@ -82,7 +85,7 @@ class Candidate:
 
     @property
     def worth(self) -> float:
-        """Tokens/s; less with offload and ZeRO-3, whose speed depends most on the host, which the plan knows least."""
+        """Tokens/s, less a doubt for offload and ZeRO-3, whose speed depends most on the host."""
         is_offloaded = self.layout.offload_optimizer != "none" or self.layout.offload_param != "none"
         doubt = OFFLOAD_DOUBT * is_offloaded + ZERO3_DOUBT * (self.layout.zero_stage == 3)
         return (1 - doubt) * (self.tokens_per_second or 0.0)
@@ -106,8 +109,8 @@ class Choices:
     recompute: tuple[str, ...]
 
 
-def allowed(recipe: Recipe) -> Choices:
-    """What the recipe leaves open; an explicit value is the only choice."""
+def allowed_choices(recipe: Recipe) -> Choices:
+    """Return the values that the recipe leaves open; an explicit value is the only choice."""
     zero = recipe.zero
     quantized = is_quantized(recipe)
     stages: tuple[int, ...] = (1, 2) if quantized else (1, 2, 3)
@@ -123,23 +126,58 @@ def allowed(recipe: Recipe) -> Choices:
 
 
 def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
-    """torch.compile pays on GPUs for rows of one length; on CPU its compiler takes longer than small models train."""
+    """Return whether torch.compile is used; auto: on GPUs for rows of one length, where it pays."""
     is_worth = not cluster.is_cpu and not is_quantized(recipe) and recipe.stage in rules.ROWS_OF_ONE_LENGTH
     return is_worth if recipe.train.compile == "auto" else recipe.train.compile
 
 
-def relaxed(recipe: Recipe) -> Recipe:
-    """The recipe as if it said auto everywhere."""
+def has_varlen_attention(cluster: Cluster, precision: str) -> bool:
+    """Return whether every GPU attends within documents by bounds (train/batches.py); True on CPU ranks."""
+    return cluster.is_cpu or (precision != "fp32" and all(gpus.find(host.gpu or "").has_bf16 for host in cluster.hosts))
+
+
+def relax_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe with auto for everything that the planner may choose."""
     zero, train = recipe.zero.model_copy(update=AUTO), recipe.train.model_copy(update={"recompute": "auto"})
     batch = recipe.batch.model_copy(update={"micro_batch": "auto"})
-    return recipe.model_copy(update={"zero": zero, "train": train, "batch": batch})
+    grpo = recipe.grpo and recipe.grpo.model_copy(update={"generation_rows": "auto"})
+    return recipe.model_copy(update={"zero": zero, "train": train, "batch": batch, "grpo": grpo})
+
+
+def choices(
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
+) -> tuple[Recipe, list[Candidate]]:
+    """Return (the recipe, its candidates); where none fits, those of the recipe whose checkpoints training waits for.
+
+    Only a recipe that does not say how checkpoints are written leaves this open.
+    """
+    found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
+    if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
+        return recipe, found
+    patient = waiting(recipe)
+    others = list(candidates(patient, cluster, shape, precision, rows_per_step))
+    return (patient, others) if any(one.fits for one in others) else (recipe, found)
+
+
+def waiting(recipe: Recipe) -> Recipe:
+    """Return the recipe with checkpoints that training waits for, which need no copy in host memory."""
+    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": False})})
+
+
+def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> float:
+    """Return the seconds of a forward pass over one micro-batch of every rank; the slowest GPU counts."""
+    padded = dataclasses.replace(shape, vocab=shape.padded_vocab)
+    return max(
+        speed.forward_seconds(padded, dataclasses.replace(chosen.layout, micro_batch=rows), gpus.find(host.gpu or ""))
+        for host, rows in zip(cluster.hosts, chosen.micro_batches, strict=True)
+    )
 
 
 def candidates(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> Iterator[Candidate]:
-    """Every combination that the recipe allows and DeepSpeed accepts."""
-    choices, fp32_gradients = allowed(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
+    """Yield a candidate for every combination that the recipe allows and DeepSpeed accepts, fitting or not."""
+    choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
     for stage, optimizer, param, recompute in itertools.product(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
     ):
@@ -164,7 +202,11 @@ def candidates(
             hpz_partition_size=recipe.zero.hpz_partition_size,
             compiled=is_compiled(recipe, cluster),
             fp32_gradients=fp32_gradients,
-            **stages.layout(recipe, shape),
+            has_full_masks=recipe.data.document_masks and not has_varlen_attention(cluster, precision),
+            repeats_keys=not has_varlen_attention(
+                cluster, precision
+            ),  # the same GPUs: train/model/kernels.py's "efficient"
+            **shapes.layout(recipe, shape),
         )
         for micro_batches, accumulation in _micro_batches(recipe, cluster, shape, layout, rows_per_step):
             yield measure(recipe, cluster, shape, layout, micro_batches, accumulation)
@@ -173,23 +215,26 @@ def candidates(
 def _micro_batches(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(micro-batch of each host, micro-steps): those given, else equal ones, and balanced ones where GPUs differ."""
-    given = split.given(recipe, cluster)
+    """Yield (micro-batch of each host, micro-steps): the given, else equal ones, and balanced ones on mixed GPUs."""
+    given = given_micro_batches(recipe, cluster)
     if given is not None:
-        yield given, max(1, round(rows_per_step / split.rows(given, cluster)))
+        yield given, max(1, round(rows_per_step / rows_per_micro_step(given, cluster)))
         return
     hosts, rows_per_rank = len(cluster.hosts), max(1, rows_per_step // cluster.world_size)
     for rows in range(1, min(rows_per_rank, MAX_MICRO_BATCH[layout.device]) + 1):
         if rows_per_rank % rows == 0:
             yield (rows,) * hosts, rows_per_rank // rows
     if recipe.stage in rules.ROWS_OF_ONE_LENGTH:  # the others weigh every rank alike
-        yield from _unequal(cluster, shape, layout, rows_per_step)
+        yield from _balanced_micro_batches(cluster, shape, layout, rows_per_step)
 
 
-def _unequal(
+def _balanced_micro_batches(
     cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """As _micro_batches: for each number of micro-steps the rows with which unlike GPUs need about the same time."""
+    """Yield, for each number of micro-steps, the rows with which unlike GPUs need about equal time.
+
+    Items as _micro_batches yields them; none where all GPUs are alike.
+    """
     ranks: dict[str, int] = {}
     for host in cluster.hosts:
         ranks[host.gpu or ""] = ranks.get(host.gpu or "", 0) + host.slots
@@ -200,18 +245,18 @@ def _unequal(
     sizes = [sum(memory.gpu_items(padded, one).values()) for one in layouts]  # rises with the rows
     seconds = []
     for kind in map(gpus.find, ranks):
-        fitting = layouts[: bisect.bisect_right(sizes, kind.memory_bytes)]
-        seconds.append([speed.compute_seconds(padded, one, kind) for one in fitting])
+        fitting = layouts[: bisect.bisect_right(sizes, kind.usable_bytes)]
+        seconds.append([speed.micro_step_seconds(padded, one, kind) for one in fitting])
     for accumulation in range(1, rows_per_step // cluster.world_size + 1):
         if rows_per_step % accumulation == 0:
-            found = split.balanced(list(ranks.values()), seconds, rows_per_step // accumulation)
+            found = balance(list(ranks.values()), seconds, rows_per_step // accumulation)
             if found is not None and len(set(found)) > 1:
                 of_kind = dict(zip(ranks, found, strict=True))
                 yield tuple(of_kind[host.gpu or ""] for host in cluster.hosts), accumulation
 
 
-def _need(shape: ModelShape, layout: Layout, kind: gpus.Gpu) -> int:
-    return sum(memory.squeezed(memory.gpu_items(shape, layout), kind.memory_bytes).values())
+def _needed_bytes(shape: ModelShape, layout: Layout, kind: gpus.Gpu) -> int:
+    return sum(memory.squeeze_cache(memory.gpu_items(shape, layout), kind.usable_bytes).values())
 
 
 def measure(
@@ -222,32 +267,31 @@ def measure(
     micro_batches: tuple[int, ...],
     accumulation: int,
 ) -> Candidate:
-    """Memory and speed of a layout on this cluster with these micro-batches of its hosts."""
+    """Return the Candidate of a layout: its memory and speed on this cluster with these micro-batches of the hosts."""
     if layout.device == "cuda":
         shape = dataclasses.replace(shape, vocab=shape.padded_vocab)
+    shape = shape if layout.has_vocabulary_head else dataclasses.replace(shape, tied=True)  # a reward's has one row
     hosts = list(zip(cluster.hosts, micro_batches, strict=True))
-    same = dataclasses.replace(layout, accumulates=accumulation > 1)
+    same = _with_generation_rows(recipe, cluster, shape, layout, max(micro_batches), accumulation)
     layouts = {rows: dataclasses.replace(same, micro_batch=rows) for rows in dict.fromkeys(micro_batches)}
     kinds = {(one.slots, one.gpu, one.memory_bytes, rows): one for one, rows in hosts}  # each kind of host once
     needed = {rows: memory.gpu_items(shape, one) for rows, one in layouts.items()}
-    items = {key: memory.squeezed(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
+    items = {key: memory.squeeze_cache(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
     sizes = {key: sum(each.values()) for key, each in items.items()}
     limits = {key: device_memory(one) for key, one in kinds.items()}
     tight = max(kinds, key=lambda key: sizes[key] / (limits[key] or float("inf")))
-    has_snapshot = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
-    rams = {key: host_memory.host_items(shape, layouts[key[-1]], key[0], has_snapshot) for key in kinds}
+    saving = host_memory.has_snapshot(recipe), host_memory.neighbour_ranks(recipe, cluster, layout)
+    rams = {key: host_memory.host_items(shape, layouts[key[-1]], key[0], *saving) for key in kinds}
     known = {key: sum(rams[key].values()) / one.memory_bytes for key, one in kinds.items() if one.memory_bytes}
     fullest = max(known, key=lambda key: known[key]) if known else max(kinds, key=lambda key: sum(rams[key].values()))
     ram = kinds[fullest].memory_bytes
     step, tokens_per_second, seconds = None, None, {}
     if layout.device == "cuda":
-        zero = recipe.zero
-        seconds = {
-            (gpu, rows): speed.compute_seconds(shape, layouts[rows], gpus.find(gpu or "")) for _, gpu, _, rows in kinds
-        }
+        zero, seconds_of = recipe.zero, speed.micro_step_seconds
+        seconds = {(gpu, rows): seconds_of(shape, layouts[rows], gpus.find(gpu or "")) for _, gpu, _, rows in kinds}
         step = speed.step_time(
             shape,
-            layout,
+            same,
             [speed.Rank(gpus.find(gpu or ""), slots, rows) for slots, gpu, _, rows in kinds],
             len(cluster.hosts),
             accumulation,
@@ -256,7 +300,7 @@ def measure(
             quantized_gradients=zero.quantized_gradients,
             threads=threads(recipe),
         )
-        tokens = split.rows(micro_batches, cluster) * layout.sequence_length * accumulation
+        tokens = rows_per_micro_step(micro_batches, cluster) * layout.sequence_length * accumulation
         tokens_per_second = tokens / step.seconds
     return Candidate(
         layout=layouts[max(micro_batches)],
@@ -275,26 +319,119 @@ def measure(
     )
 
 
+def _with_generation_rows(
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, micro_batch: int, accumulation: int
+) -> Layout:
+    """Return the layout with its rows and, for GRPO, how many answers a rank generates at once.
+
+    What training needs anyway, or a GPU has with a margin, is room for keys and values; chunks are about equal.
+    """
+    layout = dataclasses.replace(layout, micro_batch=micro_batch, accumulates=accumulation > 1)
+    answers = micro_batch * accumulation
+    if recipe.grpo is None:
+        return layout
+    if recipe.grpo.generation_rows != "auto":
+        return dataclasses.replace(layout, generation_rows=min(recipe.grpo.generation_rows, answers))
+
+    def size(rows: int) -> int:
+        items = memory.gpu_items(shape, dataclasses.replace(layout, generation_rows=rows))
+        return sum(memory.squeeze_cache(items, 0).values())
+
+    limits = [limit for host in cluster.hosts if (limit := device_memory(host)) is not None]
+    room = max(int((1 - MARGIN) * min(limits)), size(0)) if limits else size(answers)
+    most = max(1, bisect.bisect_right(range(1, answers + 1), room, key=size))
+    return dataclasses.replace(layout, generation_rows=-(-answers // -(-answers // most)))
+
+
 def threads(recipe: Recipe) -> int:
-    """Threads of a rank on the host's cores: the recipe's OMP_NUM_THREADS, else what the launcher sets for offload."""
+    """Return a rank's threads on the host's cores: the recipe's OMP_NUM_THREADS, else the launcher's for offload."""
     wanted = recipe.env.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) > 0 else speed.THREADS
 
 
 def device_memory(host: Host) -> int | None:
-    """Memory of one of the host's GPUs; on CPU a rank's share of it; None when unknown."""
+    """Return the bytes of one of the host's GPUs, or of a CPU rank's share; None when unknown."""
+    if host.device_bytes is not None:
+        return host.device_bytes
     if host.gpu is not None:
-        return gpus.find(host.gpu).memory_bytes
+        return gpus.find(host.gpu).usable_bytes
     return int(host.memory_bytes * HOST_SHARE) // host.slots if host.memory_bytes else None
 
 
-def best(found: list[Candidate]) -> Candidate:
-    """The fastest of those with a margin, if any has one; among those nearly as fast the simplest."""
-    found = [one for one in found if one.is_roomy] or found
-    fastest = max(one.worth for one in found)
-    return min((one for one in found if one.worth >= (1 - NEARLY_EQUAL) * fastest), key=lambda one: one.complexity)
+def best(fitting: list[Candidate]) -> Candidate:
+    """Return the simplest of the candidates nearly as fast as the fastest; those with a margin come first."""
+    fitting = [one for one in fitting if one.is_roomy] or fitting
+    fastest = max(one.worth for one in fitting)
+    return min((one for one in fitting if one.worth >= (1 - NEARLY_EQUAL) * fastest), key=lambda one: one.complexity)
 
 
 def on_more_hosts(cluster: Cluster, factor: int) -> Cluster:
-    """The cluster with every host `factor` times, for arithmetic only: names repeat."""
+    """Return the cluster with every host `factor` times, for arithmetic only: names repeat."""
     return dataclasses.replace(cluster, hosts=cluster.hosts * factor)
+
+
+def with_slots(cluster: Cluster, slots: int) -> Cluster:
+    """Return the cluster with at most so many ranks a host."""
+    hosts = tuple(dataclasses.replace(host, slots=min(slots, host.slots)) for host in cluster.hosts)
+    return dataclasses.replace(cluster, hosts=hosts)
+
+
+def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
+    """Return the micro-batch of each host where the recipe fixes it; None for auto. Raises PlanError."""
+    wanted = recipe.batch.micro_batch
+    if wanted == "auto":
+        return None
+    if isinstance(wanted, int):
+        return (wanted,) * len(cluster.hosts)
+    keys = [_micro_batch_key(wanted, host) for host in cluster.hosts]
+    named = zip(cluster.hosts, keys, strict=True)
+    without = [f"{host.name} ({host.gpu or 'CPU ranks'})" for host, key in named if key is None]
+    unused = [key for key in wanted if key not in keys]
+    if without or unused:
+        raise PlanError(
+            "batch.micro_batch does not match the hosts",
+            evidence="\n".join(
+                [f"nothing for {', '.join(without)}"] * bool(without)
+                + [f"no host is called, or has GPUs called, {', '.join(unused)}"] * bool(unused)
+            ),
+            fix="give rows for every host name or GPU kind of the cluster, one number for all, or auto",
+        )
+    return tuple(wanted[key] for key in keys if key)
+
+
+def _micro_batch_key(wanted: dict[str, int], host: Host) -> str | None:
+    """Return the key of batch.micro_batch for a host: its name, else its GPU kind; None without either."""
+    if host.name in wanted:
+        return host.name
+    kind = gpus.find(host.gpu).name if host.gpu else None
+    return next((key for key in wanted if kind and key.casefold() == kind.casefold()), None)
+
+
+def rows_per_micro_step(micro_batches: Sequence[int], cluster: Cluster) -> int:
+    """Return the rows of a micro-step over all ranks."""
+    return sum(own * host.slots for own, host in zip(micro_batches, cluster.hosts, strict=True))
+
+
+def balance(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: int) -> tuple[int, ...] | None:
+    """Return the micro-batch of each GPU kind with which `wanted` rows over all ranks take the least time.
+
+    ranks: of each kind. seconds[kind][m - 1]: of a micro-batch of m rows, rising; as many as fit its memory. None when
+    no numbers of rows make the sum.
+    """
+    for limit in sorted(value for kind in seconds for value in kind):
+        most = [bisect.bisect_right(kind, limit) for kind in seconds]
+        total = sum(count * own for count, own in zip(ranks, most, strict=True))
+        if total >= wanted and all(most) and (found := _lower_micro_batches(most, ranks, total - wanted)):
+            return found
+    return None
+
+
+def _lower_micro_batches(most: Sequence[int], ranks: Sequence[int], excess: int) -> tuple[int, ...] | None:
+    """Return `most` lowered by `excess` rows over all ranks, each at least 1; None where ranks do not divide it."""
+    if not most:
+        return None if excess else ()
+    for fewer in range(min(most[0] - 1, excess // ranks[0]) + 1):
+        rest = _lower_micro_batches(most[1:], ranks[1:], excess - fewer * ranks[0])
+        if rest is not None:
+            return (most[0] - fewer, *rest)
+    return None

@@ -1,85 +1,100 @@
-"""A plan for people: the table that `plan` and `train` print."""
+"""Print a plan for people: decisions, memory, time and reasons; then advice and the best candidates side by side.
+
+Of the candidates that differ only in their micro-batch the fastest that fits stands for all, or the smallest when none
+fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from finlm.base import screen
+from finlm.base.screen import format_count, format_duration, format_rate
 from finlm.base.secrets import redact_key
-from finlm.base.units import format_bytes, format_count, format_duration, format_rate
-from finlm.plan import advice
-from finlm.plan.consult import Consulted
+from finlm.base.units import format_bytes
+from finlm.plan import advice, planner, search
+from finlm.plan.advice import Change
 from finlm.plan.gpus import Gpu
 from finlm.plan.plan import Plan
+from finlm.plan.search import Candidate
+from finlm.recipe import shape as shapes
+from finlm.recipe.cluster import Cluster
 from finlm.recipe.recipe import Loaded
+from finlm.recipe.schema import Recipe
 
 
-def plan(made: Plan, loaded: Loaded) -> None:
+def print_plan(made: Plan, loaded: Loaded) -> None:
     """Print the decisions, the memory, the time and the reasons."""
     screen.heading(f"plan of {loaded.path}")
-    for name, value in _rows(made):
-        screen.say(f"  {name:<10} {value}")
+    lost = advice.losable_hosts(loaded.recipe, shapes.of(loaded.recipe, made.vocab_size), made)
+    for name, value in [*rows(made), *([("may fail", lost)] if lost else [])]:
+        screen.show(f"  {name:<10} {value}")
     if made.gpu_bytes_items:
         per = "GPU" if made.device == "cuda" else "rank"
         screen.heading(f"memory per {per}: {format_bytes(made.gpu_bytes)} of {format_bytes(made.gpu_memory_bytes)}")
-        screen.say("  " + _items(made.gpu_bytes_items))
+        screen.show("  " + _items(made.gpu_bytes_items))
         disk = f", and {format_bytes(made.nvme_bytes)} on its NVMe disk" if made.nvme_bytes else ""
         screen.heading(f"memory per host: {format_bytes(made.host_bytes)}{disk}")
-        screen.say("  " + _items(made.host_bytes_items))
+        screen.show("  " + _items(made.host_bytes_items))
     screen.heading("why")
     for reason in made.reasons:
-        screen.say(f"  - {reason}")
+        screen.show(f"  - {reason}")
 
 
-def origins(loaded: Loaded) -> None:
+def print_origins(loaded: Loaded) -> None:
     """Print every value that is not a default, and the line it comes from."""
     screen.heading("values written")
     for key, where in loaded.origins.items():
-        screen.say(f"  {key} = {redact_key(key, _value(loaded, key))}   ({where})")
+        screen.show(f"  {key} = {redact_key(key, _value(loaded, key))}   ({where})")
 
 
-def consulted(found: Consulted, made: Plan) -> None:
+def print_advice(consulted: Consulted, made: Plan) -> None:
     """Print epochs, cost, checkpoints, the other candidates, and what would be faster."""
     screen.heading("what it means")
-    for name, value in advice.sentences(found.advice, made):
-        screen.say(f"  {name:<10} {value}")
-    if len(found.options) > 1:
+    for name, value in advice.sentences(consulted.advice, made):
+        screen.show(f"  {name:<10} {value}")
+    if len(consulted.options) > 1:
         screen.heading("the best candidates")
-        for one in found.options:
+        for one in consulted.options:
             settings = (
                 f"ZeRO-{one.zero_stage}, offload {one.offload_optimizer}/{one.offload_param}, recompute"
                 f" {one.recompute}, {one.micro_batch} rows x {one.gradient_accumulation_steps}"
             )
-            screen.say(
+            screen.show(
                 f"  {settings:<58} {format_bytes(one.gpu_bytes):>10} {one.tokens_per_second or 0:>11,.0f} tokens/s"
                 f"   {one.verdict}"
             )
-    if found.changes:
+    if consulted.changes:
         screen.heading("what would make it faster")
-        for change in found.changes:
-            screen.say(f"  {change.times:>5.2f} times  {change.what}: {change.tokens_per_second:,.0f} tokens/s")
+        for change in consulted.changes:
+            screen.show(f"  {change.times:>5.2f} times  {change.what}: {change.tokens_per_second:,.0f} tokens/s")
 
 
-def calibrated(found: Sequence[Gpu], where: Path) -> None:
-    """Print what was measured and where it lies."""
-    for gpu in found:
-        screen.say(
+def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
+    """Print the measured kinds and the file in which they are stored."""
+    for gpu in kinds:
+        screen.show(
             f"{gpu.name}: {format_bytes(gpu.memory_bytes)}, peak {gpu.peak_flops / 1e12:.0f} TFLOP/s, of which a"
             f" 7B model reaches {gpu.mfu:.0%}, PCIe {gpu.pcie_bytes_per_second / 1e9:.0f} GB/s, {gpu.link}"
             f" {gpu.link_bytes_per_second / 1e9:.0f} GB/s"
         )
-    screen.say(f"stored in {where}; delete the file to go back to finlm's own table")
+    screen.show(f"stored in {where}; delete the file to go back to finlm's own table")
 
 
 def _items(items: Mapping[str, int]) -> str:
+    """Return the items as text, largest first."""
     largest = sorted(items.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
 
 
-def _rows(made: Plan) -> list[tuple[str, str]]:
+def rows(made: Plan) -> list[tuple[str, str]]:
+    """Return the (name, value) rows of the plan's decisions, speed and time."""
     unequal = len(set(made.rank_micro_batches)) > 1
     each = (
         f"{host.name}: {host.slots} x {host.gpu or 'CPU rank'}" + f" (micro-batch {host.micro_batch})" * unequal
@@ -107,6 +122,9 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
             f"{format_rate(tokens / made.parameters)} per parameter",
         ),
     ]
+    if made.generation_rows:
+        answers = f"{made.generation_rows} of a rank's {made.micro_batch * micro_steps} at once"
+        rows.append(("answers", f"{answers}: {_items(made.generation_bytes_items)}"))
     if made.tokens_per_second is not None and made.days is not None:
         rows.append(("time", f"{format_duration(made.days * 86400)} at {made.tokens_per_second:,.0f} tokens/s"))
         named = {"overlapped": "transfers beside it", "exposed": "transfers after it"}
@@ -117,7 +135,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """The value at a dotted key; names in a mapping may be numbers (expect.loss) and hold dots (hosts)."""
+    """Return the value at a dotted key without defaults; names in a mapping may be numbers or hold dots."""
     value: object = loaded.recipe
     rest = key.replace("[", ".").replace("]", "")
     while rest:
@@ -132,11 +150,140 @@ def _value(loaded: Loaded, key: str) -> object:
             part = rest.partition(".")[0]
             value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
         rest = rest[len(part) + 1 :]
-    return _written(value)
+    return _without_defaults(value)
 
 
-def _written(value: object) -> object:
-    """Without the defaults, as YAML would have it."""
+def _without_defaults(value: object) -> object:
+    """Return sections as dicts without values that are defaults, as YAML would have them."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True, mode="json")
-    return [_written(one) for one in value] if isinstance(value, tuple) else value
+    return [_without_defaults(one) for one in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Consulted:
+    """Everything that `finlm plan` adds to a plan: advice, the best candidates, and changes that would be faster."""
+
+    advice: advice.Advice
+    options: list[Option]
+    changes: list[Change]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys that `plan --json` has beside the plan's."""
+        return {
+            "advice": self.advice.to_json(),
+            "options": [option.to_json() for option in self.options],
+            "changes": [change.to_json() for change in self.changes],
+        }
+
+
+def consult(
+    recipe: Recipe, cluster: Cluster, plan: Plan, epoch_tokens: int | None = None, price: float | None = None
+) -> Consulted:
+    """Return the plan's advice, its best candidates and what would be faster; only advice on CPU or when nothing fits.
+
+    epoch_tokens: of the prepared data, when known. price: of a GPU-hour, instead of the recipe's.
+    """
+    shape = shapes.of(recipe, plan.vocab_size)
+    chosen = planner.fastest(recipe, cluster, shape)
+    said = advice.of(recipe, shape, plan, epoch_tokens, price)
+    if chosen is None or cluster.is_cpu:
+        return Consulted(said, [], [])
+    free = planner.list_candidates(search.relax_recipe(recipe), cluster, shape)
+    return Consulted(
+        said,
+        best_options(free, chosen),
+        advice.faster_changes(recipe, cluster, chosen, lambda other, hosts: planner.fastest(other, hosts, shape)),
+    )
+
+
+MOST = 5
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate in numbers, and its verdict in words."""
+
+    zero_stage: int
+    offload_optimizer: str
+    offload_param: str
+    recompute: str
+    micro_batch: int
+    gradient_accumulation_steps: int
+    gpu_bytes: int
+    host_bytes: int
+    tokens_per_second: float | None
+    fits: bool
+    verdict: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+
+def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Option]:
+    """Return at most 5: the chosen candidate, the others that fit by speed, and faster ones that do not fit."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for one in candidates:
+        layout = one.layout
+        key = (layout.zero_stage, layout.offload_optimizer, layout.offload_param, layout.recompute)
+        groups.setdefault(key, []).append(one)
+    mine = chosen.layout
+    groups.pop((mine.zero_stage, mine.offload_optimizer, mine.offload_param, mine.recompute), None)
+    stand = [_representative(group) for group in groups.values()]
+    fitting = sorted((one for one in stand if one.fits), key=lambda one: (not one.is_roomy, *_slowness(one)))
+    faster = [one for one in stand if not one.fits and _slowness(one) < _slowness(chosen)]
+    faster.sort(key=lambda one: one.over)
+    kept = fitting[: MOST - 1 - min(1, len(faster))]
+    kept += faster[: MOST - 1 - len(kept)]
+    return [_option(one, chosen) for one in (chosen, *kept)]
+
+
+def _representative(group: list[Candidate]) -> Candidate:
+    """Return the best candidate of a group that fits, else the smallest."""
+    fitting = [one for one in group if one.fits]
+    return search.best(fitting) if fitting else min(group, key=lambda one: one.over)
+
+
+def _slowness(one: Candidate) -> tuple[float, tuple[int, ...]]:
+    return -(one.tokens_per_second or 0.0), one.complexity
+
+
+def _option(one: Candidate, chosen: Candidate) -> Option:
+    """Return the Option of a candidate."""
+    layout = one.layout
+    return Option(
+        zero_stage=layout.zero_stage,
+        offload_optimizer=layout.offload_optimizer,
+        offload_param=layout.offload_param,
+        recompute=layout.recompute,
+        micro_batch=layout.micro_batch,
+        gradient_accumulation_steps=one.accumulation,
+        gpu_bytes=one.gpu_bytes,
+        host_bytes=one.host_bytes,
+        tokens_per_second=one.tokens_per_second,
+        fits=one.fits,
+        verdict=_verdict(one, chosen),
+    )
+
+
+def _verdict(one: Candidate, chosen: Candidate) -> str:
+    """Return in words why a candidate was taken or not."""
+    if one is chosen:
+        return "taken"
+    if not one.fits:
+        need = [f"{format_bytes(one.gpu_bytes)} of {format_bytes(one.gpu_limit)} a GPU"] if one.gpu_limit else []
+        if one.host_limit and one.host_bytes > one.host_limit:
+            need = [f"{format_bytes(one.host_bytes)} of {format_bytes(one.host_limit)} usable host memory"]
+        return f"does not fit: {need[0]}" if need else "does not fit"
+    if not one.tokens_per_second or not chosen.tokens_per_second:
+        return "fits too; has more moving parts"
+    times = one.tokens_per_second / chosen.tokens_per_second
+    if not one.is_roomy and times > 1 - search.NEARLY_EQUAL:
+        return "fits without a margin"
+    if abs(times - 1) < search.NEARLY_EQUAL:
+        return "as fast, with more moving parts" if one.complexity > chosen.complexity else "as fast"
+    if times < 1:
+        return f"{1 - times:.0%} slower"
+    is_doubted = one.layout.offload_optimizer != "none" and chosen.layout.offload_optimizer == "none"
+    return f"{times - 1:.0%} faster{', if the host keeps up' if is_doubted else ': the recipe says otherwise'}"

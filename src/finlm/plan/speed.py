@@ -1,25 +1,187 @@
-"""Tokens per second and days of a plan: arithmetic (compute.py), transfers between GPUs and hosts, the optimizer.
+"""Predict tokens per second and days of a plan: arithmetic of the GPU and its host, transfers, the optimizer.
 
-One optimizer step takes max(compute, overlapped transfers) + exposed transfers + the optimizer itself. V = 2 N (w-1)/w
-bytes is one collective over all N weights; it crosses the slowest of the GPU links and each host's network card once.
-With adapters N is theirs; only stage 3 gathers all weights then.
-Stage 0 moves 2 V a step, 1 and 2 reduce and gather V, stage 3 gathers twice and reduces once EVERY micro-step: 3 V over
-10 Gb/s Ethernet is why a 7B model takes years. An offloaded optimizer steps on the host's cores, where the
-recipe's OMP_NUM_THREADS counts, or passes through the GPU, where PCIe does.
+A micro-batch takes matrix products and attention against the peak and everything else against the memory's bandwidth,
+or the host's launches where those are slower. A step takes max(compute, overlapped transfers) + exposed transfers + the
+optimizer. V = 2 N (w-1)/w bytes is one collective over all N weights (with adapters N is theirs); it crosses the
+slowest of the GPU links and each host's network card once. Stage 0 moves 2 V a step, 1 and 2 reduce and gather V, stage
+3 gathers twice and reduces once EVERY micro-step: 3 V over 10 Gb/s Ethernet is why a 7B model takes years.
 
-tests/plan/test_measured.py holds it to runs on H200s. CPU ranks have no prediction.
+The constants were fitted to runs on H200s (benchmarks/gpu_plan.py); tests/plan/test_measured.py holds what is left of
+the error. Other kinds keep these proportions, scaled so that a 7B model reaches the kind's `mfu` of gpus.yaml. CPU
+ranks have no prediction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from finlm.plan import compute, memory
-from finlm.plan.gpus import Gpu
+from finlm.plan import memory
+from finlm.plan.gpus import Gpu, kinds
 from finlm.plan.memory import Layout
 from finlm.recipe.shape import ModelShape
+
+REFERENCE = "H200"
+SEVEN_B = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab=32000, tied=False)
+NARROWEST = 1024  # hidden size of the narrowest model these were fitted to; one of 768 reached 0.8 of the prediction
+PRODUCTS = 0.729  # share of the peak that large matrix products reach
+HALF_SPEED_WIDTH = 170  # hidden size at which they reach half of that
+HALF_SPEED_TOKENS = 720  # tokens of a micro-batch at which they do
+ATTENTION = 0.59  # share of the peak that causal attention reaches, forward and backward together
+DOCUMENT_ATTENTION = 0.3  # where it ends at the end of documents of about 1,000 tokens: short tiles, many of them cut
+MASKED_ATTENTION = (
+    0.25  # by a mask of numbers, which hides the half that is not computed elsewhere: one model's windows
+)
+FLOAT8 = 1.96  # float8 products over bf16 ones, casts apart
+COMPILED_BYTES = 0.9  # traffic of everything else over what its inputs and outputs amount to
+EAGER_BYTES = 4.24  # one kernel an operation, fp32 copies in the norms
+LOGIT_BYTES = 8  # read and written a logit by the loss, beside its three products
+PAIR_LOGIT_BYTES = 60  # where it is not compiled, in fp32: read in train/model/kernels.py
+DOCUMENT_TOKENS = 2000  # of the document of a token, on average: documents of 1,000 whose lengths are exponential
+NF4_MOVED = 48  # bytes a weight while 4 bits become a matrix
+ADAPTER_MOVED = {
+    True: (4, 3),
+    False: (8, 4),
+}  # times an adapter's outputs and inputs are read or written; compiled, eager
+DROPPED_MOVED = {True: 2.5, False: 5}  # times its inputs are for dropout
+BANDWIDTH = 0.75  # share of the memory's bandwidth that such kernels reach
+LAYER_LAUNCH = {True: 0.52e-3, False: 1.6e-3}  # seconds of the host a layer, forward and backward: compiled, eager
+MICRO_STEP_LAUNCH = 5.2e-3  # beside the layers: embedding, loss, engine, data
+
+
+def micro_step_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
+    """Return the seconds of one micro-batch, forward and backward, without transfers: the GPU's or the host's."""
+    return max(gpu_seconds(shape, layout, gpu), host_seconds(shape, layout))
+
+
+def gpu_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
+    """Return the seconds of the GPU's work on one micro-batch, forward and backward."""
+    return _raw_seconds(shape, layout, gpu) / _scale(gpu)
+
+
+def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
+    """Return the seconds of one micro-batch's forward pass without gradients."""
+    once = dataclasses.replace(layout, recompute="none")
+    return max(_raw_seconds(shape, once, gpu, only_forward=True) / _scale(gpu), host_seconds(shape, once) / 3)
+
+
+def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -> float:
+    """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows at a time.
+
+    Not measured on a GPU. Assumed: answers as long as they may be, after prompts that fill the rest of a row. A token
+    of a chunk takes the memory's time to read all weights, and the keys and values three times (the cache grows by a
+    copy), or the matrix products', or the host's to launch a forward pass, whichever is longest.
+    """
+    chunks = -(-rows // layout.generation_rows)
+    rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
+    width = shape.kv_width
+    weights = shape.parameters * (layout.element_bytes if layout.weight_bytes is None else NF4_MOVED)
+    cache = 2 * shape.layers * width * layout.element_bytes * rows * (prompt + layout.answer_tokens / 2)
+    reading = (weights + 3 * cache) / (BANDWIDTH * gpu.memory_bandwidth)
+    products = 2 * shape.active_parameters * rows / (PRODUCTS * gpu.peak_flops)
+    token = max(reading, products, host_seconds(shape, dataclasses.replace(layout, recompute="none")) / 3)
+    asked = dataclasses.replace(layout, micro_batch=rows, sequence_length=prompt, has_vocabulary_head=False)
+    return chunks * (layout.answer_tokens * token + forward_seconds(shape, asked, gpu))
+
+
+def host_seconds(shape: ModelShape, layout: Layout) -> float:
+    """Return the seconds the host needs to launch one micro-batch's kernels."""
+    passes = 1.3 if layout.recompute == "full" else 1.0
+    return MICRO_STEP_LAUNCH + passes * shape.layers * LAYER_LAUNCH[layout.compiled]
+
+
+@functools.cache
+def _scale(gpu: Gpu) -> float:
+    """Return the factor by which this kind is faster than the constants say: it reaches its `mfu` at 7B."""
+    reference = kinds()[REFERENCE]
+    return (gpu.mfu / _predicted_mfu(gpu)) / (reference.mfu / _predicted_mfu(reference))
+
+
+def _predicted_mfu(gpu: Gpu) -> float:
+    """Return the MFU of a compiled 7B model with large micro-batches by the constants alone."""
+    precision: Literal["bf16", "fp16"] = "bf16" if gpu.has_bf16 else "fp16"
+    layout = Layout("cuda", precision, 1, "none", "none", "none", 8, 2048, 1, compiled=True)
+    flops = SEVEN_B.flops_per_token(layout.sequence_length) * layout.tokens
+    return flops / _raw_seconds(SEVEN_B, layout, gpu) / gpu.peak_flops
+
+
+def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool = False) -> float:
+    """Return the GPU's seconds of one micro-batch by the constants alone, before _scale."""
+    tokens, hidden, ffn = layout.tokens, shape.hidden, shape.ffn
+    peak = gpu.fp32_flops if layout.precision == "fp32" else gpu.peak_flops
+    rate = PRODUCTS * peak * hidden / (hidden + HALF_SPEED_WIDTH) * tokens / (tokens + HALF_SPEED_TOKENS)
+    # Forward counts 1, backward 2 (under adapters 1: no weight's gradient), recomputation what it repeats: nobody needs
+    # the block's output again.
+    passes = 1 if only_forward else 3 if layout.trainable is None else 2
+    layer = 3 * ffn + 2 * shape.q_width + 2 * shape.kv_width
+    again = {"none": 0.0, "selective": 2 * ffn / layer, "full": 1 - ffn / layer}[layout.recompute]
+    products = 2 * shape.active_matrices * tokens * (passes + again)
+    float8 = FLOAT8 if layout.precision == "fp8" else 1.0
+    head = 2 * (passes + _head_again(layout, only_forward)) * _scored_tokens(layout) * shape.vocab * hidden
+    # 2 h S / 2 each for scores and values forward, two and a half times that backward.
+    times = 1.0 if only_forward else 3.5 + (layout.recompute == "full")
+    seconds = (shape.layers * products / float8 + head) / rate
+    seconds += 2 * shape.layers * _met_tokens(shape, layout) * shape.q_width * tokens * times / peak
+    moved = _moved_bytes(shape, layout) / (3 if only_forward else 1)
+    return seconds + moved / (BANDWIDTH * gpu.memory_bandwidth)
+
+
+def _met_tokens(shape: ModelShape, layout: Layout) -> float:
+    """Return the tokens that queries meet, a mean of all layers, over attention's share of the peak."""
+    if layout.has_documents and layout.attended > DOCUMENT_TOKENS:
+        return shape.attended(DOCUMENT_TOKENS) / DOCUMENT_ATTENTION
+    # Windows without document bounds are masks, under which a kernel goes over the whole square.
+    masks = [] if layout.has_documents else [window for window in shape.windows if window < layout.attended]
+    others = shape.attended(layout.attended) - sum(min(layout.attended, 2 * window) for window in masks) / shape.layers
+    return others / ATTENTION + 2 * layout.attended * len(masks) / shape.layers / MASKED_ATTENTION
+
+
+def _scored_tokens(layout: Layout) -> float:
+    """Return the tokens of a micro-batch that pass through the output head; of a pair the answers, half of it."""
+    if not layout.has_vocabulary_head:
+        return 0.0
+    return layout.tokens / 2 if layout.sequences > 1 else layout.tokens
+
+
+def _head_again(layout: Layout, only_forward: bool) -> int:
+    """Return how often the output head is multiplied beside the passes: pairs' logits again, a frozen gradient."""
+    if layout.sequences == 1 or only_forward:
+        return 0
+    return 1 + (layout.trainable is not None)
+
+
+def _adapters_moved(shape: ModelShape, layout: Layout) -> float:
+    """Return how many numbers, per token and layer, adapters read and write beside their matrix products."""
+    sides = shape.matrices
+    outputs, plain = ADAPTER_MOVED[layout.compiled]
+    inputs = plain + DROPPED_MOVED[layout.compiled] * layout.has_dropout
+    return sum(outputs * sides[name][1] + inputs * sides[name][0] for name in layout.adapted)
+
+
+def _moved_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Return the bytes that everything but matrix products and attention reads and writes."""
+    tokens, e = layout.tokens, layout.element_bytes
+    width, queries = shape.kv_width, shape.q_width
+    # Norms, residuals and rotations read and write 12 h forward; SwiGLU 3 f; backward twice as much.
+    forward = 8 * shape.hidden + 4 * queries + 4 * width + 3 * shape.ffn
+    forward += 2 * shape.hidden * (shape.norms - 2) + 2 * shape.inner_normed
+    forward += 6 * shape.heads * layout.attended * shape.keeps_scores
+    again = {"none": 0.0, "selective": 3 * shape.ffn / forward, "full": 1.0}[layout.recompute]
+    factor = COMPILED_BYTES if layout.compiled else EAGER_BYTES
+    moved = shape.layers * tokens * e * forward * (3 + again) * factor
+    moved += shape.layers * tokens * e * _adapters_moved(shape, layout)
+    if layout.weight_bytes is not None:  # forward, backward, recomputation: 4 bits to a matrix
+        moved += shape.layers * NF4_MOVED * shape.layer_parameters * (2 + (layout.recompute != "none"))
+    if layout.precision == "fp8":
+        # Amax and cast of inputs, weights and gradients: read twice, written once in one byte.
+        per_token = 3 * (3 * shape.hidden + 2 * queries + 2 * width + 3 * shape.ffn)
+        moved += shape.layers * 5 * (per_token * tokens + 2 * shape.layer_parameters)
+    a_logit = LOGIT_BYTES if layout.sequences == 1 else PAIR_LOGIT_BYTES
+    return moved + a_logit / 2 * e * shape.vocab * _scored_tokens(layout)
+
 
 NETWORK_EFFICIENCY = 0.8  # share of line rate NCCL reaches over TCP or RDMA; assumed
 LINK_EFFICIENCY = 0.75  # share of a GPU link's rate that collectives reach
@@ -28,19 +190,21 @@ ZERO3_ARITHMETIC = {True: 0.074, False: 0.17}  # of the arithmetic, added by ZeR
 ZERO3_LAYER = 0.6e-3  # and seconds of hooks a layer and micro-step
 STEP_BYTES_PER_PARAMETER = 43  # fused AdamW 28 + flatten, upcast, clip, copy; the norm reads 2
 STEP_BANDWIDTH_SHARE = 0.5  # 275 GB take 0.115 s on one H200
+ONE_PASS_BYTES, ONE_PASS_SHARE = 38, 0.78  # the same in one compiled pass (train/zero/engine.py)
 STEP_LAUNCH = 5.7e-3  # seconds of the host a step: clipping, groups, the loss read back, the record
-THREADS = 16  # of a rank whose optimizer is offloaded (ops/launch_env.py)
+THREADS = 16  # of a rank whose optimizer is offloaded (launch/adapters.py)
 ADAM_PER_THREAD = 0.25e9  # parameters a second of Adam on a server's core; 0.62e9 on one of Zen 5
-ADAM_PER_RANK = 3.3e9  # where memory binds, beside H200s
+ADAM_PER_RANK = 2.8e9  # where memory binds, beside H100s and H200s: 2.3e9 to 3.4e9 on five hosts
 ADAM_PER_HOST = 6.5e9
 ZERO3_PASSES = 1.65  # ZeRO-3's unscaling, overflow check and flat copies, in times of Adam itself
+STREAMED = 0.92  # share of PCIe's rate that the streamed optimizer reaches: 0.81 to 1 on five hosts
 NEW_HOST_PCIE = 50e9  # a host is taken to be as old as its GPUs' PCIe; older ones are as much slower
 NVME_BYTES_PER_SECOND = 5e9  # a host's read + write average; assumed
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The GPU kind, the ranks of a host and their micro-batch; identical hosts need to be named once."""
+    """A host's GPU kind, its number of ranks and their micro-batch; identical hosts need to be named once."""
 
     gpu: Gpu
     slots: int
@@ -55,16 +219,13 @@ class StepTime:
     overlapped: float
     exposed: float
     optimizer: float
+    generation: float = 0.0  # of answers, a step's share where several learn from them
+    scoring: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
-        return max(self.compute, self.overlapped) + self.exposed + self.optimizer
-
-
-def compute_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
-    """Seconds of forward and backward of one micro-batch, without transfers."""
-    return compute.micro_step_seconds(shape, layout, gpu)
+        """Seconds of the whole step."""
+        return max(self.compute, self.overlapped) + self.exposed + self.optimizer + self.generation + self.scoring
 
 
 def step_time(
@@ -78,16 +239,16 @@ def step_time(
     quantized_gradients: bool = False,
     threads: int = THREADS,
 ) -> StepTime:
-    """Seconds of one optimizer step on `hosts` hosts of these kinds; the slowest GPU, link and host bind.
+    """Return the seconds of one optimizer step on `hosts` hosts of these kinds; the slowest GPU, link and host bind.
 
     Micro-batches are the kinds' own; the layout's does not count. threads: OMP_NUM_THREADS of a rank.
     """
     arithmetic = accumulation * max(
-        compute_seconds(shape, dataclasses.replace(layout, micro_batch=kind.micro_batch), kind.gpu) for kind in kinds
+        micro_step_seconds(shape, dataclasses.replace(layout, micro_batch=kind.micro_batch), kind.gpu) for kind in kinds
     )
     link = LINK_EFFICIENCY * min(kind.gpu.link_bytes_per_second for kind in kinds)
     bandwidth = min(link, network_gbit * 1e9 / 8 * NETWORK_EFFICIENCY) if hosts > 1 else link
-    trained = memory.trained(shape, layout)
+    trained = memory.trained_parameters(shape, layout)
     sent = layout.element_bytes * (layout.world_size - 1) / layout.world_size  # bytes a parameter
     reduce = sent * trained / bandwidth
     gather = second_gather = sent * (shape.parameters if layout.zero_stage == 3 else trained) / bandwidth
@@ -110,25 +271,45 @@ def step_time(
         times = accumulation if layout.zero_stage == 2 else 1
         exposed += times * layout.element_bytes * trained / REDUCE_BYTES_PER_SECOND
     pcie, optimizer = _offload_seconds(shape, layout, kinds, accumulation, threads)
-    return StepTime(arithmetic, max(overlapped, pcie), exposed, optimizer + STEP_LAUNCH)
+    answers = _answer_seconds(shape, layout, kinds, accumulation, gather)
+    return StepTime(arithmetic, max(overlapped, pcie), exposed, optimizer + STEP_LAUNCH, *answers)
+
+
+def _answer_seconds(
+    shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, gather: float
+) -> tuple[float, float]:
+    """Return (seconds of generating answers, of scoring them), a step's share; gather: of all ZeRO-3 weights."""
+    if not layout.generation_rows:
+        return 0.0, 0.0
+    whole = 0.0
+    if layout.zero_stage == 3:
+        slowest = min(kind.gpu.pcie_bytes_per_second for kind in kinds)
+        is_away = layout.offload_param != "none"
+        whole = gather + is_away * layout.element_bytes * shape.parameters / layout.world_size / slowest
+    generation = max(generation_seconds(shape, layout, kind.gpu, accumulation * kind.micro_batch) for kind in kinds)
+    forward = max(
+        forward_seconds(shape, dataclasses.replace(layout, micro_batch=kind.micro_batch), kind.gpu) for kind in kinds
+    )
+    return (whole + generation) / layout.updates, layout.scorings * accumulation * forward / layout.updates
 
 
 def _offload_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, threads: int
 ) -> tuple[float, float]:
-    """(seconds on PCIe that overlap with compute, seconds of the optimizer step)."""
+    """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step)."""
     ranks = layout.world_size if layout.zero_stage > 0 else 1
-    own = memory.trained(shape, layout) / ranks
+    own = memory.trained_parameters(shape, layout) / ranks
     pcie = min(kind.gpu.pcie_bytes_per_second for kind in kinds)
     moved = 0.0
     if layout.offload_param != "none":  # weights twice, gradients once
         moved = accumulation * layout.element_bytes * (2 * shape.parameters / ranks + own)
     if layout.offload_optimizer == "none":
-        bandwidth = STEP_BANDWIDTH_SHARE * min(kind.gpu.memory_bandwidth for kind in kinds)
-        return moved / pcie, STEP_BYTES_PER_PARAMETER * own / bandwidth
+        is_one_pass = layout.compiled and layout.zero_stage in (1, 2)
+        each, of = (ONE_PASS_BYTES, ONE_PASS_SHARE) if is_one_pass else (STEP_BYTES_PER_PARAMETER, STEP_BANDWIDTH_SHARE)
+        return moved / pcie, each * own / (of * min(kind.gpu.memory_bandwidth for kind in kinds))
     if layout.offload_optimizer == "stream":  # master and moments, 12 bytes down while 12 go up
-        memory_binds = max(own * kind.slots / (_age(kind) * ADAM_PER_HOST) for kind in kinds)
-        return moved / pcie, max(12 * own / pcie, memory_binds)
+        memory_binds = max(own * kind.slots / (_host_speed(kind) * ADAM_PER_HOST) for kind in kinds)
+        return moved / pcie, max(12 * own / (STREAMED * pcie), memory_binds)
     moved += 2 * layout.element_bytes * own
     # New weights come back in fp32, before anything else can go on; weights that live on the host stay there.
     back = 4 * own / pcie if layout.offload_param == "none" else 0.0
@@ -140,11 +321,13 @@ def _offload_seconds(
 
 
 def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
-    """Seconds of Adam on a host's cores: `parameters` of each of its ranks, which share its memory."""
-    rate = min(ADAM_PER_THREAD * threads, _age(kind) * ADAM_PER_RANK, _age(kind) * ADAM_PER_HOST / kind.slots)
+    """Return the seconds of Adam on a host's cores: `parameters` of each rank, which share its memory."""
+    rate = min(
+        ADAM_PER_THREAD * threads, _host_speed(kind) * ADAM_PER_RANK, _host_speed(kind) * ADAM_PER_HOST / kind.slots
+    )
     return (ZERO3_PASSES if stage == 3 else 1.0) * parameters / rate
 
 
-def _age(kind: Rank) -> float:
-    """Memory bandwidth of a host over that of one beside H200s."""
+def _host_speed(kind: Rank) -> float:
+    """Return a host's memory bandwidth over that of one beside H200s, at most 1, judged by its GPUs' PCIe."""
     return min(1.0, kind.gpu.pcie_bytes_per_second / NEW_HOST_PCIE)

@@ -1,8 +1,9 @@
-"""Hosts and slots: from a DeepSpeed hostfile, from a recipe's `hardware:`, or from this machine.
+"""Read hosts and slots from a DeepSpeed hostfile, from a recipe's `hardware:`, or from this machine.
 
-The hostfile keeps DeepSpeed's own format (`name slots=N`, # comments), and so do include and exclude
-(`a@b:0,2`). What kind of GPU a host has comes from the recipe's `hardware:` entry of the same name or from --gpu; how
-it is reached comes from the recipe's `hosts:`; this machine is asked through nvidia-smi, never torch.
+The hostfile keeps DeepSpeed's own format (`name slots=N`, # comments), and so do include and exclude (`a@b:0,2`). A
+line may end in `spare`: such a host takes the place of a lost one (DeepSpeed reads it as any other). What kind of GPU a
+host has comes from the recipe's `hardware:` entry of the same name or from --gpu; how it is reached comes from the
+recipe's `hosts:`; this machine is asked through nvidia-smi, never torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finlm.base import memory, nvidia
+from finlm.base import machine
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
@@ -27,6 +28,7 @@ class Host:
     """One host: `slots` ranks; gpu None means CPU ranks; memory_bytes None means unknown.
 
     devices are the GPU numbers to use when not the first `slots`; access is what the recipe's `hosts:` says.
+    device_bytes: what a GPU, or a rank on CPU, may take where that is less than there is.
     """
 
     name: str
@@ -35,10 +37,11 @@ class Host:
     memory_bytes: int | None = None
     devices: tuple[int, ...] = ()
     access: HostAccess = dataclasses.field(default_factory=HostAccess)
+    device_bytes: int | None = None
 
     @property
     def destination(self) -> str:
-        """[user@]name[:port], as ops.ssh takes it."""
+        """The host as [user@]name[:port], as hosts/ssh.py takes it."""
         user = f"{self.access.user}@" if self.access.user else ""
         port = f":{self.access.port}" if self.access.port else ""
         return f"{user}{self.name}{port}"
@@ -46,24 +49,47 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hosts of a run, in hostfile order; the first is the master."""
+    """The hosts of a run, in hostfile order; the first is the master.
+
+    spares: hosts that may take the place of a lost one. away: lost hosts that are taken in again once they answer.
+    """
 
     hosts: tuple[Host, ...]
     network_gbit: float = 10.0
+    spares: tuple[Host, ...] = ()
+    away: tuple[Host, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Ranks over all hosts."""
         return sum(host.slots for host in self.hosts)
 
+    def replace(self, lost: str, spare: Host) -> Cluster:
+        """Return the cluster with a spare in the place of a lost host, which is away now."""
+        hosts = tuple(spare if host.name == lost else host for host in self.hosts)
+        spares = tuple(host for host in self.spares if host.name != spare.name)
+        return dataclasses.replace(self, hosts=hosts, spares=spares)
+
+    def without(self, lost: str, *, for_good: bool) -> Cluster:
+        """Return the cluster without a host; unless it is for good, the host is away and may come back."""
+        left = tuple(host for host in self.hosts if host.name != lost)
+        gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
+        return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
+
+    def with_back(self, names: Iterable[str]) -> Cluster:
+        """Return the cluster with hosts that were away, behind those that trained meanwhile."""
+        back = tuple(host for host in self.away if host.name in set(names))
+        left = tuple(host for host in self.away if host not in back)
+        return dataclasses.replace(self, hosts=(*self.hosts, *back), away=left)
+
     @property
     def is_cpu(self) -> bool:
-        """True when the ranks run on CPU."""
+        """Whether the ranks run on CPU."""
         return all(host.gpu is None for host in self.hosts)
 
     @property
     def unequal_slots(self) -> str:
-        """What follows from hosts with different numbers of ranks, in a sentence; empty when they are equal."""
+        """A sentence about what follows from hosts with different numbers of ranks; empty when they are equal."""
         if len({host.slots for host in self.hosts}) == 1:
             return ""
         counts = ", ".join(f"{host.name} {host.slots}" for host in self.hosts)
@@ -74,11 +100,12 @@ class Cluster:
 
 
 def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
-    """The cluster a recipe was written for, or the same hosts with another kind of GPU."""
+    """Return the cluster that a recipe was written for, or the same hosts with another kind of GPU."""
     return Cluster(tuple(_hosts(hardware, gpu)), hardware.network_gbit)
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
+    """Yield the hosts of a recipe's hardware; an entry with a count gives name-1, name-2, ..."""
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
@@ -93,12 +120,13 @@ def load(
     include: str = "",
     exclude: str = "",
 ) -> Cluster:
-    """Read a hostfile; GPU kinds from `gpu`, else from hardware's host of the same name, else CPU ranks.
+    """Read a hostfile; GPU kinds are `gpu`, else those of hardware's host of the same name, else CPU ranks.
 
-    `include` and `exclude` are DeepSpeed's filters. Raises UserError that lists every bad line as file:line.
+    `include` and `exclude` are DeepSpeed's filters; `spare` hosts become the spares. Raises UserError that lists every
+    bad line as file:line, for an unknown host of `access`, and where only spares are left.
     """
     path = Path(hostfile)
-    slots = _read(path)
+    slots, spare = _read(path)
     unknown = [name for name in access or {} if name not in slots]
     if unknown:
         close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(unknown[0], slots, n=1))
@@ -109,19 +137,23 @@ def load(
         )
     known = {host.name: host for host in _hosts(hardware)} if hardware else {}
     hosts = []
-    for name, devices in _filtered(slots, include, exclude).items():
+    for name, devices in _filter_slots(slots, include, exclude).items():
         like = known.get(name)
         kind = gpu or (like.gpu if like else None)
         chosen = () if devices == tuple(range(slots[name])) else devices
         how = (access or {}).get(name, HostAccess())
         hosts.append(Host(name, len(devices), kind, like.memory_bytes if like else None, chosen, how))
-    return Cluster(tuple(hosts), hardware.network_gbit if hardware else 10.0)
+    training = tuple(host for host in hosts if host.name not in spare)
+    if not training:
+        raise UserError(f"all hosts of {path} that are left are spares", fix="leave `spare` out of one of its lines")
+    spares = tuple(host for host in hosts if host.name in spare)
+    return Cluster(training, hardware.network_gbit if hardware else 10.0, spares)
 
 
-def described(hosts: Cluster, hardware: Hardware) -> Cluster:
-    """The same hosts. Raises UserError when hardware, which has GPUs, does not know what one of them has.
+def add_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
+    """Return the hosts unchanged. Raises UserError when hardware has GPUs but not for one of these hosts.
 
-    For who plans without asking the hosts: they would be CPU ranks.
+    For callers that plan without asking the hosts: those would be CPU ranks.
     """
     known = {host.name: host.gpu for host in _hosts(hardware)}
     unknown = [host.name for host in hosts.hosts if host.gpu is None and host.name not in known]
@@ -136,27 +168,30 @@ def described(hosts: Cluster, hardware: Hardware) -> Cluster:
 
 
 def entries(path: Path) -> list[tuple[int, str]]:
-    """(line number, text) of what a hostfile says besides comments. Raises UserError when it cannot be read.
+    """Return (line number, text) of a hostfile's lines without comments. Raises UserError when it cannot be read.
 
     Names are ASCII, so that comments may be of any encoding; Windows editors begin a file with a byte-order mark.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(f"cannot read the hostfile {path}", evidence=str(error)) from None
+        raise UserError(
+            f"cannot read the hostfile {path}", evidence=str(error), fix="write one line a host: `name slots=N`"
+        ) from None
     said = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1))
     return [(number, text) for number, text in said if text]
 
 
-def _read(path: Path) -> dict[str, int]:
-    """Slots of every host of the file, in its order."""
+def _read(path: Path) -> tuple[dict[str, int], set[str]]:
+    """Return (slots by host in the file's order, names of the spares). Raises UserError that lists every bad line."""
     slots: dict[str, int] = {}
+    spares = set[str]()
     first: dict[str, int] = {}
     mistakes = []
     for number, line in entries(path):
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)(?:\s+max_slots=\d+)?(\s+spare)?", line)
         if match is None:
-            mistakes.append(f"{path}:{number}: expected `name slots=N`, got {line!r}")
+            mistakes.append(f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}")
         elif _NAME.fullmatch(match[1]) is None:
             mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name (user and port: the recipe's hosts:)")
         elif match[1] in slots:
@@ -165,15 +200,19 @@ def _read(path: Path) -> dict[str, int]:
             mistakes.append(f"{path}:{number}: {match[1]} has 0 slots; remove the line or give it 1 or more")
         else:
             slots[match[1]], first[match[1]] = int(match[2]), number
+            spares.update([match[1]] if match[3] else [])
     if mistakes:
         raise UserError(f"{len(mistakes)} mistake(s) in the hostfile {path}", evidence="\n".join(mistakes))
     if not slots:
         raise UserError(f"the hostfile {path} names no host", fix="write one line a host: `name slots=N`")
-    return slots
+    return slots, spares
 
 
-def _filtered(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
-    """Device numbers of every host that is left by DeepSpeed's filters, in hostfile order."""
+def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
+    """Return {host: device numbers} left by DeepSpeed's filters, in hostfile order.
+
+    Raises UserError for both filters at once, an unknown host or slot, and no host left.
+    """
     if include and exclude:
         raise UserError("--include and --exclude exclude each other", fix="give one of them")
     every = {name: tuple(range(count)) for name, count in slots.items()}
@@ -192,52 +231,57 @@ def _filtered(slots: Mapping[str, int], include: str, exclude: str) -> dict[str,
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """`a@b:0,2` -> {a: all of its slots, b: (0, 2)}."""
-    found = {}
+    """Parse a filter: `a@b:0,2` -> {a: all of its slots, b: (0, 2)}. Raises UserError for unknown hosts or slots."""
+    devices = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
         if name not in every:
             raise UserError(f"{part!r}: the hostfile has no host {name!r}", evidence=f"it names {', '.join(every)}")
         if colon and re.fullmatch(r"\d+(,\d+)*", numbers) is None:
             raise UserError(f"{part!r} is not a filter", fix="DeepSpeed's form is host@host:0,2")
-        found[name] = tuple(map(int, numbers.split(","))) if colon else every[name]
-        if not set(found[name]) <= set(every[name]):
+        devices[name] = tuple(map(int, numbers.split(","))) if colon else every[name]
+        if not set(devices[name]) <= set(every[name]):
             raise UserError(f"{part!r}: {name} has slots 0 to {len(every[name]) - 1} in the hostfile")
-    return found
+    return devices
 
 
 def is_local(name: str) -> bool:
-    """Whether a hostfile's name is this machine's own; addresses are not looked up."""
+    """Return whether a hostfile's name is this machine's; addresses are not looked up."""
     return name in ("localhost", "127.0.0.1", os.uname().nodename)
 
 
 def default_hostfile() -> Path | None:
-    """hostfile.txt of the current directory, when any of its lines is more than a comment."""
+    """Return hostfile.txt of the current directory when it names a host, else None."""
     path = Path("hostfile.txt")
     return path if path.is_file() and entries(path) else None
 
 
-def local(cpu_ranks: int) -> Cluster:
-    """This machine: all visible GPUs, else cpu_ranks CPU ranks."""
-    found = visible_gpus()
-    ram = memory.total_bytes()
-    if not found:
+def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
+    """Return this machine as a cluster: its visible GPUs, or cpu_ranks CPU ranks without any.
+
+    With GPUs, the RAM that hardware gives for localhost replaces the measured one.
+    """
+    gpus = visible_gpus()
+    ram = machine.total_bytes()
+    if not gpus:
         return Cluster((Host("localhost", cpu_ranks, None, ram),))
+    stated = (host.memory for host in (hardware.hosts if hardware else ()) if host.gpu and is_local(host.name))
+    ram = next(filter(None, stated), ram)
     # The launcher counts the GPUs of the machine, so a choice by CUDA_VISIBLE_DEVICES must be told to it.
-    devices = () if list(found) == list(range(len(found))) else tuple(found)
-    return Cluster((Host("localhost", len(found), next(iter(found.values())), ram, devices),))
+    devices = () if list(gpus) == list(range(len(gpus))) else tuple(gpus)
+    return Cluster((Host("localhost", len(gpus), next(iter(gpus.values())), ram, devices),))
 
 
 def visible_gpus() -> dict[int, str]:
-    """{number: name} of the GPUs that nvidia-smi lists, chosen by CUDA_VISIBLE_DEVICES; empty without a driver."""
-    rows = nvidia.gpus("name", "uuid")
+    """Return {number: name} of nvidia-smi's GPUs, filtered by CUDA_VISIBLE_DEVICES; empty without a driver."""
+    rows = machine.gpus("name", "uuid")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = range(len(rows)) if chosen is None else _chosen([row["uuid"] for row in rows], chosen)
+    numbers = range(len(rows)) if chosen is None else _visible_devices([row["uuid"] for row in rows], chosen)
     return {number: rows[number]["name"] for number in numbers}
 
 
-def _chosen(uuids: list[str], visible: str) -> Iterable[int]:
-    """CUDA's rule: numbers or beginnings of UUIDs in order, the first invalid one ends the list."""
+def _visible_devices(uuids: list[str], visible: str) -> Iterable[int]:
+    """Yield GPU numbers by CUDA's rule: numbers or beginnings of UUIDs in order; the first invalid one ends it."""
     for item in filter(None, (part.strip() for part in visible.split(","))):
         if item.isdigit() and int(item) < len(uuids):
             yield int(item)

@@ -1,32 +1,35 @@
-"""What a recipe takes from the model it starts from: shape and tokenizer, so that none repeats its parent's numbers.
+"""Take from the model a recipe starts from its shape and tokenizer, so that no recipe repeats its parent's numbers.
 
 model.init_from names a directory, a model of the Hugging Face Hub (then model.revision says which commit) or another
-recipe, which stands for that recipe's newest finished run. Only missing keys are filled in; a key that is written and
-differs is a mistake. Stages after pretraining only: a pretraining recipe says what it trains, and is held to the
-start's RoPE base and epsilon, which no tensor's shape would betray.
+recipe, whose own values are taken and which stands for its newest finished run (runs/lineage.py finds it); recipes
+that come with finlm are found from every directory. Only missing keys are filled in; a key that is written and differs
+is a mistake. Stages after pretraining only: a pretraining recipe says what it trains, and is held to the start's RoPE
+base and epsilon, which no tensor's shape would betray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files
+import finlm
+from finlm.base import checkpoints, files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.recipe import hub_errors, shipped
+from finlm.recipe import shape
+from finlm.recipe.models import traits
+from finlm.recipe.rules import SAME_MODEL
+from finlm.recipe.schema import Recipe
 
 SHAPE = (
-    "hidden_size",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn_size",
-    "vocab_size",
-    "tie_embeddings",
-    "rope_theta",
-    "norm_eps",
+    *("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size"),
+    *("tie_embeddings", "rope_theta", "norm_eps"),
 )
 _NAMES = {  # of config.json
     "hidden_size": "hidden_size",
@@ -36,39 +39,87 @@ _NAMES = {  # of config.json
     "ffn_size": "intermediate_size",
     "vocab_size": "vocab_size",
     "tie_embeddings": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
 }
-# Mistral's layers are Llama's, but for attention to the last sliding_window tokens only: the same for shorter rows.
-LLAMA_SHAPED = ("llama", "mistral")
 PREFERENCE = ("dpo", "reward", "grpo")  # stages with a section of their own name
+_HELD = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "tie_embeddings")  # by a start that is trained on
 _NEEDED = ("hidden_size", "layers", "heads", "ffn_size")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
-Parent = dict[str, dict[str, Any]]  # sections of a recipe, model and tokenizer; limits: what recipes have no key for
+Keys = MutableMapping[str, Any]  # of a section of a recipe, as they are written
 Load = Callable[[str], Any]  # recipe.recipe.load, which calls this module
 
 
+@dataclass(frozen=True)
+class Parent:
+    """The keys that a recipe may take from its start, as a recipe writes them."""
+
+    model: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+    is_judge: bool
+
+    @property
+    def config(self) -> traits.Config | None:
+        """The start's config.json; None for a Llama's."""
+        config: traits.Config | None = self.model.get("config")
+        return config
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a run starts from: a step of a run's export, or another model by its name, never by its place.
+
+    settings: what decided the weights of that run; None where it is not known.
+    """
+
+    run: str | None = None
+    recipe: str | None = None
+    step: int = 0
+    model: str = ""
+    revision: str | None = None
+    settings: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Start:
+        """Return the start that a manifest records; unknown keys are ignored."""
+        return Start(**{key: value[key] for key in Start.__dataclass_fields__ if key in value})
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return what a run's manifest records."""
+        if self.run is None:
+            return {"model": self.model, "revision": self.revision}
+        origin = {"run": self.run, "recipe": self.recipe, "step": self.step}
+        return origin if self.settings is None else origin | {"settings": self.settings}
+
+    def __str__(self) -> str:
+        """Return in words which run and step, or which model."""
+        if self.run is not None:
+            return f"step {self.step:,} of {self.run} (recipe {self.recipe})"
+        return f"{self.model} at {self.revision}" if self.revision else self.model
+
+
 def is_recipe(init_from: str | None) -> bool:
-    """Whether model.init_from names a recipe."""
+    """Return whether model.init_from names a recipe."""
     return init_from is not None and init_from.endswith((".yaml", ".yml"))
 
 
 def is_directory(init_from: str) -> bool:
-    """Whether model.init_from names a directory, which need not exist, and no model of the Hub (owner/name)."""
+    """Return whether model.init_from names a directory, which need not exist, and no model of the Hub."""
     path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))
 
 
-def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Fill in what a recipe's values leave to its parent: ([(key, mistake)], {key filled in: where it came from}).
+def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Fill in a recipe's values from its parent, in place; return ([(key, mistake)], {key filled in: origin}).
 
-    Raises UserError for a parent that is needed and cannot be read.
+    of_run: the recipe in a run's directory, where everything is filled in, and which a report reads when its start is
+    gone or would be refused today. Raises UserError for a parent that is needed and cannot be read.
     """
     model = values.get("model")
     if not isinstance(model, dict):
         return [], {}
     if values.get("stage", "pretrain") == "pretrain":
-        return list(_silent(model, load)), {}
+        return ([], {}) if of_run else _check_pretraining(model, load)
     values.setdefault("chat", {})
     if values["stage"] == "sft":
         sft, data = values.setdefault("sft", {}), values.get("data")
@@ -80,95 +131,245 @@ def inherit(values: dict[str, Any], load: Load) -> tuple[list[tuple[str, str]], 
     if not isinstance(init_from, str):
         return [("model.init_from", f"stage {values['stage']} starts from a trained model: name it")], {}
     is_complete = "tokenizer" in values and all(key in model for key in _NEEDED)
+    if of_run and is_complete:
+        return [], {}
     parent = _parent(init_from, model.get("revision"), load, is_needed=not is_complete)
     if parent is None:
         return [], {}
     mistakes = list(_writes_nothing(values["stage"], init_from, parent))
     mistakes += [
-        (f"model.{key}", f"{model[key]}, but {init_from} has {parent['model'][key]}: leave it out")
+        (f"model.{key}", f"{model[key]}, but {init_from} has {parent.model[key]}: leave it out")
         for key in SHAPE
-        if model.get(key, "auto") not in ("auto", None) and key in parent["model"]
-        if parent["model"][key] not in ("auto", None, model[key])
+        if model.get(key, "auto") not in ("auto", None) and key in parent.model
+        if parent.model[key] not in ("auto", None, model[key])
     ]
-    mistakes += _too_long(values, init_from, parent["limits"].get("sliding_window"))
-    filled = {f"model.{key}": init_from for key in parent["model"] if key not in model}
-    values["model"] = parent["model"] | model
+    mistakes += _other_config(model, init_from, parent)
+    filled = {f"model.{key}": init_from for key in parent.model if key not in model}
+    values["model"] = {**parent.model, **model, "config": parent.config}
     if "tokenizer" not in values:
-        values["tokenizer"] = parent["tokenizer"]
-        filled |= {f"tokenizer.{key}": init_from for key in parent["tokenizer"]}
+        values["tokenizer"] = dict(parent.tokenizer)
+        filled |= {f"tokenizer.{key}": init_from for key in parent.tokenizer}
     return mistakes, filled
 
 
-def _silent(model: dict[str, Any], load: Load) -> Iterator[tuple[str, str]]:
-    """Mistakes of a pretraining recipe that would load without a word and be another model."""
-    init_from = model.get("init_from")
-    parent = _parent(init_from, None, load, is_needed=False) if isinstance(init_from, str) else None
+def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Return ([(key, mistake)] of a pretraining recipe's model, {key filled in: origin}); sets model["config"].
+
+    Where the start's config.json is not here, nothing is checked and set.
+    """
+    init_from, revision = model.get("init_from"), model.get("revision")
+    parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
     if parent is None:
-        return
-    yield from _writes_nothing("pretrain", str(init_from), parent)
-    theirs, wanted = parent["model"].get("rope_theta"), model.get("rope_theta", 10000.0)
+        return [], {}
+    mistakes = [*_other_config(model, str(init_from), parent), *_another_model(model, str(init_from), parent)]
+    filled = {} if "config" in model else {"model.config": str(init_from)}
+    model["config"] = parent.config
+    return mistakes, filled
+
+
+def _another_model(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """Yield (key, mistake) where a pretraining recipe differs from its start in shape, RoPE or epsilon."""
+    yield from _writes_nothing("pretrain", init_from, parent)
+    if model.get("former_rope_theta") and len(traits.ropes(parent.config or {})) > 1:
+        yield "model.former_rope_theta", f"{init_from} has a RoPE for each kind of layer, of which none can be changed"
+    for key in _HELD:  # the vocabulary may grow
+        theirs, ours = parent.model.get(key), model.get(key)
+        if theirs is not None and ours is not None and theirs != ours:
+            yield f"model.{key}", f"{ours}, but {init_from} has {theirs}: write {theirs}"
+    theirs, wanted = parent.model.get("rope_theta"), model.get("rope_theta", 10000.0)
     if theirs is not None and theirs != (model.get("former_rope_theta") or wanted):
         longer = f"write {theirs}, or for longer rows also model.former_rope_theta: {theirs}"
         yield "model.rope_theta", f"{wanted}, but {init_from} has {theirs}: {longer}"
-    theirs, wanted = parent["model"].get("norm_eps"), model.get("norm_eps", 1e-5)
+    theirs, wanted = parent.model.get("norm_eps"), model.get("norm_eps", 1e-5)
     if theirs is not None and theirs != wanted:
         yield "model.norm_eps", f"{wanted}, but {init_from} has {theirs}: write that"
 
 
 def _writes_nothing(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """The mistake of a language model whose head, which a reward model lacks, would be drawn at random."""
-    if stage != "reward" and parent["limits"]["is_judge"]:
+    """Yield the mistake of a language model that starts from a reward model: its head would be drawn at random."""
+    if stage != "reward" and parent.is_judge:
         yield "model.init_from", f"{init_from} is a reward model; stage {stage} starts from one that writes"
 
 
-def _too_long(values: dict[str, Any], init_from: str, window: int | None) -> list[tuple[str, str]]:
-    """The mistake of rows in which a Mistral would not attend to every token before."""
-    rows = values["batch"].get("sequence_length") if isinstance(values.get("batch"), dict) else None
-    if window is None or not isinstance(rows, int):
-        return []
-    longest = rows // 2 if values["stage"] in ("dpo", "reward") else rows  # a pair shares a row
-    if longest <= window:
-        return []
-    return [("batch.sequence_length", f"{rows}, but {init_from} attends to the last {window} tokens only")]
+def _other_config(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """Yield mistakes of a recipe's model.config, which may repeat the start's config.json and not change it."""
+    written, theirs = model.get("config"), parent.config or {"model_type": "llama"}
+    for key, value in written.items() if isinstance(written, dict) else ():
+        if value != theirs.get(key):
+            yield f"model.config.{key}", f"{value}, but {init_from} has {theirs.get(key)}: leave it out"
 
 
-def find(recipe: Any, runs: Path) -> Path | None:
-    """export/ of the newest finished run of a recipe below runs: same name and stage, model and tokenizer."""
-    from finlm.recipe.recipe import load  # which imports this module
-
-    for directory in sorted(runs.glob(f"{recipe.name}-*"), reverse=True):
-        run = RunDir(directory)
-        if not (run.recipe.exists() and (run.export / "config.json").exists()):
-            continue
-        try:
-            former = load(run.recipe).recipe
-        except UserError:  # written by a version with other keys
-            continue
-        same = all(
-            getattr(former, part) == getattr(recipe, part) for part in ("name", "stage", "tokenizer")
-        ) and _shape(former) == _shape(recipe)
-        if same and any(event["status"] == "finished" for event in run.read_events("end")):
-            return Path(run.export)
-    return None
+def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what decides the weights that a recipe trains. start: these settings of the start, if known."""
+    values = recipe.model_dump(mode="json")
+    for key in SAME_MODEL:
+        section, _, name = key.partition(".")
+        (values[section] or {} if name else values).pop(name or section, None)
+    if recipe.stage != "pretrain":  # shape and tokenizer are the start's, by whatever name it is given
+        values["model"] = {key: values["model"][key] for key in ("init_from", "revision")}
+        del values["tokenizer"]
+    elif recipe.model.init_from is not None:  # it has its own, which may not have been in reach
+        del values["model"]["config"]
+    if start is not None:
+        values["model"]["init_from"] = start
+    return {"name": recipe.name} | values
 
 
-def _shape(recipe: Any) -> dict[str, Any]:
-    return {key: value for key, value in recipe.model.model_dump().items() if key not in ("init_from", "revision")}
+def start_of(recipe: Recipe) -> Start | None:
+    """Return the model that a recipe starts from; None for a start from scratch."""
+    from finlm.recipe.recipe import load
+
+    init_from = recipe.model.init_from
+    if init_from is None:
+        return None
+    directory = Path(init_from).resolve()
+    run, made = RunDir(directory.parent), read_origin(directory)
+    if run.export != directory or not (run.recipe.exists() and run.plan.exists()):
+        name = directory.name if is_directory(init_from) else init_from
+        return made or Start(model=name, revision=recipe.model.revision)
+    plan = files.read_json(run.plan)
+    start = made or Start(run.path.name, plan.get("recipe"), plan["steps"])
+    try:
+        former = load(run.recipe).recipe
+    except UserError:  # written by a version with other keys
+        return start
+    earlier = start_recorded(run, former)
+    return dataclasses.replace(start, settings=settings_of(former, earlier.settings if earlier else None))
+
+
+def read_origin(directory: Path) -> Start | None:
+    """Return run, recipe and step of an export by the finlm.json in it; None without one."""
+    path = directory / checkpoints.MODEL_MANIFEST
+    said = files.read_json(path) if path.is_file() else {}
+    return Start(said["run"], said["recipe"], said["step"]) if "run" in said else None
+
+
+def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
+    """Return a run's start: by the directory it started from, or by its manifest where that is gone."""
+    start = start_of(recipe)
+    if start is None or start.settings is not None or not run.manifest.exists():
+        return start
+    manifest = files.read_json(run.manifest)
+    recorded = manifest.get("start", start.to_json())
+    return None if recorded is None else Start.from_json(recorded)
+
+
+def export_of(key: str, named: str) -> str:
+    """Return the model directory that a key names: a run's export, else `named`.
+
+    Raises UserError for a run without an export and for a checkpoint.
+    """
+    path = Path(named)
+    is_run, is_checkpoint = (path / "plan.json").is_file(), path.parent.name == "checkpoints" and path.is_dir()
+    if is_run and (path / "export" / "config.json").is_file():
+        return str(path / "export")
+    if is_run or is_checkpoint:
+        raise UserError(
+            f"{key}: {named} is a {'run without an export' if is_run else 'checkpoint, not a model directory'}",
+            fix=f"finlm export {named} DIRECTORY, then {key}: DIRECTORY",
+        )
+    return named
 
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
+    """Return what a recipe or model gives its child; None where it is not here and is_needed is False."""
     if is_recipe(init_from):
-        if not is_needed and not shipped.find(Path(init_from)).exists():
+        if not is_needed and not find_shipped(Path(init_from)).exists():
             return None
         recipe = load(init_from).recipe
-        model = recipe.model.model_dump(include={*SHAPE, "init_std"})
-        limits = {"is_judge": recipe.stage == "reward"}
-        return {"model": model, "tokenizer": recipe.tokenizer.model_dump(mode="json"), "limits": limits}
+        model = recipe.model.model_dump(include={*SHAPE, "init_std", "config"})
+        return Parent(model, recipe.tokenizer.model_dump(mode="json"), recipe.stage == "reward")
     directory = Path(init_from)
-    if not is_needed and not (directory / "config.json").is_file():
+    find = config_path if is_needed else cached_config_path
+    config = find(init_from, revision)
+    if config is None:
         return None
     tokenizer = _tokenizer_of(directory) if directory.is_dir() else init_from
-    return _of_config(config_path(init_from, revision), init_from, tokenizer)
+    return _of_config(config, init_from, tokenizer)
+
+
+def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
+    """Return the keys of SHAPE of a model directory or a model of the Hub. Raises UserError for an untrainable one."""
+    model = _of_config(config_path(init_from, revision), init_from, "").model
+    return {key: model[key] for key in SHAPE if key in model}
+
+
+def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
+    """Return the Parent of a config.json. Raises UserError when finlm does not train its model."""
+    config = read_config(path)
+    refuse_model(config, init_from)
+    model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
+    known = {**traits.record_of(config).defaults, **config}
+    model["norm_eps"] = next((float(known[key]) for key in traits.NORM_EPS if known.get(key) is not None), 1e-5)
+    model["tie_embeddings"] = bool(known.get("tie_word_embeddings"))
+    model["rope_theta"] = traits.rope_theta(config)
+    model["config"] = config
+    return Parent(model, {"path": tokenizer}, is_reward_model(config))
+
+
+def _tokenizer_of(directory: Path) -> str:
+    """Return the tokenizer's file in a model directory, or the directory where there is none."""
+    names = [name for name in ("tokenizer.json", "tokenizer.model") if (directory / name).is_file()]
+    return str(directory / names[0]) if names else str(directory)
+
+
+def find_shipped(path: Path) -> Path:
+    """Return the path where it exists, else the recipe of that name that came with finlm, else the path."""
+    if path.exists() or path.is_absolute() or path.parts[:1] != ("recipes",):
+        return path
+    return shipped_file(path) or path
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return {recipes/<family>/<stage>.yaml: its file} of this directory and of what came with finlm."""
+    shipped, own = find_shipped(Path("recipes")), Path("recipes")
+    found = sorted({*shipped.glob("*/*.yaml"), *own.glob("*/*.yaml")})
+    return {f"recipes/{path.parent.name}/{path.name}": path for path in found if not path.name.startswith(".")}
+
+
+def shipped_file(path: Path) -> Path | None:
+    """Return the file of finlm's checkout, or of the installed package, at this relative path; None without one."""
+    in_checkout = Path(finlm.__file__).resolve().parents[2] / path
+    if in_checkout.exists():
+        return in_checkout
+    try:
+        installed = importlib.metadata.files("finlm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    name = f"/share/finlm/{path.as_posix()}"  # where pyproject.toml's data-files put them
+    return next((Path(str(file.locate())).resolve() for file in installed if file.as_posix().endswith(name)), None)
+
+
+def context_tokens(directory: Path) -> int:
+    """Return the tokens that a model directory's model can read at once; 2**31 where config.json does not say."""
+    path = directory / "config.json"
+    config = files.read_json(path) if path.is_file() else {}
+    return int(config.get("max_position_embeddings") or 2**31)
+
+
+def is_reward_model(config: traits.Config) -> bool:
+    """Return whether a config.json is a reward model's."""
+    return any("SequenceClassification" in name for name in config.get("architectures") or ())
+
+
+def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> None:
+    """Raise UserError when a model's config.json has something that finlm does not train, or an unadmitted type.
+
+    longest: tokens of a sequence, where these are known.
+    """
+    shape.refuse_unsupported(config, f"model.init_from: {init_from}", longest)
+    shape.check_admitted(config)
+
+
+def cached_config_path(init_from: str, revision: str | None) -> Path | None:
+    """config.json of a model directory, or of a model of the Hub that was fetched before; None without one."""
+    path = Path(init_from) / "config.json"
+    if path.is_file() or revision is None:
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache  # a quarter of a second that only Hub ids need
+
+    cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
@@ -182,51 +383,67 @@ def config_path(init_from: str, revision: str | None) -> Path:
             evidence=f"no {path}",
             fix="give a directory with config.json, a recipe (*.yaml), or for a model of the Hub also model.revision",
         )
+    # A commit never changes: what was fetched of it needs no network, and no look at whether there is one.
+    with suppress(ValueError):  # the id is none; told below
+        if _COMMIT.fullmatch(revision) and (cached := cached_config_path(init_from, revision)) is not None:
+            return cached
     from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
 
     problem = f"model.init_from: cannot fetch config.json of {init_from}"
-    with hub_errors.told(problem, "check id and revision, or write the model's shape into the recipe"):
+    with hub_errors(problem, "check id and revision, or write the model's shape into the recipe"):
         return Path(hf_hub_download(init_from, "config.json", revision=revision))
 
 
-def is_judge(config: dict[str, Any]) -> bool:
-    """Whether a config.json is a reward model's."""
-    return any("SequenceClassification" in name for name in config.get("architectures") or ())
+def read_config(path: Path) -> traits.Config:
+    """Return a config.json's keys but where it lay and code of its directory, which is never run.
 
-
-def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
+    Raises UserError when it is no JSON object, or its RoPE is none.
+    """
     config = files.read_json(path)
-    problems = list(_unsupported(config))
-    if problems:
-        raise UserError(
-            f"model.init_from: {init_from} is not a model that finlm trains",
-            evidence="\n".join(problems),
-            fix="start from a Llama-shaped model",
-        )
-    model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
-    rope = config.get("rope_parameters") or config
-    model["rope_theta"] = float(rope.get("rope_theta") or 10000.0)
-    return {
-        "model": model,
-        "tokenizer": {"path": tokenizer},
-        "limits": {"sliding_window": config.get("sliding_window"), "is_judge": is_judge(config)},
-    }
+    fix = "put the config.json of a model that transformers saved in its place"
+    if not isinstance(config, dict):
+        raise UserError(f"{path} describes no model", evidence="it is no JSON object", fix=fix)
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise UserError(f"{path} describes no model", evidence=f"{key}: {config[key]!r} is no object", fix=fix)
+    return {key: value for key, value in config.items() if key not in ("auto_map", "_name_or_path")}
 
 
-def _unsupported(config: dict[str, Any]) -> Iterator[str]:
-    if config.get("model_type") not in LLAMA_SHAPED:
-        yield f"model_type {config.get('model_type')!r}, not {' or '.join(map(repr, LLAMA_SHAPED))}"
-        return
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        yield f"RoPE scaling {rope.get('rope_type', rope.get('type'))!r}"
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        yield "linear layers with a bias"
-    width = config["hidden_size"] // config["num_attention_heads"]
-    if config.get("head_dim") not in (None, width):
-        yield f"head size {config['head_dim']}, not hidden_size / heads = {width}"
+@contextmanager
+def hub_errors(problem: str, fix: str) -> Iterator[None]:
+    """Raise UserError when the block's access to the Hub fails. Loads huggingface_hub (a quarter of a second).
+
+    Where the Hub's name is not known, only its cache is read: the client would ask six times, in half a minute.
+    """
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    # Errors of the connection, such as a proxy that refuses it, are those of its HTTP library: httpx, since 2.0 httpx2.
+    of_connection: type[Exception] = HfHubHTTPError.__mro__[1]
+    was_offline, reason = constants.HF_HUB_OFFLINE, ""
+    if not was_offline and not getproxies():
+        reason = _unknown_host(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = was_offline or bool(reason)
+    try:
+        yield
+    except (OSError, ValueError, of_connection) as error:  # ValueError: the id is none
+        is_cache = isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled))
+        said = reason if reason and is_cache else " ".join(str(error).split())[:300]
+        raise UserError(problem, evidence=said, fix=fix) from None
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
 
 
-def _tokenizer_of(directory: Path) -> str:
-    names = [name for name in ("tokenizer.json", "tokenizer.model") if (directory / name).is_file()]
-    return str(directory / names[0]) if names else str(directory)
+def _unknown_host(url: str) -> str:
+    """Return why the host of a URL cannot be resolved here, or "" when it can."""
+    import socket
+    from urllib.parse import urlsplit
+
+    host = urlsplit(url).hostname or ""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"{host}: {error.strerror or error}; is there a network?"
+    return ""

@@ -1,19 +1,24 @@
-"""YAML to a frozen Recipe, with every mistake at once as `file:line: dotted.key: sentence; did you mean ...`.
+"""Load YAML as a frozen Recipe, with every mistake at once as `file:line: dotted.key: sentence; did you mean ...`.
 
 `base:` inherits one level: mappings merge, everything else replaces. `--set a.b=value` overrides last. Of the lengths
 of a run, which exclude each other, the nearest one counts. The origin of every value is kept, so that `plan` can print
 where it came from. YAML 1.2 through ruamel: 3e-4 is a number, `no` a string, duplicate keys an error (PyYAML differs on
 all three).
+
+`for_publication` gives a recipe for model cards and trackers, without credentials, addresses and names of machines.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
+import hashlib
 import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,29 +27,19 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
+from finlm.base import language, screen
 from finlm.base.errors import UserError
-from finlm.recipe import mistakes, parents, rules, shipped
-from finlm.recipe.mistakes import Location
+from finlm.base.units import parse_count
+from finlm.recipe import parents, reference, rules
+from finlm.recipe.reference import Location
+from finlm.recipe.rules import SAME_LOSS, is_within
 from finlm.recipe.schema import Recipe
-
-# What two recipes may say differently and still train the same, from words to how a run is carried out; each list holds
-# the one before it, and a key stands for all below it.
-WORDS = ("name", "description", "forked_from", "expect")
-SAME_NUMBERS = (
-    *(*WORDS, "hosts", "launch", "hardware", "checkpoint", "record", "self_qa"),
-    *("data.cache_dir", "data.num_proc"),
-)
-SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
-    *(*SAME_NUMBERS, "env", "zero", "incidents"),
-    *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
-    "train.grad_accum_dtype",
-)
-# An unfinished run goes on when only these were changed; what precision: auto stood for is in its plan, compared too.
-SAME_RUN = (*SAME_LOSS, "eval", "batch.micro_batch", "train.precision")
+from finlm.recipe.schema_train import terms_of
 
 # Their ~ becomes the home directory here and nowhere else: ranks, other hosts and libraries read the path as it is.
-_DIRECTORIES = ("model.init_from", "data.cache_dir", "data.prepared", "zero.nvme_path", "grpo.reward", "self_qa.model")
+_DIRECTORIES = ("model.init_from", "data.cache_dir", "data.prepared", "zero.nvme_path", "self_qa.model")
 _LENGTHS = ("steps", "tokens", "epochs")  # of train; exactly one is given
+_YAML_FIX = "indent with spaces, write a key once, and quote text that holds ': ' or begins with * & { [ or %"
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -55,64 +50,78 @@ class Loaded:
     recipe: Recipe
     origins: Mapping[str, str]
     path: str
+    said: tuple[str, ...] = ()  # what was changed to make the values of --set fit, for the user to know
 
 
 @dataclass
 class _Document:
-    """Merged plain values with the file:line of every location."""
+    """Merged plain values of a recipe, with the file:line of every location."""
 
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[Location, str] = field(default_factory=dict)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str], Loaded] | None = None) -> Loaded:
-    """Read a recipe. `overrides` are "a.b=value" strings; `parent` reads the recipe it starts from, as this does.
+    """Read a recipe and return it with the origins of its values.
 
-    Raises UserError that lists every mistake.
+    `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Raises UserError that
+    lists every mistake.
     """
-    document = _read_with_base(shipped.find(Path(path)))
+    file = parents.find_shipped(Path(path))
+    document = _read_with_base(file)
     for text in overrides:
         _override(document, text)
     _forget_lengths(document, [name for name in _lengths(document) if document.lines.get(("train", name)) == "--set"])
-    _expand_home(document.values)
+    said = _shorten_warmup(document)
+    _expand_home(document)
+    model, of_run = document.values.get("model"), file.with_name("plan.json").is_file()
+    if isinstance(model, dict) and isinstance(model.get("init_from"), str):
+        model["init_from"] = parents.export_of("model.init_from", model["init_from"])
     problems: list[str] = []
-    mistaken, inherited = parents.inherit(document.values, parent or load)
+    mistaken, inherited = parents.inherit(document.values, parent or load, of_run=of_run)
+    mistaken += [] if of_run else _fill_in_terms(document.values.get("grpo"))
     problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
     try:
         recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
-        for location, sentence in mistakes.sentences(error):
+        for location, sentence in reference.sentences(error):
             where = _line(document, location, str(path))
-            problems.append(f"{where}: {mistakes.dotted(location)}: {sentence}")
+            problems.append(f"{where}: {reference.dotted_key(location)}: {sentence}")
     else:
         for key, sentence in rules.problems(recipe):
             problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
     if problems:
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        raise UserError(
-            f"{count} in the recipe {path}", evidence="\n".join(problems), fix="`finlm plan RECIPE` checks again"
-        )
+        raise _mistakes(path, problems)
     leaves = {
-        mistakes.dotted(location): where for location, where in document.lines.items() if _is_leaf(document, location)
+        reference.dotted_key(location): where
+        for location, where in document.lines.items()
+        if _is_leaf(document, location)
     } | inherited
     if changes_training(overrides):
         recipe = recipe.model_copy(update={"expect": None})
         leaves = {key: where for key, where in leaves.items() if not key.startswith("expect.")}
-    return Loaded(recipe, leaves, str(path))
+    return Loaded(recipe, leaves, str(path), said)
+
+
+def _mistakes(path: str | Path, problems: Sequence[str]) -> UserError:
+    """Return all problems of a recipe as one error."""
+    if language.current() == "zh":
+        language.add(reference.meanings())
+    count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    names = (re.search(r": ([^ ]+): unknown key; (?:here it is|did you mean) ([^ ?]+)", line) for line in problems)
+    fix = ", ".join(f"{name[2]} instead of {name[1]}" for name in names if name)
+    again = f"`{screen.program()} plan {path}` checks again"
+    fix = f"write {fix}; {again}" if fix else again
+    return UserError(f"{count} in the recipe {path}", evidence="\n".join(problems), fix=fix)
 
 
 def changes_training(overrides: Sequence[str]) -> bool:
-    """True when an override may move the loss by more than rounding, so that the recipe's `expect` does not hold."""
+    """Return whether an override may move the loss by more than rounding, so that `expect` does not hold."""
     return not all(is_within(text.partition("=")[0], SAME_LOSS) for text in overrides)
 
 
-def is_within(key: str, keys: Sequence[str]) -> bool:
-    """True for a dotted key that is one of the others, or below one."""
-    return any(f"{key}.".startswith(f"{other}.") for other in keys)
-
-
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every key, no base."""
+    """Return the resolved recipe as YAML: every key, no base."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.default_flow_style = False
@@ -122,6 +131,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def _read_with_base(path: Path) -> _Document:
+    """Read a recipe file and merge it over its base. Raises UserError."""
     child = _read(path)
     base = child.values.pop("base", None)
     where = child.lines.pop(("base",), str(path))
@@ -143,7 +153,13 @@ def _read_with_base(path: Path) -> _Document:
     return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
 
+def written_values(path: Path) -> dict[str, Any]:
+    """Return what a recipe file and its base say, as plain values. Raises UserError when one cannot be read."""
+    return _read_with_base(path).values
+
+
 def _read(path: Path, child_of: str | None = None) -> _Document:
+    """Read a recipe file without its base. child_of: file:line of the `base:` that names it. Raises UserError."""
     shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -153,12 +169,19 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
     try:
         root = YAML(typ="rt").load(text)
         if not isinstance(root, CommentedMap):
-            raise UserError(f"{shown}:1: a recipe is a mapping of keys", evidence=f"found {type(root).__name__}")
+            kind = {CommentedSeq: "a list", type(None): "nothing"}.get(type(root), "one value")
+            raise UserError(
+                f"{shown}:1: a recipe is a mapping of keys",
+                evidence=f"the file holds {kind}",
+                fix="write `name:`, `model:` and so on, or `base: OTHER.yaml` and what differs",
+            )
         document = _Document()
         document.values = _plain(root, (), shown, document.lines)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{shown}:{line}: not valid YAML: {error.problem}", evidence=error.context or "") from None
+        raise UserError(
+            f"{shown}:{line}: not valid YAML: {error.problem}", evidence=error.context or "", fix=_YAML_FIX
+        ) from None
     except ReaderError as error:  # its own sentence repeats the file
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{shown}:{line}: not valid YAML: a control character", evidence=_first_line(error)) from None
@@ -172,7 +195,7 @@ def _first_line(error: Exception) -> str:
 
 
 def relative(path: Path) -> str:
-    """Shorter where the file lies below the current directory."""
+    """Return the path below the current directory where it lies there, else the path as it is."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -180,7 +203,7 @@ def relative(path: Path) -> str:
 
 
 def _plain(node: Any, location: Location, file: str, lines: dict[Location, str]) -> Any:
-    """ruamel's round-trip nodes as dict / list / scalars, noting the line of each."""
+    """Return ruamel's round-trip nodes as dict / list / scalars; add the line of each to `lines`."""
     if isinstance(node, CommentedMap):
         result = {}
         for key, value in node.items():
@@ -199,13 +222,14 @@ def _plain(node: Any, location: Location, file: str, lines: dict[Location, str])
 
 
 def _merge(parent: Any, child: Any) -> Any:
+    """Return the child's value over the parent's; only mappings merge."""
     if isinstance(parent, dict) and isinstance(child, dict):
         return parent | {key: _merge(parent.get(key), value) for key, value in child.items()}
     return child
 
 
 def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location, str]:
-    """The child's lines over the parent's, without the parent's lines inside what the child replaces."""
+    """Return the child's lines over the parent's, without the parent's lines inside what the child replaces."""
     replaced = {location for location in child.lines if not isinstance(_at(child.values, location), dict)}
     kept = {
         location: line
@@ -216,69 +240,131 @@ def _merge_lines(parent: dict[Location, str], child: _Document) -> dict[Location
 
 
 def _lengths(document: _Document) -> list[str]:
-    """The lengths of the run that a document gives."""
+    """Return which of train.steps, tokens and epochs a document gives."""
     train = document.values.get("train")
     return [name for name in _LENGTHS if train.get(name) is not None] if isinstance(train, dict) else []
 
 
 def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
-    """Drop the lengths of the run that a single nearer one replaces; several nearer ones are a mistake to be shown."""
+    """Drop the lengths of the run that a single nearer one replaces; several nearer ones stay, as a mistake."""
     for name in _lengths(document):
         if len(nearer) == 1 and name not in nearer:
             del document.values["train"][name]
             document.lines.pop(("train", name), None)
 
 
-def _expand_home(values: dict[str, Any]) -> None:
+def _shorten_warmup(document: _Document) -> tuple[str, ...]:
+    """Shorten a warm-up longer than the run that --set asks for to a tenth of it; return a sentence about it.
+
+    Nothing is changed, and () returned, where the warm-up fits or --set gives it.
+    """
+    train, optim, batch = (document.values.get(name) for name in ("train", "optim", "batch"))
+    lines = document.lines
+    if not (isinstance(train, dict) and isinstance(optim, dict) and isinstance(batch, dict)):
+        return ()
+    asked = [name for name in ("steps", "tokens") if lines.get(("train", name)) == "--set"]
+    warmup, tokens_a_step = optim.get("warmup_steps"), batch.get("tokens_per_step")
+    if not asked or not isinstance(warmup, int) or lines.get(("optim", "warmup_steps")) == "--set":
+        return ()
+    try:
+        steps = parse_count(train[asked[0]])
+        steps = steps if asked[0] == "steps" else steps // parse_count(str(tokens_a_step))
+    except (ValueError, TypeError, ZeroDivisionError):
+        return ()  # told as a mistake
+    if warmup < steps or steps < 3:
+        return ()
+    shorter = optim["warmup_steps"] = max(2, steps // 10)
+    lines[("optim", "warmup_steps")] = f"a tenth of the run, instead of {warmup}"
+    return (f"optim.warmup_steps: {shorter} instead of {warmup}, since the run has {steps:,} steps",)
+
+
+def _expand_home(document: _Document) -> None:
+    """Replace ~ in the document's directories by the home directory."""
     for key in _DIRECTORIES:
         section, _, name = key.partition(".")
-        inside = values.get(section)
+        inside = document.values.get(section)
         if isinstance(inside, dict) and isinstance(inside.get(name), str):
             inside[name] = os.path.expanduser(inside[name])  # noqa: PTH111 - a Hub id is no path
 
 
 def _at(values: Any, location: Location) -> Any:
+    """Return the value at a location of nested dicts and lists."""
     for part in location:
         values = values[part] if isinstance(part, int) and isinstance(values, list) else values[str(part)]
     return values
 
 
 def _override(document: _Document, text: str) -> None:
-    key, separator, raw = text.partition("=")
-    if not separator or not key:
-        raise UserError(f"--set {text}: expected key=value", fix="for example --set optim.lr=3e-4")
-    try:
-        value = _plain(YAML(typ="rt").load(raw), (), "--set", {})
-    except (MarkedYAMLError, ValueError):
-        value = raw  # a bare glob such as *.jsonl.gz is an alias to YAML, a string to its author
-    except (YAMLError, RecursionError) as error:
-        raise UserError(f"--set {key}: not valid YAML", evidence=_first_line(error)) from None
-    parts = _split(key)
-    node: Any = document.values
-    for depth, part in enumerate(parts):
-        is_inside = part in range(len(node)) if isinstance(node, list) else isinstance(node, dict)
-        if not is_inside:
-            raise mistakes.no_place(text, parts, depth, node)
-        if depth == len(parts) - 1:
-            node[part] = value
-            break
-        child = node.get(part) if isinstance(node, dict) else node[part]
-        if child is None:
-            child = node[part] = {}
-        node = child
+    """Set a value of the document, and the line of its location, from "a.b=value". Raises UserError as its parts do."""
+    parts, value = parse_override(text)
+    set_value(document.values, parts, _plain(value, (), "--set", {}), text)
     for location in [known for known in document.lines if known[: len(parts)] == parts]:
         del document.lines[location]
     document.lines[parts] = "--set"
 
 
+def parse_override(text: str) -> tuple[Location, Any]:
+    """Return (location, value as ruamel's round-trip node) of "a.b[0]=value".
+
+    Raises UserError for no "=" and for invalid YAML.
+    """
+    key, separator, raw = text.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {text}: expected key=value", fix="for example --set optim.lr=3e-4")
+    try:
+        value = YAML(typ="rt").load(raw)
+        _plain(value, (), "--set", {})  # a list within itself fails here, not when it is used
+    except (MarkedYAMLError, ValueError):
+        value = raw  # a bare glob such as *.jsonl.gz is an alias to YAML, a string to its author
+    except (YAMLError, RecursionError) as error:
+        raise UserError(f"--set {key}: not valid YAML", evidence=_first_line(error)) from None
+    return _split(key.strip()), value
+
+
+def set_value(values: Any, parts: Location, value: Any, setting: str, inherited: Any = None) -> None:
+    """Set the value at a location of nested mappings and lists, in place; missing mappings are made.
+
+    inherited: the values that `values` will be merged over; a list that only these have is copied from them whole,
+    because a list replaces the inherited one. setting: the `--set` that errors show. Raises UserError for a location
+    that goes past what is there.
+    """
+    node = values
+    for depth, part in enumerate(parts):
+        if not (part in range(len(node)) if isinstance(node, list) else isinstance(node, dict)):
+            raise _no_place(setting, parts, depth, node)
+        if depth == len(parts) - 1:
+            node[part] = value
+            return
+        child = node.get(part) if isinstance(node, dict) else node[part]
+        below = inherited.get(part) if isinstance(inherited, dict) else None
+        if child is None:
+            child = node[part] = copy.deepcopy(below) if isinstance(below, list) else {}
+        node, inherited = child, below
+
+
+def _no_place(setting: str, parts: Location, depth: int, there: Any) -> UserError:
+    """Return the error of a `--set` that goes past what the recipe has: `there`, after `depth` parts of its key."""
+    key, _, value = setting.partition("=")
+    where, last = reference.dotted_key(parts[:depth]), parts[-1]
+    if isinstance(there, list):
+        evidence, fix = f"{where} is a list of {len(there)}", f"name one of its items; the first is {where}[0]"
+    elif isinstance(there, str) and where.startswith("data.sources"):  # a path stands for {path: ...}
+        evidence = f"{where} is the path {there!r}"
+        is_path = last == "path" or isinstance(last, int)
+        fix = f"--set '{where}={value if is_path else f'{{path: {there}, {last}: {value}}}'}'"
+    else:
+        evidence, fix = f"{where} is {there!r}, with nothing inside", f"--set {where}=VALUE"
+    return UserError(f"--set {setting}: {key} is not a place in the recipe", evidence=evidence, fix=fix)
+
+
 def _split(key: str) -> Location:
-    """'data.sources[0].path' -> ('data', 'sources', 0, 'path'); 'data.sources.0.path' works too."""
+    """Return the location of a dotted key: 'data.sources[0].path' or '.0.path' -> ('data', 'sources', 0, 'path')."""
     parts = key.replace("[", ".").replace("]", "").split(".")
     return tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
 
 
 def _line(document: _Document, location: Location, path: str) -> str:
-    """file:line of a place, of what is written inside (a section that only --set has), of the nearest ancestor."""
+    """Return file:line of a location: its own, of something inside it, or of the nearest ancestor."""
     inside = [line for known, line in document.lines.items() if known[: len(location)] == location]
     if location and location not in document.lines and inside:
         return inside[0]
@@ -289,4 +375,76 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _is_leaf(document: _Document, location: Location) -> bool:
+    """Return whether no line is known for anything inside the location."""
     return not any(len(other) > len(location) and other[: len(location)] == location for other in document.lines)
+
+
+def for_publication(recipe: Recipe) -> Recipe:
+    """Return a valid recipe for the same training, for model cards and trackers.
+
+    Without environment, ways to hosts and endpoint; hosts are host1, host2, ... Of absolute paths of data and models
+    the last name is left, and of what lies in the export of a run also the run's.
+    """
+    aliases: dict[str, str] = {}
+
+    def alias(name: str) -> str:
+        return aliases.setdefault(name, f"host{len(aliases) + 1}")
+
+    hosts = tuple(host.model_copy(update={"name": alias(host.name)}) for host in recipe.hardware.hosts)
+    rows, kinds = recipe.batch.micro_batch, {host.gpu for host in hosts}
+    if isinstance(rows, dict):
+        rows = {name if name in kinds else alias(name): count for name, count in rows.items()}
+    shown = recipe.model_copy(
+        update={
+            "hardware": recipe.hardware.model_copy(update={"hosts": hosts}),
+            "batch": recipe.batch.model_copy(update={"micro_batch": rows}),
+            **{"env": {}, "hosts": {}, "self_qa": None},
+        }
+    )
+    return Recipe.model_validate(_without_directories(shown.model_dump(mode="json")))
+
+
+def _without_directories(value: Any) -> Any:
+    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports."""
+    if isinstance(value, dict):
+        return {key: _without_directories(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_directories(inner) for inner in value]
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    parts = PurePosixPath(value).parts
+    return "/".join(parts[parts.index("export") - 1 if "export" in parts[2:] else -1 :])
+
+
+def _fill_in_terms(grpo: Any) -> list[tuple[str, str]]:
+    """Fill in paths and hashes of what grpo.reward names, in place; return [(key, mistake)]. Raises UserError."""
+    if not isinstance(grpo, dict) or "reward" not in grpo:
+        return []
+    terms = grpo["reward"] = terms_of(grpo["reward"])
+    mistakes: list[tuple[str, str]] = []
+    for place, term in enumerate(terms if isinstance(terms, (list, tuple)) else ()):
+        if not isinstance(term, dict) or not isinstance(term.get("path"), str):
+            continue
+        term["path"] = os.path.expanduser(term["path"])  # noqa: PTH111 - more than a path
+        if term.get("rule") == "model":
+            term["path"] = parents.export_of("grpo.reward", term["path"])
+        elif term.get("rule") == "function":
+            found, wrong = _read_function(term["path"])
+            mistakes += [(f"grpo.reward[{place}].path", wrong)] if wrong else []
+            if found is not None and term.setdefault("sha256", found) != found:
+                mistakes.append(
+                    (f"grpo.reward[{place}].sha256", f"{term['path'].rpartition(':')[0]} has the hash {found}")
+                )
+    return mistakes
+
+
+def _read_function(named: str) -> tuple[str | None, str]:
+    """Return (sha256 of the file of FILE.py:NAME or None, mistake or ""). The file is parsed and not run."""
+    file, _, name = named.rpartition(":")
+    try:
+        source = Path(file).read_bytes()
+        defined = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    except (OSError, SyntaxError, ValueError) as error:
+        return None, f"{named!r} should be FILE.py:NAME of a function: {error}"
+    wrong = "" if name in defined else f"{file} defines no function {name!r}; it has {', '.join(defined) or 'none'}"
+    return hashlib.sha256(source).hexdigest(), wrong

@@ -1,4 +1,6 @@
-"""docs/recipe-reference.md and its Chinese twin: every key of a recipe, generated from the schema's own descriptions.
+"""Put a recipe's keys in words: the reference pages, and pydantic's errors as sentences for a recipe's author.
+
+docs/recipe-reference.md and its Chinese twin have every key, generated from the schema's own descriptions.
 
 `python -m finlm.recipe.reference` writes both, `--check` says whether they are current. The Chinese sentences are in
 reference.zh.yaml, one a key; a key without one shows the English sentence, and `--check` names it.
@@ -6,22 +8,26 @@ reference.zh.yaml, one a key; a key without one shows the English sentence, and 
 
 from __future__ import annotations
 
+import difflib
 import functools
+import math
 import re
 import sys
 import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from finlm.base import files, screen
-from finlm.recipe import section
+from finlm.recipe import schema_data
 from finlm.recipe.schema import Recipe
-from finlm.recipe.section import Section
+from finlm.recipe.schema_data import Section
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = {"en": DOCS / "recipe-reference.md", "zh": DOCS / "recipe-reference.zh-CN.md"}
@@ -64,6 +70,7 @@ _NAMES = {
         "number": "number",
         "text": "text",
         "flag": "true, false",
+        "value": "value",
     },
     "zh": {
         "bytes": "字节数",
@@ -75,6 +82,7 @@ _NAMES = {
         "number": "数",
         "text": "文本",
         "flag": "true, false",
+        "value": "值",
     },
 }
 
@@ -88,11 +96,12 @@ class Part:
 
 
 def parts() -> list[Part]:
-    """The recipe itself and every section below it, in the order of the schema."""
+    """Return the recipe and every section below it, in the order of the schema."""
     return [Part("", Recipe), *_below(Recipe, "")]
 
 
 def _below(made_of: type[Section], prefix: str) -> Iterator[Part]:
+    """Yield the sections below a section, each before those inside it."""
     for name, field in made_of.model_fields.items():
         for inner, suffix in _sections(field.annotation):
             part = Part(f"{prefix}{name}{suffix}", inner)
@@ -101,7 +110,7 @@ def _below(made_of: type[Section], prefix: str) -> Iterator[Part]:
 
 
 def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section], str]]:
-    """The sections a value may be, with how a key reaches into it: nothing, [i] or .NAME."""
+    """Yield (section, how a key reaches into it: "", [i] or .NAME) for the sections that a value may be."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, suffix
         return
@@ -113,7 +122,7 @@ def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section]
 
 
 def page(lang: str) -> str:
-    """The whole page in one language."""
+    """Return the whole reference page in one language."""
     words, chinese = _WORDS[lang], translations() if lang == "zh" else {}
     lines = [_HEAD[lang], *(f"- [`{part.key}`](#{_anchor(part)})" for part in parts()[1:])]
     for part in parts():
@@ -134,17 +143,28 @@ def page(lang: str) -> str:
 
 
 def keys() -> list[str]:
-    """Every dotted key and section that has a sentence."""
-    found = [part.key for part in parts()[1:]]
+    """Return every dotted key and section that has a sentence."""
+    dotted = [part.key for part in parts()[1:]]
     for part in parts():
-        found += [f"{part.key}.{name}" if part.key else name for name in part.made_of.model_fields]
-    return list(dict.fromkeys(found))
+        dotted += [f"{part.key}.{name}" if part.key else name for name in part.made_of.model_fields]
+    return list(dict.fromkeys(dotted))
 
 
 @functools.cache
 def translations() -> Mapping[str, str]:
-    """The Chinese sentences by key."""
+    """Return the Chinese sentences by key."""
     return {str(key): str(text) for key, text in YAML(typ="safe").load(CHINESE.read_text(encoding="utf-8")).items()}
+
+
+def meanings() -> dict[str, str]:
+    """Return {what a key means: the same in Chinese}, both without a full stop, as mistakes quote them."""
+    chinese, found = translations(), {}
+    for part in parts():
+        for name, field in part.made_of.model_fields.items():
+            full = f"{part.key}.{name}" if part.key else name
+            if field.description and full in chinese:
+                found[field.description.rstrip(".")] = chinese[full].rstrip("。")
+    return found
 
 
 def _value(field: FieldInfo, lang: str) -> str:
@@ -153,8 +173,8 @@ def _value(field: FieldInfo, lang: str) -> str:
 
 
 def _shape(annotation: Any, names: dict[str, str]) -> str:
-    """A type as its author writes it."""
-    for known, name in ((section.Bytes, "bytes"), (section.Count, "count")):
+    """Return a type in words, as its author writes values of it."""
+    for known, name in ((schema_data.Bytes, "bytes"), (schema_data.Count, "count")):
         if annotation == known:
             return names[name]
     origin, inside = get_origin(annotation), get_args(annotation)
@@ -173,25 +193,26 @@ def _shape(annotation: Any, names: dict[str, str]) -> str:
         return names["mapping"].format(_shape(inside[1], names))
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return names["section"]
-    simple = {int: "integer", float: "number", str: "text", bool: "flag"}
+    simple = {int: "integer", float: "number", str: "text", bool: "flag", Any: "value"}
     return names[simple[annotation]] if annotation in simple else str(annotation)
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """The limits of a number: " > 0", " 0–1"."""
-    found = {}
+    """Return the limits of a number as text: " > 0", " 0–1", or ""."""
+    limits = {}
     for item in (inner for outer in metadata for inner in getattr(outer, "metadata", [outer])):
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
             if getattr(item, name, None) is not None:
-                found[sign] = getattr(item, name)
-    if ">" in found:
-        found.pop("≥", None)
-    if "≥" in found and "≤" in found:
-        return f" {found['≥']:g}–{found['≤']:g}"
-    return "".join(f" {sign} {found[sign]:g}" for sign in (">", "≥", "<", "≤") if sign in found)
+                limits[sign] = getattr(item, name)
+    if ">" in limits:
+        limits.pop("≥", None)
+    if "≥" in limits and "≤" in limits:
+        return f" {limits['≥']:g}–{limits['≤']:g}"
+    return "".join(f" {sign} {limits[sign]:g}" for sign in (">", "≥", "<", "≤") if sign in limits)
 
 
 def _default(field: FieldInfo, required: str) -> str:
+    """Return a field's default as a cell of the page; a dash without one, `required` where it must be given."""
     if field.is_required():
         return required
     value = field.get_default(call_default_factory=True)
@@ -207,7 +228,7 @@ def _default(field: FieldInfo, required: str) -> str:
 
 
 def _number(field: FieldInfo, value: float) -> str:
-    """As an author would write it: 64MB and 200k where the key takes units."""
+    """Return a number as an author would write it: 64MB and 200k where the key takes units."""
     shape = _value(field, "en").partition(",")[0]
     for size, unit in ((10**6, "M"), (10**3, "k")):
         if shape in ("bytes", "count") and value >= size and value % size == 0:
@@ -224,7 +245,7 @@ def _anchor(part: Part) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check both pages; 1 when --check finds a stale one."""
+    """Write both pages, or with --check compare them; return 1 when --check finds a stale one, else 0."""
     check = "--check" in (sys.argv[1:] if argv is None else argv)
     stale = 0
     for lang, path in PAGES.items():
@@ -239,6 +260,172 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         screen.say(f"{CHINESE.name} has no sentence for {', '.join(missing)}")
     return int(check and stale > 0)
+
+
+Location = tuple[str | int, ...]
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a section of keys",
+    "model_type": "a section of keys",
+}
+
+
+def dotted_key(location: Location) -> str:
+    """Return a location as a dotted key: ('data', 'sources', 0, 'path') -> 'data.sources[0].path'."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")
+
+
+def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
+    """Yield (location, sentence) for every mistake that pydantic found."""
+    places: dict[Location, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        places.setdefault(_known_part(item["loc"], item["type"]), []).append(item)
+    for location, items in places.items():
+        # pydantic counts only valid items, so a list with one bad item is "too short" as well.
+        inside = any(len(other) > len(location) and other[: len(location)] == location for other in places)
+        if not (inside and items[0]["type"] == "too_short"):
+            yield location, _sentence(items, location)
+
+
+def _known_part(location: Location, kind: str) -> Location:
+    """Return the location without the tried type of a union, which pydantic appends."""
+    model: type[Section] | None = Recipe
+    for index, part in enumerate(location):
+        if isinstance(part, int):
+            continue
+        if model is None or part not in model.model_fields:
+            last_is_key = kind == "extra_forbidden" and model is not None
+            return location[: index + 1] if last_is_key else location[:index]
+        annotation = model.model_fields[part].annotation
+        if typing.get_origin(annotation) is dict:
+            return location
+        model = _section(annotation)
+    return location
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """Return the first section inside a type, or None."""
+    found = next(_sections(annotation), None)
+    return None if found is None else found[0]
+
+
+def _sentence(items: list[Any], location: Location) -> str:
+    """Return the sentence about pydantic's complaints at one location."""
+    value, kind = items[0]["input"], items[0]["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key{_did_you_mean(location)}"
+    if kind == "missing":
+        return f"is required ({_description(location)})"
+    if isinstance(value, str) and _is_number(value):
+        return f"expected a number, got the string {value!r}; write it without quotes"
+    if kind == "value_error":
+        return str(items[0]["msg"]).removeprefix("Value error, ")
+    expected = " or ".join(dict.fromkeys(_expected_value(item) for item in items))
+    close = difflib.get_close_matches(str(value), list(_choices(items)), n=1)
+    meant = f"; did you mean {close[0]!r}?" if isinstance(value, str) and close else ""
+    return f"should be {expected}, got {value!r}{meant} ({_description(location)})"
+
+
+def _expected_value(item: Any) -> str:
+    """Return what one complaint asks for, to be read after `should be`."""
+    kind, context = item["type"], item.get("ctx", {})
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if kind == "too_short":
+        return f"a list of at least {context['min_length']}"
+    if kind == "too_long":
+        return f"a list of at most {context['max_length']}"
+    if kind == "string_pattern_mismatch":
+        return f"like {context['pattern']}"
+    if "literal" in kind:
+        return str(context["expected"])
+    return str(item["msg"]).removeprefix("Input should be ")
+
+
+def _choices(items: list[Any]) -> Iterator[str]:
+    """Yield the allowed words of the complaints, without the sentence around them."""
+    for item in items:
+        if "literal" in item["type"]:
+            yield from re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        elif item["type"] == "bool_type":
+            yield from ("true", "false")
+
+
+def _is_number(text: str) -> bool:
+    """Return whether the text is a finite number."""
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _description(location: Location) -> str:
+    """Return the description of the last known key of a location, without its full stop."""
+    model: type[Section] | None = Recipe
+    text = "a section"
+    for part in location:
+        if isinstance(part, str) and model is not None and part in model.model_fields:
+            text = model.model_fields[part].description or text
+            model = _section(model.model_fields[part].annotation)
+    return text.rstrip(".")
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Return the key of a recipe for every name that it has in other programs."""
+    return {name: key for key, names in _other_programs()[0].items() for name in names}
+
+
+@functools.cache
+def _other_programs() -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return ({key: its names in other programs}, {key of other programs: why it is needless here})."""
+    table = YAML(typ="safe").load(Path(__file__).with_name("other_names.yaml"))
+    return table["keys"], table["needless"]
+
+
+def _did_you_mean(location: Location) -> str:
+    """Return "; did you mean ..." for an unknown key: what other programs call so, else a close key.
+
+    A close key of the same section comes before the same key of another one, except outside of all sections.
+    """
+    name = str(location[-1])
+    foreign = name.replace("-", "_").casefold()
+    if key := other_names().get(foreign):
+        return f"; here it is {key} ({_description(tuple(key.split('.')))})"
+    if reason := _other_programs()[1].get(foreign):
+        return f"; leave it out: {reason}"
+    model: type[Section] | None = Recipe
+    for part in location[:-1]:
+        if isinstance(part, str) and model is not None and part in model.model_fields:
+            model = _section(model.model_fields[part].annotation)
+    close = difflib.get_close_matches(name, list(model.model_fields) if model else [], n=1)
+    keys = dict(_all_keys(Recipe, ()))
+    elsewhere = [dotted for dotted, last in keys.items() if last == name]
+    if close and not (elsewhere and len(location) == 1):
+        return f"; did you mean {dotted_key((*location[:-1], close[0]))}?"
+    elsewhere = elsewhere or [
+        k for k, last in keys.items() if last in difflib.get_close_matches(name, keys.values(), 1)
+    ]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; known here: {', '.join(model.model_fields)}" if model else ""
+
+
+def _all_keys(model: type[BaseModel], prefix: Location) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, last name) of every key below a section."""
+    for name, info in model.model_fields.items():
+        section = _section(info.annotation)
+        if section is None:
+            yield dotted_key((*prefix, name)), name
+        else:
+            yield from _all_keys(section, (*prefix, name))
 
 
 if __name__ == "__main__":

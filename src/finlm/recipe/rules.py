@@ -1,15 +1,19 @@
-"""Checks of a recipe that need more than one key, before any hardware is known.
+"""Check what needs more than one key of a recipe, and list the keys that two recipes may differ in.
 
-Each yields (dotted key, sentence) so that the loader prints it at the key's line beside the other mistakes. What
-depends on the cluster (bf16 on a V100, hpZ and the world size) is the planner's and config.py's business.
+Each check yields (dotted key, sentence), so that the loader prints it at the key's line beside the other mistakes.
+What depends on the cluster (bf16 on a V100, hpZ and the world size) is checked by the planner and config.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from finlm.recipe import rules_post
+from finlm.recipe import shape as shapes
 from finlm.recipe.schema import Optim, Recipe, Zero
+from finlm.recipe.schema_data import Clean, Data, clean_or_none
+from finlm.recipe.schema_train import Term
 
 ROWS_OF_ONE_LENGTH = ("pretrain", "sft")  # the other stages' batches are as long as their longest row
 FP32_GRADIENTS = {2: ("none", "stream"), 3: ("none", "cpu")}  # ZeRO stage: where its optimizer may be for such sums
@@ -17,21 +21,19 @@ FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in 
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Every inconsistency of the recipe."""
+    """Yield (dotted key, sentence) for every inconsistency of the recipe."""
     yield from _model(recipe)
     yield from _tokenizer(recipe)
     yield from _data(recipe)
     yield from _length(recipe)
     yield from _zero(recipe)
-    yield from rules_post.problems(recipe)
+    yield from _post_training(recipe)
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the section model."""
     model = recipe.model
-    if model.hidden_size % model.heads:
-        yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
-    elif model.hidden_size // model.heads % 2:
-        yield "model.heads", f"head size {model.hidden_size // model.heads} is odd; RoPE rotates pairs"
+    yield from shapes.problems(recipe)
     if model.former_rope_theta is not None and (model.init_from is None or recipe.stage != "pretrain"):
         yield "model.former_rope_theta", "is about pretraining that goes on from model.init_from; leave it out"
     if model.kv_heads is not None and model.heads % model.kv_heads:
@@ -39,11 +41,14 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the section tokenizer."""
     tokenizer, rows = recipe.tokenizer, recipe.model.vocab_size
-    if (tokenizer.path is None) == (tokenizer.vocab_size is None):
-        yield "tokenizer", "give either path (an existing tokenizer.model) or vocab_size (to train one)"
-    if tokenizer.extend_to is not None and tokenizer.path is None:
-        yield "tokenizer.extend_to", "needs path, the tokenizer.model to extend"
+    if tokenizer.path is not None and tokenizer.vocab_size is not None:
+        yield "tokenizer", "give either path (an existing tokenizer) or vocab_size (to train one)"
+    if tokenizer.path is None and tokenizer.vocab_size is None and recipe.model.init_from is None:
+        yield "tokenizer", "give path (an existing tokenizer) or vocab_size (to train one), or model.init_from"
+    if tokenizer.extend_to is not None and tokenizer.vocab_size is not None:
+        yield "tokenizer.extend_to", "needs path or model.init_from, whose tokenizer it extends; leave vocab_size out"
     if tokenizer.pieces is not None and rows != "auto" and rows < tokenizer.pieces:
         yield "model.vocab_size", f"{rows} rows are fewer than the tokenizer's {tokenizer.pieces} pieces"
     weights = tokenizer.sample_weights
@@ -54,6 +59,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of sources, mixture and token_dtype."""
     for index, source in enumerate(recipe.data.sources):
         if sum(where is not None for where in (source.path, source.dataset, source.synthetic)) != 1:
             yield f"data.sources[{index}]", "give either path or dataset or synthetic"
@@ -81,6 +87,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the run's length, batch, checkpoints and learning-rate schedule."""
     train, batch, optim = recipe.train, recipe.batch, recipe.optim
     given = [name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None]
     if len(given) != 1:
@@ -97,15 +104,20 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     every, always = recipe.checkpoint.every_steps, recipe.checkpoint.keep_every_steps
     if every and always and always % every:
         yield "checkpoint.keep_every_steps", f"{always:,} is no multiple of every_steps ({every:,}), so few are written"
+    if recipe.checkpoint.copies and recipe.checkpoint.keep_last < 2:
+        yield "checkpoint.keep_last", "copies: 1 needs 2 or more: hosts would remove their parts while they are copied"
     if optim.min_lr > optim.lr:
         yield "optim.min_lr", f"{optim.min_lr:g} is above lr ({optim.lr:g})"
     if optim.schedule == "constant" and optim.min_lr > 0:
         yield "optim.min_lr", "has no effect: a constant schedule stays at lr; leave it out or choose another schedule"
+    if optim.warmup == "log" and optim.warmup_steps < 2:
+        yield "optim.warmup", "log has no effect: there is no warm-up of 2 or more steps"
     if optim.schedule != "constant" and optim.warmup_steps < 2:
         yield "optim.warmup_steps", "DeepSpeed's decaying schedules warm up for at least 2 steps; give 2 or more"
 
 
 def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of ZeRO, precision and gradient sums."""
     zero = recipe.zero
     if recipe.train.precision == "fp8":
         if zero.stage != "auto" and zero.stage not in FP8_STAGES:
@@ -127,7 +139,7 @@ def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param: str) -> Iterator[tuple[str, str]]:
-    """What DeepSpeed refuses or ignores at a ZeRO stage; also asked about the stage and offload the planner chose."""
+    """Yield what DeepSpeed refuses or ignores at a ZeRO stage; also asked about what the planner chose."""
     if stage < 3 and offload_param in ("cpu", "nvme"):
         yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {stage}"
     if stage == 0 and offload_optimizer in ("stream", "cpu", "nvme"):
@@ -146,6 +158,191 @@ def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param:
 
 
 def warmup_problems(optim: Optim, steps: int) -> Iterator[tuple[str, str]]:
-    """A ramp as long as the run; also asked about the number of steps the planner computed."""
+    """Yield the problem of a warm-up as long as the run; also asked about the planner's number of steps."""
     if optim.warmup_steps >= steps:
         yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"
+
+
+_DOCUMENTS_ONLY = "works on documents only; leave it out"
+
+
+def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of suites and of the stages after pretraining."""
+    if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
+        yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
+    for index, source in enumerate(recipe.data.sources):
+        if source.synthetic is not None and source.synthetic.about != "exam":
+            asks = recipe.stage == "grpo" or (recipe.stage == "sft" and source.synthetic.dialogues)
+            if not asks:
+                yield (
+                    f"data.sources[{index}].synthetic.about",
+                    f"{source.synthetic.about} are for sft with dialogues: true, and for grpo",
+                )
+    if recipe.eval.suites and recipe.stage == "reward":
+        yield "eval.suites", "a reward model answers no questions; leave it out"
+    if recipe.stage == "pretrain":
+        for name in ("chat", "sft", "lora", "dpo", "reward", "grpo"):
+            if getattr(recipe, name) is not None:
+                yield name, f"has no effect in stage {recipe.stage}; leave it out"
+        return
+    for name in ("sft", "dpo", "reward", "grpo"):
+        if getattr(recipe, name) is not None and recipe.stage != name:
+            yield name, f"has no effect in stage {recipe.stage}; leave it out"
+    yield from _documents_only(recipe.data)
+    if recipe.train.precision == "fp8":
+        yield "train.precision", "fp8 trains from scratch only; use auto"
+    yield from _sft(recipe)
+    yield from _preference(recipe)
+    yield from _lora(recipe)
+
+
+def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
+    """Yield the problems of keys that work on documents only, in a stage of dialogues; `clean: none` is allowed."""
+    for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
+        if getattr(data, name) != Data.model_fields[name].default:
+            yield f"data.{name}", _DOCUMENTS_ONLY
+    for index, source in enumerate(data.sources):
+        if source.text_field != "text":
+            yield f"data.sources[{index}].text_field", "dialogues are known by their keys; leave it out"
+        if source.meta:
+            yield f"data.sources[{index}].meta", _DOCUMENTS_ONLY
+    if data.dedup.method == "near":
+        yield "data.dedup", "near works on documents only; dialogues know exact and none"
+    none = clean_or_none("none")
+    for name, field in Clean.model_fields.items():
+        if name != "mask" and getattr(data.clean, name) not in (field.default, none.get(name, field.default)):
+            yield f"data.clean.{name}", _DOCUMENTS_ONLY
+
+
+def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the section sft."""
+    sft = recipe.sft
+    if sft is None:
+        return
+    for name in ("pad_labels", "hide_eos"):
+        if getattr(sft, name) and sft.packing:
+            yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
+    if sft.order == "sampler" and recipe.data.mixture:
+        yield "sft.order", "sampler knows no weights; leave data.mixture out"
+
+
+def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the section lora."""
+    if recipe.lora is None:
+        return
+    if recipe.lora.quantize == "nf4":
+        yield from _nf4(recipe)
+
+
+def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of 4-bit weights, which are no parameters: nothing partitions, offloads or compiles them."""
+    if recipe.zero.stage == 3:
+        yield "zero.stage", "3 divides weights, which lora.quantize: nf4 keeps whole on every rank; use 1 or 2"
+    if recipe.zero.offload_param not in ("auto", "none"):
+        yield "zero.offload_param", "moves parameters, which weights in 4 bits are not; use none"
+    if recipe.train.compile is True:
+        yield "train.compile", "has not been tried with lora.quantize: nf4; use auto"
+    if recipe.model.hidden_size % 64:
+        yield "lora.quantize", f"nf4 has a scale for 64 weights; {recipe.model.hidden_size} is not a multiple of 64"
+
+
+def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the stages dpo, reward and grpo."""
+    if recipe.stage in ("dpo", "reward", "grpo"):
+        if recipe.train.compile is True:
+            yield "train.compile", f"stage {recipe.stage} would compile anew for every length of a batch; use auto"
+        if isinstance(recipe.batch.micro_batch, dict):
+            yield "batch.micro_batch", f"stage {recipe.stage} weighs every rank alike: give one number for all"
+        if recipe.data.mixture:
+            yield "data.mixture", f"stage {recipe.stage} reads every pair once an epoch; leave it out"
+        if recipe.data.document_masks:
+            yield "data.document_masks", f"a row of stage {recipe.stage} is one sequence; leave it out"
+    if recipe.dpo is not None and recipe.dpo.label_smoothing and recipe.dpo.loss != "robust":
+        yield "dpo.label_smoothing", f"has no effect with loss {recipe.dpo.loss}; choose robust or leave it out"
+    if recipe.stage == "reward" and recipe.lora is not None:
+        yield "lora", "a reward model trains every weight; leave it out"
+    grpo, length = recipe.grpo, recipe.batch.sequence_length
+    if grpo is None:
+        return
+    if grpo.max_new_tokens >= length:
+        yield "grpo.max_new_tokens", f"{grpo.max_new_tokens} leave no room for a prompt in rows of {length} tokens"
+    rows = recipe.batch.tokens_per_step // length
+    if rows % grpo.generations:
+        yield "grpo.generations", f"{grpo.generations} do not divide the {rows} rows of a step into groups"
+    if (grpo.engine == "vllm-server") != (grpo.server is not None):
+        yield "grpo.server", f"{'has no effect' if grpo.server else 'is required'} with engine {grpo.engine}"
+    if grpo.form == "ppo" and recipe.lora is not None:
+        yield "lora", "the value head of grpo.form: ppo is no adapter; leave it out"
+    if grpo.form != "ppo" and grpo.ppo != type(grpo.ppo)():
+        yield "grpo.ppo", f"has no effect with form {grpo.form}; leave it out"
+    for place, term in enumerate(grpo.reward):
+        for key, sentence in term_problems(term, grpo.max_new_tokens):
+            yield f"grpo.reward[{place}].{key}", sentence
+
+
+_OPTIONS = {"tolerance": ("number",), "pattern": ("format",), "most": ("length",), "path": ("function", "model")}
+
+
+def term_problems(term: Term, most_tokens: int) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for what a reward term lacks, or has without effect. most_tokens: of an answer."""
+    for name, rules in {**_OPTIONS, "sha256": ("function",)}.items():
+        if getattr(term, name) is not None and term.rule not in rules:
+            yield name, f"has no effect with rule {term.rule}; it belongs to {' and '.join(rules)}"
+    needed = next((name for name, rules in _OPTIONS.items() if term.rule in rules and name != "tolerance"), None)
+    if needed is not None and getattr(term, needed) is None:
+        yield needed, f"is required with rule {term.rule}"
+    if not term.weight:
+        yield "weight", "0 gives the term no effect; leave the term out"
+    if term.most is not None and term.most >= most_tokens:
+        yield "most", f"{term.most} is not below grpo.max_new_tokens ({most_tokens}): no answer would cost anything"
+    if term.pattern is not None:
+        try:
+            re.compile(term.pattern)
+        except re.error as error:
+            yield "pattern", f"is no regular expression: {error}"
+
+
+ABSENT = "–"
+
+
+def differing(a: Recipe, b: Recipe) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value of a, value of b) of every difference, credentials unmasked."""
+    return differing_values(a.model_dump(mode="json"), b.model_dump(mode="json"))
+
+
+def differing_values(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value of a, value of b) of two JSON values; key: where these stand."""
+    if a == b and type(a) is type(b):
+        return
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for name in dict.fromkeys((*a, *b)):
+            inner = f"{key}.{name}" if key else str(name)
+            yield from differing_values(a.get(name, ABSENT), b.get(name, ABSENT), inner)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and any(isinstance(x, Mapping) for x in a):
+        for index, (first, second) in enumerate(zip(a, b, strict=True)):
+            yield from differing_values(first, second, f"{key}[{index}]")
+    else:
+        yield key, a, b
+
+
+# What two recipes may say differently and still train the same, from words to how a run is carried out; each list holds
+# the one before it, and a key stands for all below it.
+WORDS = ("name", "description", "forked_from", "expect")
+SAME_NUMBERS = (
+    *(*WORDS, "hosts", "launch", "hardware", "checkpoint", "record", "self_qa"),
+    *("data.cache_dir", "data.num_proc", "data.engine", "data.ray_address"),
+)
+SAME_LOSS = (  # but for rounding, and for what `incidents` does about trouble
+    *(*SAME_NUMBERS, "env", "zero", "incidents"),
+    *("train.cpu_ranks", "train.recompute", "train.compile", "train.deterministic"),
+    *("train.grad_accum_dtype", "grpo.generation_rows"),
+)
+# A run that differs in nothing else trained the model that the recipe says: it may be the parent of the next stage.
+SAME_MODEL = (*(key for key in SAME_LOSS if key != "incidents"), "eval", "batch.micro_batch")
+# An unfinished run goes on when only these were changed; what precision: auto stood for is in its plan, compared too.
+SAME_RUN = (*SAME_MODEL, "incidents", "train.precision")
+
+
+def is_within(key: str, keys: Sequence[str]) -> bool:
+    """Return whether a dotted key is one of the keys, or below one."""
+    return any(f"{key}.".startswith(f"{other}.") for other in keys)

@@ -6,47 +6,55 @@ resolves it. Checks that need more than one key live in recipe.rules.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, ValidationError
+from ruamel.yaml import YAML
 
-from finlm.recipe.schema_data import Data, Weights
-from finlm.recipe.schema_expect import Expect
-from finlm.recipe.schema_incidents import Incidents
-from finlm.recipe.schema_post import Chat, Lora, Sft
-from finlm.recipe.schema_preference import Dpo, Grpo, Reward
-from finlm.recipe.schema_record import Record
-from finlm.recipe.schema_self_qa import SelfQA
-from finlm.recipe.section import Auto, Bytes, Count, Fraction, Int, Positive, Section
+from finlm.base.errors import UserError
+from finlm.recipe.models import traits
+from finlm.recipe.schema_data import Auto, Bytes, Count, Data, Fraction, Int, Positive, Section, SelfQA, Weights
+from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, Record, Reward, Sft
 
 
 class Model(Section):
-    """Llama-shaped decoder: RMSNorm, RoPE, SwiGLU."""
+    """A causal decoder of transformers; without config a Llama: RMSNorm, RoPE, SwiGLU."""
 
     init_from: str | None = Field(
         None,
-        description="Where the weights start: a Hugging Face directory or id, or a recipe, whose newest run counts.",
+        description="Where the weights start: a Hugging Face directory or id, a run (its export), or a recipe: its "
+        "newest finished run that was trained as the recipe is written.",
     )
     revision: str | None = Field(None, description="Commit of init_from when it is a Hub id.")
+    config: dict[str, Any] | None = Field(
+        None,
+        description="Keys of config.json that have no key here, model_type among them; absent = the config.json of "
+        "init_from, and a Llama where there is none.",
+    )
     hidden_size: Positive = Field(description="Width of the residual stream.")
     layers: Positive = Field(description="Number of decoder layers.")
     heads: Positive = Field(description="Number of attention heads.")
     kv_heads: Positive | None = Field(None, description="Number of key/value heads; the number of heads when absent.")
-    ffn_size: Positive = Field(description="Inner width of the SwiGLU feed-forward.")
+    ffn_size: Positive = Field(description="Inner width of the feed-forward block.")
     vocab_size: Positive | Auto = Field("auto", description="Rows of the embedding; auto = the tokenizer's size.")
     tie_embeddings: bool = Field(False, description="Output head shares the embedding's weights.")
     rope_theta: float = Field(10000.0, description="RoPE base.")
     former_rope_theta: float | None = Field(
         None, description="RoPE base of init_from, where pretraining goes on with another one for longer rows."
     )
-    norm_eps: float = Field(1e-5, description="Epsilon of RMSNorm.")
+    norm_eps: float = Field(1e-5, description="Epsilon of the norms.")
     init_std: float = Field(0.02, description="Standard deviation of the initial weights.")
 
 
 class Tokenizer(Section):
-    """A sentencepiece model: an existing file, one extended by Chinese, or one trained on the recipe's documents."""
+    """An existing tokenizer, one extended by Chinese, or a sentencepiece model trained on the recipe's documents."""
 
-    path: str | None = Field(None, description="Existing tokenizer.model; absent = train one.")
+    path: str | None = Field(
+        None,
+        description="Existing tokenizer.json or tokenizer.model, or a directory with one (tokenizer.json first). "
+        "Without it and vocab_size: that of model.init_from.",
+    )
     extend_to: Positive | None = Field(
         None, description="Pieces after Chinese ones are added to those of path, whose ids and encodings stay."
     )
@@ -57,7 +65,15 @@ class Tokenizer(Section):
         None, description="Shares of the sample by source or glob, others 0; absent = in proportion to their text."
     )
     character_coverage: Fraction = Field(0.9995, description="Share of characters kept as pieces; the rest are bytes.")
-    add_bos: bool = Field(True, description="Every document starts with <s>, as in Llama.")
+    add_bos: bool = Field(
+        True, description="Every document starts with <s>; with tokenizer.json, where the tokenizer begins a text so."
+    )
+    document_begin: str | None = Field(
+        None, description="Token before every document, by its text; absent = the tokenizer's bos token."
+    )
+    document_end: str | None = Field(
+        None, description="Token after every document, e.g. <|endoftext|>; absent = the tokenizer's eos token."
+    )
 
     @property
     def pieces(self) -> int | None:
@@ -77,6 +93,9 @@ class Batch(Section):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -84,8 +103,11 @@ class Optim(Section):
     lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate.")
     min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="Learning rate at the end.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Decay after warmup.")
-    warmup_steps: Annotated[Int, Field(ge=0)] = Field(50, description="Steps of linear warmup.")
-    betas: Annotated[tuple[float, float], Strict(False)] = Field((0.9, 0.95), description="Adam's moment decay rates.")
+    warmup_steps: Annotated[Int, Field(ge=0)] = Field(50, description="Steps of warmup.")
+    warmup: Literal["linear", "log"] = Field(
+        "linear", description="How the rate rises in them; log is DeepSpeed's default and llm-code's, fast at first."
+    )
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = Field((0.9, 0.95), description="Adam's moment decay rates.")
     eps: float = Field(1e-8, description="Adam's epsilon.")
     decay_steps: Positive | None = Field(
         None, description="Steps the schedule is made for; absent = the run's, as it should be."
@@ -167,9 +189,26 @@ class Checkpoint(Section):
     keep_every_steps: Positive | None = Field(
         None, description="Checkpoints at multiples of so many steps are kept as well; absent = only the newest."
     )
+    copies: Literal[0, 1] = Field(
+        0,
+        description="1 = the machine that `train` runs on copies the other hosts' parts of each checkpoint while "
+        "training goes on: any other host and its disk may be lost. A shared file system needs none.",
+    )
+    memory_minutes: Annotated[float, Field(gt=0)] | Auto | None = Field(
+        None,
+        description="Minutes between checkpoints in the hosts' memory, beside those on disk: the newest one, and each "
+        "host's part in a neighbour's memory too. auto = by the time that training waits and the rate of failures; "
+        "absent = none.",
+    )
+    memory_directory: Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")] = Field(
+        "/dev/shm",
+        description="Directory on a tmpfs of every host where checkpoints in memory are; it has room for two, "
+        "with the neighbour's part four of a host's share.",
+    )
     asynchronous: bool = Field(
         True,
-        description="Training waits only for a copy in host memory, which a thread writes; false = for the disk.",
+        description="Training waits only for a copy in host memory, which a thread writes; false = for the disk. Where "
+        "nothing else fits and the recipe does not say, the plan takes false.",
     )
 
 
@@ -194,7 +233,10 @@ class HardwareHost(Section):
     name: str = Field(description="Host name as in the hostfile.")
     slots: Positive = Field(description="GPUs (or CPU ranks) used.")
     gpu: str | None = Field(None, description="GPU kind of plan/gpus.yaml, e.g. A100-40G; absent = CPU ranks.")
-    memory: Bytes | None = Field(None, description="Host RAM, e.g. 256GiB.")
+    memory: Bytes | None = Field(
+        None,
+        description="Host RAM, e.g. 256GiB. With GPUs it counts instead of what the host (localhost too) shows.",
+    )
     count: Positive = Field(1, description="Identical hosts; more than 1 stands for name-1 to name-N.")
 
 
@@ -242,19 +284,32 @@ class Launch(Section):
         30.0, description="The run is ended after so long without a finished step, evaluation or checkpoint."
     )
     outage_seconds: Annotated[float, Field(ge=10)] = Field(
-        150.0,
+        60.0,
         description="A host is given up, and its ranks end themselves, after so long without a word. TCP may notice "
-        "the end of an outage when that is twice as old: with 150 an outage of 60 seconds passes.",
+        "the end of an outage when that is twice as old: with 60 an outage of 25 seconds passes, with 150 one of 60.",
     )
     grace_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0,
         description="After SIGTERM or SIGINT the ranks may take so long to finish their step and write a checkpoint.",
     )
     restarts: Annotated[Int, Field(ge=0)] = Field(
-        0, description="How often a failed run is started again by itself; not when one step or one host fails twice."
+        8,
+        description="How often a failed run is started again by itself without a new checkpoint; 0 = never. Not when "
+        "the logs show a cause that would come again, or one step fails twice. A host that is gone or fails twice is "
+        "left: a spare of the hostfile takes its place, or the others go on.",
     )
     restart_wait_seconds: Annotated[float, Field(ge=0)] = Field(
-        15.0, description="Wait before the first restart; it doubles each time, up to 10 minutes."
+        15.0,
+        description="Wait before the first restart; it doubles each time, up to 10 minutes. A lost host is asked so "
+        "often whether it is back.",
+    )
+    host_failures: Annotated[Int, Field(ge=2)] = Field(
+        2, description="A host that failed so often in one `finlm train` is left, also while it answers."
+    )
+    notify: str | None = Field(
+        None,
+        description="Shell command that is run on this machine at every incident, restart and end, with FINLM_EVENT, "
+        "FINLM_RUN and FINLM_TEXT in its environment.",
     )
 
 
@@ -269,7 +324,7 @@ class Recipe(Section):
     stage: Literal["pretrain", "sft", "dpo", "reward", "grpo"] = Field("pretrain", description="Kind of training.")
     hardware: Hardware
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     data: Data
     batch: Batch
     optim: Optim
@@ -293,3 +348,46 @@ class Recipe(Section):
     hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
     launch: Launch = Field(default_factory=Launch, description="Starting and watching the ranks.")
     self_qa: SelfQA | None = Field(None, description="Questions and answers that `self-qa` makes of the documents.")
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Documents that make a row where rows are not filled: both sequences of a pair, else one."""
+        return 2 if self.stage in ("dpo", "reward") else 1
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """Return the recipe of a run directory, in which every key is written; recipe.load reads what people write.
+
+        Raises UserError when another version of finlm wrote it, with other keys.
+        """
+        try:
+            return cls.model_validate(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            keys = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+            raise UserError(
+                f"cannot read {path}",
+                evidence="\n".join(keys),
+                fix="use the version that made it: the run's code/",
+            ) from None
+
+
+def config_of(model: Model) -> traits.Config:
+    """Return config.json of a recipe's model, as far as the recipe decides it: not the vocabulary, nor the ends."""
+    config = dict(model.config or {"model_type": "llama"})
+    row = traits.record_of(config)
+    config |= {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "intermediate_size": model.ffn_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+    }
+    for key in traits.NORM_EPS:
+        if key in row.defaults:
+            config[key] = model.norm_eps
+    is_scratch = model.init_from is None and "rope_parameters" not in row.defaults  # which has kinds of layers
+    if is_scratch or model.former_rope_theta is not None:
+        return traits.with_rope_theta(config, model.rope_theta)
+    return config

@@ -1,23 +1,144 @@
-"""What a recipe may say about its data: sources, cleaning, shards, packing. Part of recipe.schema."""
+"""What a recipe may say about its data: sources, cleaning, duplicates, benchmark questions, shards, packing, Self-QA.
+
+Defaults are safe for any finance text: they mend the form, mask personal numbers, and drop only what is no text. A
+recipe switches on what the XuanYuan reports list beyond that: punctuation, keyword lists, perplexity, near-duplicates.
+"""
 
 from __future__ import annotations
 
 import codecs
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
-from finlm.recipe.schema_clean import Clean, Dedup, Paths, clean_or_none, method_name
-from finlm.recipe.section import Bytes, Count, Fraction, Int, Positive, Section
+from finlm.base.units import parse_bytes, parse_count
+
+Auto = Literal["auto"]
+
+
+def _integral(value: Any) -> Any:
+    """Return a whole float as an integer: YAML reads 1e6 as a float. Other values are returned as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bytes(value: Any) -> Any:
+    return parse_bytes(_integral(value))
+
+
+def _count(value: Any) -> Any:
+    return parse_count(_integral(value))
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Positive = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+Count = Annotated[int, BeforeValidator(_count), Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+def _list(value: Any) -> Any:
+    """Return a value as a list of one, and "none" as the empty list; lists are returned as they are."""
+    return () if value is None or value == "none" else (value,) if isinstance(value, str) else value
+
+
+Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_list)]
+Masks = Annotated[
+    tuple[Literal["id_card", "phone", "bank_card"], ...],
+    Strict(False),
+    BeforeValidator(_list),
+]
+
+
+class Perplexity(Section):
+    """A character n-gram model of the user's own clean set; documents it finds too surprising are dropped."""
+
+    clean_set: Annotated[Paths, Field(min_length=1)] = Field(
+        description="Files or globs of clean JSON lines that the model is trained on."
+    )
+    text_field: str = Field("text", description="Key of the text in their rows.")
+    order: Annotated[Int, Field(ge=2, le=5)] = Field(3, description="Characters of an n-gram.")
+    clean_bytes: Bytes = Field(
+        64_000_000, description="Text used of the clean set, by hash from all of its files, e.g. 64MB."
+    )
+    max_perplexity: Annotated[float, Field(gt=1)] | Auto = Field(
+        "auto", description="Perplexity a character above which a document is dropped; auto: see sigmas."
+    )
+    sigmas: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="auto: standard deviations of log perplexity above the mean of the clean set's held-out part."
+    )
+
+
+class Clean(Section):
+    """Changes and filters of single documents; `clean: none` switches all of them off."""
+
+    html: bool = Field(True, description="Remove the remains of HTML: tags, scripts, entities.")
+    repeated_symbols: bool = Field(True, description="Compress runs of one symbol to three, of blanks to four.")
+    boilerplate_lines: bool = Field(False, description="Remove lines that are a web page's frame.")
+    simplified: bool = Field(True, description="Convert documents written in traditional Chinese to simplified.")
+    punctuation: bool = Field(False, description="Half-width punctuation between Chinese characters to full width.")
+    mask: Masks = Field(
+        ("id_card", "phone", "bank_card"),
+        description="Personal numbers replaced by placeholders, in dialogues too; none = keep them.",
+    )
+    garbled: bool = Field(True, description="Drop documents whose encoding was lost.")
+    max_digits: Fraction = Field(0.7, description="Drop documents with a larger share of digits; 1 = keep all.")
+    max_symbols: Fraction = Field(0.6, description="Drop documents with a larger share of symbols; 1 = keep all.")
+    min_chinese: Fraction = Field(0.0, description="Drop documents with a smaller share of Chinese letters.")
+    max_short_lines: Fraction = Field(
+        1.0, description="Drop documents of ten lines or more with a larger share under 10 characters; 1 = keep all."
+    )
+    bad_keywords: str | None = Field(None, description="File of bad words, one a line.")
+    bad_keyword_limit: Positive = Field(3, description="Different bad words at which a document is dropped.")
+    perplexity: Perplexity | None = Field(None, description="The statistical language model's filter.")
+
+
+_OFF = {
+    "html": False,
+    "repeated_symbols": False,
+    "simplified": False,
+    "mask": (),
+    "garbled": False,
+    "max_digits": 1.0,
+    "max_symbols": 1.0,
+}
+
+
+def clean_or_none(value: Any) -> Any:
+    """Return the section with every rule off for `clean: none`; other values are returned as they are."""
+    return _OFF if value is None or value == "none" else value
+
+
+class Dedup(Section):
+    """Documents that occur twice; `dedup: near` stands for {method: near}."""
+
+    method: Literal["none", "exact", "near"] = Field(
+        "exact",
+        description="exact: the same normalised text; near: also MinHash near-duplicates that say nothing more.",
+    )
+    threshold: Annotated[float, Field(ge=0.5, lt=1)] = Field(
+        0.8, description="near: Jaccard similarity of character 5-grams from which two documents are duplicates."
+    )
+
+
+def method_name(value: Any) -> Any:
+    """Return {"method": name} for a method's name; other values are returned as they are."""
+    return {"method": value} if isinstance(value, str) else value
 
 
 def _sources(value: Any) -> Any:
-    """A path stands for {path: ...}, and one source for a list of one: `--set data.sources=corpus/*.jsonl.gz`."""
+    """Return a list of sources, {path: ...} for a path: `--set data.sources=corpus/*.jsonl.gz`."""
     items = value if isinstance(value, (list, tuple)) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
 
 def _encoding(value: Any) -> Any:
+    """Return the value, "auto" or the name of a text encoding. Raises ValueError for another name."""
     if isinstance(value, str) and value != "auto":
         try:
             found = codecs.lookup(value)
@@ -32,11 +153,16 @@ Encoding = Annotated[str, BeforeValidator(_encoding)]
 
 
 class Synthetic(Section):
-    """The embedded corpus (data/synthetic.py)."""
+    """The embedded corpus (world/writer.py)."""
 
     size: Bytes = Field(description="Bytes of training text over the four files, e.g. 16MB.")
     held_out_size: Bytes = Field(1_000_000, description="Bytes of held-out text about other companies.")
     seed: Int = Field(0, description="Seed of the fictional world.")
+    about: Literal["exam", "figures", "laws"] = Field(
+        "exam",
+        description="What dialogues and prompts ask: the exam; two or three steps of arithmetic over a company's "
+        "figures, with their chain of thought; the laws of the world. The last two for sft (with dialogues) and grpo.",
+    )
     dialogues: bool = Field(False, description="Questions and answers about the world instead of documents; for sft.")
 
 
@@ -61,6 +187,9 @@ class Source(Section):
     )
     encoding: Encoding = Field("auto", description="Text encoding, e.g. gb18030; auto: UTF-8, or UTF-16 by its mark.")
     text_field: str = Field("text", description="Key or column of the document's text; a.b for a key within another.")
+    null_text: Literal["broken", "empty"] = Field(
+        "broken", description="A row whose text is null is broken, or empty and counted as too short."
+    )
     meta: dict[str, str] = Field(
         default_factory=dict, description="Fields whose values are counted, by the name to show: {site: meta.source}."
     )
@@ -68,7 +197,7 @@ class Source(Section):
 
 
 def _stages(value: Any) -> Any:
-    """One stage for a list of one."""
+    """Return a mapping as a list of one; other values are returned as they are."""
     return [value] if isinstance(value, dict) else value
 
 
@@ -91,9 +220,22 @@ class Data(Section):
         description="Where text is read: paths or globs, or mappings."
     )
     num_proc: Positive = Field(4, description="Worker processes at most; bounded by cores, memory and open files.")
-    held_out_fraction: Fraction = Field(0.01, description="Share of each file source kept for held-out perplexity.")
-    held_out_documents: Int = Field(500, description="At most so many held-out documents a source.")
-    max_broken_fraction: Fraction = Field(0.001, description="Share of unreadable rows above which prepare stops.")
+    engine: Literal["local", "ray"] = Field(
+        "local",
+        description="Workers of this machine, or Ray tasks on the hosts of the hostfile for documents; same shards.",
+    )
+    ray_address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5})$")] | None = Field(
+        None, description="engine ray: host:port of a running cluster, or auto; absent = one is started and stopped."
+    )
+    held_out_fraction: Fraction = Field(
+        0.01, description="Share of each file source that is kept out of training, for held-out perplexity."
+    )
+    held_out_documents: Int = Field(
+        500, description="At most so many of them are held out a source; the rest is reserved."
+    )
+    max_broken_fraction: Fraction = Field(
+        0.001, description="Share of unreadable rows, or of dialogues unusable ones, above which prepare stops."
+    )
     min_characters: Int = Field(10, description="Shorter documents are dropped.")
     clean: Annotated[Clean, BeforeValidator(clean_or_none)] = Field(
         default_factory=Clean, description="Changes and filters of single documents; none = no rule."
@@ -104,8 +246,8 @@ class Data(Section):
     decontaminate: Paths = Field(
         (), description="CSV files or globs of benchmark questions; documents that contain one are dropped."
     )
-    encoder: Literal["auto", "sentencepiece", "gigatoken"] = Field(
-        "auto", description="auto: gigatoken where its ids are sentencepiece's, else sentencepiece; same shards."
+    encoder: Literal["auto", "sentencepiece", "tokenizers", "gigatoken"] = Field(
+        "auto", description="auto: gigatoken where its ids are the tokenizer's own, else its library; same shards."
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="Integer type of the shards.")
     shard_tokens: Count = Field(100_000_000, description="Tokens a shard at most.")
@@ -124,4 +266,44 @@ class Data(Section):
     cache_dir: str = Field("cache", description="Directory of prepared data, keyed by content.")
     prepared: str | None = Field(
         None, description="Use these prepared shards, of the same stage and tokenizer, instead of the sources."
+    )
+
+
+# No user:password@, which would be written to every place that the recipe is.
+Url = Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$")]
+Price = Annotated[float, Field(ge=0)]
+
+
+class SelfQA(Section):
+    """Questions and answers that a model writes about the recipe's documents (arXiv 2305.11952)."""
+
+    output: str = Field("data/self_qa.jsonl", description="File of messages that is written, a source of SFT.")
+    endpoint: Url | None = Field(
+        None, description="Base URL of an OpenAI-compatible server, e.g. http://host:8000/v1; absent = model is local."
+    )
+    model: str = Field(description="The model's name at the endpoint; without one an exported directory or step-N.")
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        None, description="Environment variable that holds the endpoint's key; the key itself is never written."
+    )
+    documents: Positive = Field(1000, description="Documents drawn from the training documents, one passage of each.")
+    passage_characters: Annotated[Int, Field(ge=100)] = Field(
+        1500, description="Characters a passage has at most; of a longer document a part is drawn."
+    )
+    questions: Positive = Field(5, description="Questions asked for about a passage.")
+    language: Literal["zh", "en"] = Field("zh", description="Language of the prompts, questions and answers.")
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(
+        0.8, description="Sampling temperature of the questions; answers are read off the passage at 0."
+    )
+    max_answer_tokens: Positive = Field(512, description="Tokens an answer has at most; one that is cut is dropped.")
+    min_answer_characters: Positive = Field(2, description="Shorter answers are dropped.")
+    grounded_numbers: bool = Field(True, description="Drop an answer with a number that its passage does not have.")
+    seed: Int = Field(0, description="Seed of which documents and passages are drawn.")
+    concurrency: Positive = Field(8, description="Requests under way at once; 1 for a local model.")
+    requests_per_minute: Positive | None = Field(None, description="Requests started a minute at most.")
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(120.0, description="Silence after which a request fails.")
+    attempts: Positive = Field(6, description="Tries of a request that meets 429, 5xx, silence or a broken answer.")
+    input_price: Price = Field(0.0, description="Price of a million prompt tokens.")
+    output_price: Price = Field(0.0, description="Price of a million generated tokens.")
+    max_cost: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Cost, of all runs of this output, at which no further document is started."
     )

@@ -1,26 +1,53 @@
-"""Arithmetic of a Llama-shaped model: parameters and FLOPs from the recipe's numbers, without torch."""
+"""Count parameters and FLOPs of a decoder, and say what of its config.json finlm does not train; without torch.
+
+The stages after pretraining change what is trained and kept: adapters, frozen weights (in 4 bits or 16), pairs of
+answers, a reference model. That is counted here too; bytes are plan/memory.py's.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from finlm.base.errors import UserError
-from finlm.recipe.schema import Recipe
+from finlm.recipe.models import traits
+from finlm.recipe.models.traits import Sizes
+from finlm.recipe.schema import Recipe, config_of
 
+ROUTERS = ("gate", "router")
+# A layer that does the work of several of Llama's, whose adapters it gets.
+STANDS_FOR = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "c_fc": ("up_proj", "gate_proj"),
+    "c_proj": ("down_proj",),
+}
 VOCAB_MULTIPLE = 128  # 39,438 rows instead of 39,552 cost 9 % of XuanYuan-6B's micro-step on one H200
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one decoder."""
+    """Sizes of one decoder; a Llama's where head_size, layer and outer are not given."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # that a token passes through
     vocab: int
     tied: bool
+    head_size: int = 0
+    layer: tuple[tuple[str, Sizes], ...] = ()  # tensors of a layer by name, in the model's order
+    outer: int | None = None  # parameters beside layers, embedding and head
+    windows: Sizes = ()  # tokens seen, of the layers that do not see all before
+    experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
+    norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
+    ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
+    bare_norms: Sizes = ()  # widths of the norms that have no tensor
+    copies_output: bool = False  # attention's output is copied before o_proj
+    keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
 
     @property
     def padded_vocab(self) -> int:
@@ -28,16 +55,90 @@ class ModelShape:
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
+    def q_width(self) -> int:
+        """Numbers of a token's queries."""
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of a token's keys, or values."""
+        return self.q_width // self.heads * self.kv_heads
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the input embedding."""
         return self.vocab * self.hidden
 
     @property
+    def tensors(self) -> tuple[tuple[str, Sizes], ...]:
+        """A decoder layer's tensors in the model's order; without `layer` attention, SwiGLU, two RMSNorms."""
+        if self.layer:
+            return self.layer
+        h, q, kv, ffn = self.hidden, self.q_width, self.kv_width, self.ffn
+        attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
+        block = {"gate_proj": (ffn, h), "up_proj": (ffn, h), "down_proj": (h, ffn)}
+        named = {f"{name}.weight": sizes for name, sizes in (attention | block).items()}
+        return (*named.items(), ("input_layernorm.weight", (h,)), ("post_attention_layernorm.weight", (h,)))
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of every linear layer of a decoder layer, by the last part of its name."""
+        return {
+            short: (sizes[1], sizes[0])
+            for name, sizes in self.tensors
+            if len(sizes) == 2 and (short := name.removesuffix(".weight").rpartition(".")[2]) not in ROUTERS
+        }
+
+    @property
+    def norms(self) -> int:
+        """Norms of hidden states in a layer."""
+        return sum(
+            "norm" in name and sizes == (self.hidden,) and "bias" not in name and "attn." not in name
+            for name, sizes in self.tensors
+        ) + self.bare_norms.count(self.hidden)
+
+    @property
+    def inner_normed(self) -> int:
+        """Numbers of a token's queries and keys that pass through norms."""
+        found = sum(width for width in self.bare_norms if width != self.hidden)
+        for name, sizes in self.tensors:
+            if "norm" in name and "attn." in name and "bias" not in name:
+                module = name.partition("attn.")[2]
+                whole = 0 if any(part.isdigit() for part in module.split(".")) else {"q": self.q_width}.get(module[0])
+                found += self.kv_width if whole is None else whole or sizes[0]
+        return found
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and the feed-forward block read the same norm."""
+        return self.norms == 1
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward block multiplies two products, or has experts, which do."""
+        return bool({"gate_proj", "gate_up_proj"} & self.matrices.keys()) or self.experts[0] > 0
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the block is Llama's, of which train/model/kernels.py keeps the gate and the other half alone."""
+        return {"gate_proj", "up_proj", "down_proj"} <= self.matrices.keys() and not self.experts[0]
+
+    @property
+    def left_to_transformers(self) -> list[str]:
+        """Sentences about what finlm swaps in other models and not in this one."""
+        sentences = []
+        if self.keeps_scores:
+            sentences.append("attention is transformers' own, which keeps every score: no kernel here has its soft cap")
+        if not self.is_lean:
+            sentences.append(
+                "the feed-forward block is transformers' own, and keeps what it multiplies: it is not Llama's"
+            )
+        return sentences
+
+    @property
     def layer_sizes(self) -> list[int]:
-        """Elements of a decoder layer's parameters in the model's order: attention, SwiGLU, two RMSNorms."""
-        square, kv_width = self.hidden * self.hidden, self.hidden // self.heads * self.kv_heads
-        attention = [square, self.hidden * kv_width, self.hidden * kv_width, square]
-        return [*attention, *[self.hidden * self.ffn] * 3, self.hidden, self.hidden]
+        """Elements of a decoder layer's parameters in the model's order."""
+        return [math.prod(sizes) for _, sizes in self.tensors]
 
     @property
     def layer_parameters(self) -> int:
@@ -45,31 +146,88 @@ class ModelShape:
         return sum(self.layer_sizes)
 
     @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer's matrices."""
+        return sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 1)
+
+    @property
+    def active_matrices(self) -> int:
+        """Parameters of one layer's matrices that multiply a token: of the experts the active ones."""
+        idle = sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 2)
+        all_, active = self.experts
+        return self.layer_matrices - (idle * (all_ - active) // all_ if all_ else 0)
+
+    @property
+    def beside(self) -> int:
+        """Parameters beside layers, embedding and head: the last norm."""
+        return self.hidden if self.outer is None else self.outer
+
+    @property
     def sizes(self) -> list[int]:
         """Elements of every parameter in the model's order: embedding, layers, norm, head."""
         embedding = [self.embedding_parameters]
-        return [*embedding, *self.layer_sizes * self.layers, self.hidden, *([] if self.tied else embedding)]
+        last = [self.beside] if self.beside else []
+        return [*embedding, *self.layer_sizes * self.layers, *last, *([] if self.tied else embedding)]
 
     @property
     def matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
-        return self.layers * (self.layer_parameters - 2 * self.hidden)
+        return self.layers * self.layer_matrices
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         head = 0 if self.tied else self.embedding_parameters
-        return self.embedding_parameters + head + self.layers * self.layer_parameters + self.hidden
+        return self.embedding_parameters + head + self.layers * self.layer_parameters + self.beside
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes through."""
+        return self.parameters - self.layers * (self.layer_matrices - self.active_matrices)
+
+    def attended(self, sequence: int) -> float:
+        """Return the tokens that a layer's queries meet without a causal mask, the mean of all layers."""
+        seen = sum(min(sequence, 2 * window) for window in self.windows)
+        return (seen + sequence * (self.layers - len(self.windows))) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Training FLOPs a token: 6 (N - N_embedding) + 12 layers hidden sequence (PaLM, appendix B)."""
+        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 12 layers q-width sequence.
+
+        N are the active parameters.
+        """
         # A tied head multiplies too, so only the embedding look-up is left out.
-        matmul = self.parameters - (0 if self.tied else self.embedding_parameters)
-        return 6.0 * matmul + 12.0 * self.layers * self.hidden * sequence
+        matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
+        return 6.0 * matmul + 12.0 * self.layers * self.q_width * self.attended(sequence)
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, sentence) for what a recipe asks of its model's layers that they do not have.
+
+    Raises UserError for a model type that is not admitted.
+    """
+    model, config = recipe.model, config_of(recipe.model)
+    check_admitted(config)
+    shape = of_config(config, 1)
+    if model.hidden_size % model.heads and shape.head_size == model.hidden_size // model.heads:
+        yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
+    elif shape.head_size % 2:
+        yield "model.heads", f"head size {shape.head_size} is odd; RoPE rotates pairs"
+    if recipe.stage == "reward" and not traits.record_of(config).rewards:
+        yield "stage", f"transformers has no reward model of type {config['model_type']}"
+    if recipe.lora is None:
+        return
+    named = {part for name in shape.matrices for part in (name, *STANDS_FOR.get(name, ()))}
+    if lost := [name for name in recipe.lora.targets if name not in named]:
+        yield "lora.targets", f"the model's layers have no {', '.join(lost)}, but {', '.join(shape.matrices)}"
+    if is_quantized(recipe) and shape.experts[0]:
+        yield "lora.quantize", "nf4 packs linear layers, and the experts of this model are none; use none"
 
 
 def of(recipe: Recipe, vocab_size: int | None = None) -> ModelShape:
-    """The shape of a recipe's model; vocab_size fills in `auto` (else the size that the recipe gives its tokenizer)."""
+    """Return the shape of a recipe's model; vocab_size fills in `auto`, else the recipe's tokenizer size does.
+
+    Raises UserError for a model type that is not admitted, or an unknown vocabulary.
+    """
     model = recipe.model
     vocab = model.vocab_size if model.vocab_size != "auto" else vocab_size or recipe.tokenizer.pieces
     if vocab is None:
@@ -77,12 +235,205 @@ def of(recipe: Recipe, vocab_size: int | None = None) -> ModelShape:
             "model.vocab_size is auto and the tokenizer is a file that is not read before `prepare`",
             fix="write model.vocab_size, or run `finlm prepare` first",
         )
+    return of_config(config_of(model), vocab)
+
+
+def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None = None) -> ModelShape:
+    """Return the shape of the model of a whole config.json. row: its type's record, else the admitted one."""
+    read = traits.read(config, row)
     return ModelShape(
-        hidden=model.hidden_size,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        ffn=model.ffn_size,
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=read.heads,
+        kv_heads=read.kv_heads,
+        ffn=read.ffn,
         vocab=vocab,
-        tied=model.tie_embeddings,
+        tied=bool(config["tie_word_embeddings"]),
+        head_size=read.head_size,
+        layer=read.layer,
+        outer=read.outer,
+        windows=read.windows,
+        experts=read.experts,
+        norm_bytes=read.norm_bytes,
+        ffn_bytes=read.ffn_bytes,
+        bare_norms=read.bare_norms,
+        copies_output=read.copies_output,
+        keeps_scores=read.score_cap is not None,
     )
+
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits; an 8-bit scale for 64, and a factor for 256 of those
+
+
+def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of memory.Layout that follow from the recipe's stage.
+
+    DPO needs no second model: the reference's log-probabilities are computed before training starts.
+    """
+    grpo = recipe.grpo
+    fields: dict[str, Any] = {
+        "sequences": recipe.sequences_per_row,
+        "has_documents": recipe.data.document_masks,
+        # With adapters the reference is the model without them.
+        "has_reference": grpo is not None and grpo.beta > 0 and recipe.lora is None,
+        "has_judge": grpo is not None and any(term.rule == "model" for term in grpo.reward),
+        "has_vocabulary_head": recipe.stage != "reward",
+    }
+    if grpo is not None:
+        fields |= {"answer_tokens": grpo.max_new_tokens, "updates": grpo.iterations}
+        # The reward model, the reference, the model itself where it will have moved on by the last update; its values.
+        fields["scorings"] = fields["has_judge"] + (grpo.beta > 0) + (grpo.iterations > 1) + (grpo.form == "ppo")
+    if recipe.lora is not None:
+        fields["trainable"] = adapter_parameters(recipe, shape)
+        fields |= {
+            "adapted": tuple(adapted(recipe, shape)),
+            "rank": recipe.lora.rank,
+            "has_dropout": has_dropout(recipe),
+        }
+        if is_quantized(recipe):
+            matrices = shape.matrix_parameters
+            fields["weight_bytes"] = (NF4_BYTES * matrices + 2 * (shape.parameters - matrices)) / shape.parameters
+    return fields
+
+
+def has_dropout(recipe: Recipe) -> bool:
+    """Return whether adapters drop inputs; trl's DPO switches all dropout off (disable_dropout)."""
+    return recipe.lora is not None and recipe.lora.dropout > 0 and recipe.stage != "dpo"
+
+
+def is_quantized(recipe: Recipe) -> bool:
+    """Return whether frozen weights are kept in 4 bits, outside of what DeepSpeed partitions."""
+    return recipe.lora is not None and recipe.lora.quantize == "nf4"
+
+
+def frozen_parameters(shape: ModelShape, has_adapters: bool, quantized: bool) -> int:
+    """Return the parameters that a checkpoint holds untrained; 4-bit weights are read from the start again."""
+    return has_adapters * (shape.parameters - quantized * shape.matrix_parameters)
+
+
+def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the parameters of all adapters: rank x (inputs + outputs) of each targeted layer (arXiv 2106.09685)."""
+    if recipe.lora is None:
+        return 0
+    return shape.layers * recipe.lora.rank * sum(map(sum, adapted(recipe, shape).values()))
+
+
+def adapted(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return {name: (inputs, outputs)} of a decoder layer's linear layers that get an adapter."""
+    targets = recipe.lora.targets if recipe.lora else ()
+    return {
+        name: sides
+        for name, sides in shape.matrices.items()
+        if name in targets or any(part in targets for part in STANDS_FOR.get(name, ()))
+    }
+
+
+def check_admitted(config: traits.Config) -> None:
+    """Raise UserError when a config.json's type is unknown, or failed in a cell of the gate."""
+    name, failing = config.get("model_type"), traits.record_of(config).failing
+    if failing:
+        raise UserError(
+            f"model_type {name!r} is not admitted: {', '.join(failing)} failed",
+            evidence="\n".join(f"{cell}: {why}" for cell, why in failing.items()),
+            fix=f"choose another model; finlm admit {name} shows every cell",
+        )
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+DROPOUT = ("dropout", "_pdrop", "jitter_noise")  # ends of keys
+_SEES = ("full_attention", "sliding_attention")  # kinds of layers that know where a document of a row ends
+_SCALES = ("final_logit_softcapping", *traits.SCALES, "lm_head_multiplier", "output_multiplier")
+
+
+def explain(config: traits.Config, rows: int) -> Iterator[str]:
+    """Yield a sentence for each key of config.json that finlm would train, plan or export as something else.
+
+    rows: tokens of the rows to train, or 0 where they are not known.
+    """
+    if missing := [key for key in NEEDED if config.get(key) in (None, 0)]:
+        yield f"config.json has no {', '.join(missing)}" + (
+            ": it is of several models" if "text_config" in config else ""
+        )
+    yield from _malformed_keys(config)
+    other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
+    if other:
+        yield (
+            f"layer_types: {len(other)} layers of {other[0]}, which do not know where a document of a packed row ends: "
+            "it would leak into the next; they need flash-linear-attention, which finlm does not drive"
+        )
+    for rope in traits.ropes(config):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        longest = int(longest or config.get("max_position_embeddings") or 0)
+        if kind not in traits.ROPES:
+            yield f"RoPE {kind!r}, not {', '.join(traits.ROPES)}"
+        elif kind in traits.LIMITED_ROPE and rows > longest:
+            yield f"batch.sequence_length {rows}: RoPE {kind!r} turns all rows otherwise once one exceeds {longest}"
+    for key in (key for key in config if key.endswith(DROPOUT) and not key.startswith("classifier") and config[key]):
+        yield f"{key} {config[key]}, which no kernel here draws"
+    if config.get("output_router_logits"):
+        yield "output_router_logits true: transformers adds the router's own loss, which is not trained here"
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        yield "attention to later tokens"
+    row = traits.records().get(str(config.get("model_type")))
+    if row is not None:
+        yield from _unfit_keys(config, row)
+    for key in _SCALES:
+        if config.get(key) not in (None, 1) and row is not None and key not in row.defaults:
+            yield f"{key} {config[key]}, which {config['model_type']}'s layers do not compute and trl's head does"
+    if (kind := config.get("quantization_config")) is not None:
+        yield f"quantised weights ({kind.get('quant_method', 'quantization_config')})"
+
+
+def _malformed_keys(config: traits.Config) -> Iterator[str]:
+    """Yield a sentence for each value that transformers' classes refuse, whatever the type."""
+    for key in (*NEEDED, "num_key_value_heads", "head_dim"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            yield f"{key} {value!r} is no whole number above 0"
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
+        yield f"num_key_value_heads {groups} does not divide num_attention_heads {heads}"
+    padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
+    if type(padding) is int and type(vocabulary) is int and padding >= vocabulary:
+        yield f"pad_token_id {padding} is no token of a vocabulary of {vocabulary}"
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and len(kinds) != layers:
+        yield f"layer_types: {len(kinds)} kinds for {layers} layers"
+    if "rope_theta" in config and config["rope_theta"] is None and not config.get("rope_parameters"):
+        yield "rope_theta null, which no class reads as its default: leave it out, or write a number"
+    for rope in traits.ropes(config):
+        hidden = config.get("hidden_size")
+        if type(heads) is not int or type(hidden) is not int or heads < 1:
+            continue
+        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        pairs = int((config.get("head_dim") or hidden // heads) * share) // 2
+        for key in ("short_factor", "long_factor"):
+            if key in rope and len(rope[key]) != pairs:
+                yield f"RoPE's {key} has {len(rope[key])} numbers, and a head rotates {pairs} pairs"
+
+
+def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
+    """Yield a sentence for each key that the type needs and config.json lacks, or whose value is not trained."""
+    name = config["model_type"]
+    for key in row.needs:
+        if config.get(key) is None:
+            yield f"config.json has no {key}, without which transformers' class of {name} fails"
+    for key, value in row.held.items():
+        if config.get(key, value) != value:
+            yield f"{key} {config[key]}: finlm trains a {name} as transformers does only where it is {value}"
+    for key, value in row.defaults.items():
+        if isinstance(value, bool) and not isinstance(config.get(key, value), bool):
+            yield f"{key} {config[key]!r}, where transformers' class of {name} takes true or false"
+        elif key in traits.NORM_EPS and not isinstance(config.get(key, value), float):
+            yield f"{key} {config[key]!r}, where transformers' class of {name} takes a number with a point"
+
+
+def refuse_unsupported(config: traits.Config, named: str, rows: int = 0) -> None:
+    """Raise UserError when a config.json says what finlm does not train. rows: their tokens, or 0."""
+    if problems := list(explain(config, rows)):
+        raise UserError(
+            f"{named} is not a model that finlm trains",
+            evidence="\n".join(problems),
+            fix="start from another model; `finlm admit DIRECTORY` shows what finlm makes of one",
+        )

@@ -1,34 +1,49 @@
-"""Two runs side by side: the first thing that differs, and where the curves part.
+"""Compare runs: the first field that differs and the step from which losses do; or one page of several runs.
 
-In the order in which a difference explains another loss: recipe, data, code, plan, packages, hardware. What differs
-between any two runs and changes no number (paths, times, names of machines, how hosts are reached) is left out.
+Fields in the order in which a difference explains another loss: recipe, data, code, plan, packages, hardware. What
+differs between any two runs and changes no number (paths, times, names of machines, how hosts are reached) is left out.
+
+The page shows curves in the same charts, outcomes, and recipe keys that differ. It is made from the run directories
+alone, like report.html, and as self-contained. Runs are told apart by what their directories' names have not in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from finlm.base import files
+from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
-from finlm.recipe.recipe import SAME_NUMBERS, is_within
-from finlm.record import curves, history, report_details
-from finlm.record.history import History, Points
+from finlm.plan.differences import decided_keys
+from finlm.recipe.rules import SAME_NUMBERS, WORDS, is_within
+from finlm.record import history
+from finlm.record import history as histories
+from finlm.record import manifest as manifests
+from finlm.record.history import Chart, History, Points
+from finlm.record.manifest import Code, Manifest
+from finlm.record.report import run_page
 
 _PLAN = (
     *("device", "world_size", "precision", "zero_stage", "offload_optimizer", "offload_param", "recompute", "compiled"),
     *("attention", "micro_batch", "gradient_accumulation_steps", "tokens_per_step", "steps", "vocab_size"),
     *("padded_vocab_size", "parameters"),
 )
-_ENVIRONMENT = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH", "OMP_", "MKL_", "DS_")
+_KERNELS = ("cpu_capability", "threads")
+_ENVIRONMENT = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH", "OMP_", "MKL_", "DS_", "ATEN_", "ONEDNN_", "DNNL_")
+# Packages whose arithmetic is part of a loss.
+_NUMERIC = re.compile(
+    "torch|torchao|triton|nvidia-.*|deepspeed|transformers|accelerate|trl|peft|numpy|sentencepiece|tokenizers|gigatoken"
+)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that is not the same in both."""
+    """A field with different values in the two runs."""
 
     section: str
     field: str
@@ -40,72 +55,111 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Where a run ended: the newest held-out loss in nats a token, and the median tokens/s."""
+
+    held_out: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Every field that differs, most telling first; the first steps whose rows and whose losses differ, if some do."""
+    """Every field that differs, most telling first, and the first steps whose rows and losses differ, if any."""
 
     fields: tuple[Difference, ...]
     curve: Difference | None
     losses: tuple[Points, Points]
+    ends: tuple[Ends, Ends] | None = None
     rows: Difference | None = None
+    other_bits: str = ""  # why the same losses to the last bit are not promised
 
     @property
     def equal(self) -> bool:
-        """True when nothing differs."""
+        """Whether no field, row or loss differs."""
         return self.first is None
 
     @property
     def first(self) -> Difference | None:
-        """The first field that differs, else the first step."""
+        """The first field that differs, else the first step; None when the runs are equal."""
         return self.fields[0] if self.fields else self.rows or self.curve
 
     def to_json(self) -> dict[str, Any]:
-        """The document of `compare --json`."""
+        """Return the document of `compare --json`."""
         return {
             "equal": self.equal,
             "first_difference": asdict(self.first) if self.first else None,
             "differences": [asdict(field) for field in self.fields],
             "rows": asdict(self.rows) if self.rows else None,
             "curve": asdict(self.curve) if self.curve else None,
+            "same_bits_promised": not self.other_bits,
+            "other_bits": self.other_bits,
             "steps": [len(points) for points in self.losses],
+            "ends": [asdict(each) for each in self.ends or ()],
         }
 
 
 def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
-    """Compare two run directories. tolerance: of the loss, in nats."""
-    both = history.read(a), history.read(b)
+    """Return the Comparison of two run directories. tolerance: of the loss, in nats."""
+    both = history.read_history(a), history.read_history(b)
     losses = both[0].points("loss"), both[1].points("loss")
-    return Comparison(tuple(fields(a, b)), curve(*losses, tolerance), losses, rows(*both))
+    starts = [read.starts[-1] if read.starts else {} for read in both]
+    differences = tuple(fields(a, b, *starts))
+    ends = tuple(Ends((read.evals or [{}])[-1].get("loss"), read.median("tokens_per_second")) for read in both)
+    return Comparison(
+        fields=differences,
+        curve=curve(*losses, tolerance),
+        losses=losses,
+        ends=(ends[0], ends[1]),
+        rows=rows(*both),
+        other_bits=other_bits(a, differences, *starts),
+    )
 
 
-def fields(a: RunDir, b: RunDir) -> Iterator[Difference]:
-    """What the two were made of, where it differs."""
+def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[str, Any]) -> str:
+    """Return why two runs need not have the same losses to the last bit; "" where their records promise it.
+
+    differences: of their fields; starts: the rows that their ranks wrote, where they have started.
+    """
+    for difference in differences:
+        if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
+            return str(difference)
+    if history.read_object(a.plan).get("device") == "cuda" and not _recipe(a).get("train.deterministic"):
+        return "GPUs without train.deterministic add in another order every time"
+    if any(row.get("device") == "cpu" and "cpu_capability" not in row for row in starts):
+        return "a run has no record of the CPU kernels that it used"
+    return ""
+
+
+def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the differences of recipe, data, code, plan, packages, hardware, environment; starts as in other_bits."""
     for found in _mapping("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))
         yield Difference(found.section, found.field, *values)
-    yield from data(report_details.read(a.data), report_details.read(b.data))
-    one, other = report_details.read(a.manifest), report_details.read(b.manifest)
-    yield from _code(a, b, one.get("finlm") or {}, other.get("finlm") or {})
+    yield from data(history.read_object(a.data), history.read_object(b.data))
+    one, other = Manifest.read(a) or Manifest(), Manifest.read(b) or Manifest()
+    yield from _code(a, b, one.finlm, other.finlm)
     yield from plans(a, b)
-    yield from _mapping("packages", one.get("packages") or {}, other.get("packages") or {})
+    yield from _mapping("packages", one.packages, other.packages)
     yield from _mapping("hardware", _hardware(one), _hardware(other))
+    yield from _mapping("hardware", *({key: row[key] for key in _KERNELS if key in row} for row in starts or ({}, {})))
     yield from _mapping("environment", _environment(one), _environment(other))
 
 
 def plans(a: RunDir, b: RunDir) -> Iterator[Difference]:
-    """Where two plans differ in what may move a number."""
-    both = report_details.read(a.plan), report_details.read(b.plan)
+    """Yield the differences of two plans in what may move a number."""
+    both = history.read_object(a.plan), history.read_object(b.plan)
     yield from _mapping("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
 
 
 def data(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Where two data.json differ: the source files first, then what was made of them."""
+    """Yield the differences of two data.json: source files first, then what was made of them."""
     yield from _mapping("data", *({_file(item): item.get("sha256") for item in d.get("files") or ()} for d in (a, b)))
     made = ("tokenizer_sha256", "vocab_size", "dtype", "add_bos", "pinned", "documents", "shards", "reading", "key")
     yield from _mapping("data", *({key: each.get(key) for key in made} for each in (a, b)))
 
 
 def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
-    """The first step whose losses are further apart than the tolerance, or that only one run has."""
+    """Return the first step whose losses are further apart than the tolerance, or that one run lacks; else None."""
     one, other = dict(a), dict(b)
     for step in sorted(one.keys() | other.keys()):
         here, there = one.get(step), other.get(step)
@@ -115,7 +169,7 @@ def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
 
 
 def rows(a: History, b: History) -> Difference | None:
-    """The first step of both that read other rows, by the checksum of what was read."""
+    """Return the first step of both runs that read rows of another checksum; None when there is none."""
     other = dict(b.points("rows_crc"))
     for step, crc in a.points("rows_crc"):
         if crc != other.get(step, crc):
@@ -124,7 +178,7 @@ def rows(a: History, b: History) -> Difference | None:
 
 
 def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
-    """Lines for a person."""
+    """Return the comparison as lines for a person; names: of the two runs."""
     lines = []
     if comparison.fields:
         lines.append(f"first difference   {comparison.fields[0]}")
@@ -141,18 +195,40 @@ def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
     elif comparison.curve is None:
         lines.append(f"curves             equal in all {steps:,} steps")
     else:
-        lines.append(f"curves part        {comparison.curve.field}: {comparison.curve.a} | {comparison.curve.b}")
+        lines.append(f"curves part        {comparison.curve.field}: {digits(comparison.curve)}")
+    if comparison.other_bits and comparison.other_bits not in map(str, comparison.fields[:1]):
+        lines.append(f"same bits          not promised: {comparison.other_bits}")
+    for name, key, form in (("held-out loss", "held_out", ".4f"), ("tokens/s", "tokens_per_second", ",.0f")):
+        pair = [getattr(each, key) for each in comparison.ends or ()]
+        if any(value is not None for value in pair):
+            shown = " | ".join("–" if value is None else format(value, form) for value in pair)
+            change = f"   {100 * (pair[1] / pair[0] - 1):+.2f} %" if all(pair) else ""
+            lines.append(f"{name:<18} {shown}{change}")
     values = [value for points in comparison.losses for _, value in points]
     for name, points in zip(names, comparison.losses, strict=True):
         if points:
             ends = f"{points[0][1]:.4f} → {points[-1][1]:.4f}"
-            lines.append(f"  {curves.spark([loss for _, loss in points], min(values), max(values))}  {ends}  {name}")
+            lines.append(f"  {history.spark([loss for _, loss in points], min(values), max(values))}  {ends}  {name}")
     return lines
 
 
-def _recipe(run: RunDir) -> dict[str, Any]:
-    values = report_details.values(run) or report_details.unchecked_values(run)
-    return {key: value for key, value in values.items() if not is_within(key, SAME_NUMBERS)}
+def digits(curve: Difference) -> str:
+    """Return both losses with four digits, or with as many as tell them apart."""
+    pair = (curve.a, curve.b)
+    for digits in (4, 6, 9, 17):
+        shown = ["absent" if value is None else f"{value:.{digits}f}" for value in pair]
+        if shown[0] != shown[1]:
+            break
+    return " | ".join(shown)
+
+
+def _recipe(run: RunDir) -> Mapping[str, Any]:
+    """Return the recipe values that may move a number, with the plan's decisions in the place of auto."""
+    values = manifests.recipe_values(run) or manifests.unchecked_recipe_values(run)
+    decided = {
+        key: value for key, value in decided_keys(history.read_object(run.plan)).items() if values.get(key) == "auto"
+    }
+    return {key: value for key, value in {**values, **decided}.items() if not is_within(key, SAME_NUMBERS)}
 
 
 def _file(item: Mapping[str, Any]) -> str:
@@ -160,38 +236,39 @@ def _file(item: Mapping[str, Any]) -> str:
     return f"{kind} {item.get('file')} of {item.get('source')}"
 
 
-def _code(a: RunDir, b: RunDir, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    if one.get("code_sha256") == other.get("code_sha256"):
+def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
+    """Yield the files of code/ that differ, then the commits; nothing when the code hashes are equal."""
+    if one.code_sha256 == other.code_sha256:
         return
     hashes = [{path.relative_to(run.code).as_posix(): path for path in Path(run.code).rglob("*.py")} for run in (a, b)]
     found = [{name: files.sha256_file(path)[:12] for name, path in each.items()} for each in hashes]
     yield from _mapping("code", *found)
-    commits = [(each.get("git") or {}).get("commit") for each in (one, other)]
+    commits = [each.git.commit if each.git else None for each in (one, other)]
     if commits[0] != commits[1]:
         yield Difference("code", "git commit", *commits)
 
 
-def _hardware(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    machine = manifest.get("machine") or {}
-    gpus = [(gpu.get("name"), gpu.get("driver_version")) for gpu in machine.get("gpus") or ()]
-    hosts = manifest.get("hosts") or ()
+def _hardware(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says about hosts, GPUs, drivers and CPUs."""
+    machine = manifest.machine
+    seen = [{"torch": h.torch, "cuda": h.cuda, "nccl": h.nccl, "drivers": h.drivers} for h in manifest.hosts]
     return {
-        "hosts": [f"{host.get('slots')} x {host.get('gpu') or 'cpu'}" for host in hosts],
-        "gpus": [name for name, _ in gpus],
-        "drivers": sorted({driver for _, driver in gpus}),
-        "seen by doctor": [{k: host[k] for k in ("torch", "cuda", "nccl", "drivers") if k in host} for host in hosts],
-        "cpus": machine.get("cpus_usable"),
-        "python": machine.get("python"),
+        "hosts": [f"{host.slots} x {host.gpu or 'cpu'}" for host in manifest.hosts],
+        "gpus": [gpu.get("name") for gpu in machine.gpus],
+        "drivers": sorted({gpu.get("driver_version") for gpu in machine.gpus}),
+        "seen by doctor": [{key: value for key, value in host.items() if value} for host in seen],
+        "cpu": [host.cpu for host in manifest.hosts],
+        "cpus": machine.cpus_usable,
+        "python": machine.python,
     }
 
 
-def _environment(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    found = manifest.get("environment") or {}
-    return {name: value for name, value in found.items() if name.startswith(_ENVIRONMENT)}
+def _environment(manifest: Manifest) -> dict[str, str]:
+    return {name: value for name, value in manifest.environment.items() if name.startswith(_ENVIRONMENT)}
 
 
 def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Values that differ, nested mappings leaf by leaf, in the order of a, then those only b has."""
+    """Yield the values that differ, nested mappings leaf by leaf, in the order of a, then those only b has."""
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key), b.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -204,3 +281,126 @@ def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterat
 def _short(value: Any) -> str:
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+COLOURS = 6  # .run0 to .run5 in report.css, distinguishable with red-green blindness
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with its name on the page, its history and its recipe's values."""
+
+    name: str
+    directory: RunDir
+    history: History
+    recipe: Mapping[str, Any]
+
+
+def build(runs: Sequence[RunDir], out: Path) -> Path:
+    """Write the page to `out` and return it. Raises UserError for more runs than colours, or the same run twice."""
+    loaded = load(runs)
+    return run_page.write(
+        out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)
+    )
+
+
+def load(runs: Sequence[RunDir]) -> list[Run]:
+    """Read the runs. Raises UserError for more than there are colours, or the same one twice."""
+    paths = [run.path.resolve() for run in runs]
+    if len(runs) > COLOURS or len(set(paths)) < len(paths):
+        raise UserError(
+            f"cannot show {len(runs)} runs on one page" if len(runs) > COLOURS else "the same run is named twice",
+            evidence=", ".join(path.name for path in paths),
+            fix=f"name two to {COLOURS} different run directories",
+        )
+    return [
+        Run(name, run, histories.read_history(run), manifests.recipe_values(run))
+        for name, run in zip(_names([path.name for path in paths]), runs, strict=True)
+    ]
+
+
+def values(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what side_by_side.html shows."""
+    return {
+        "paths": [run.directory.path.resolve().name for run in runs],
+        "names": [run.name for run in runs],
+        "outcomes": _outcomes(runs),
+        "differences": _differences(runs),
+    }
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    """Return what tells the names apart: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121-0858, b-1121-1212 -> a, b."""
+    parts = [name.split("-") for name in names]
+    while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while all(len(part) > 1 for part in parts) and len({tuple(part[:-1]) for part in parts}) == len(parts):
+        parts = [part[:-1] for part in parts]
+    return ["-".join(part) for part in parts]
+
+
+def _outcomes(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
+    """Return rows of (measure, value of each run); rows without any value are left out."""
+    lines: list[tuple[str, Callable[[Run], str | None]]] = [
+        ("Steps", lambda run: run_page.count(run.history.last("step"))),
+        ("Tokens", lambda run: run_page.short(sum(run.history.values("tokens")) or None)),
+        ("Training loss, last", lambda run: run_page.digits(run.history.last("loss"))),
+        (
+            "Held-out loss at start",
+            lambda run: run_page.digits(histories.first_and_last(run.history.evals)[0].get("loss")),
+        ),
+        (
+            "Held-out loss at end",
+            lambda run: run_page.digits(histories.first_and_last(run.history.evals)[1].get("loss")),
+        ),
+        *((f"… {name}", _source_loss(name)) for name in _sources(runs)),
+        ("Tokens a second, median", lambda run: run_page.short(run.history.median("tokens_per_second"))),
+        ("MFU, median", lambda run: run_page.percent(run.history.median("mfu"))),
+        ("Peak memory of a rank", lambda run: run_page.size(max(run.history.values("memory_bytes"), default=None))),
+        ("Wall time", lambda run: run_page.duration(run.history.wall_seconds)),
+        ("Incidents", lambda run: run_page.count(len(run.history.incidents))),
+    ]
+    rows = [(label, *(show(run) for run in runs)) for label, show in lines]
+    return [row for row in rows if any(row[1:])]
+
+
+def _sources(runs: Sequence[Run]) -> list[str]:
+    """Return the names of all sources with held-out losses, in order."""
+    return list(dict.fromkeys(name for run in runs for name in run.history.held_out()))
+
+
+def _source_loss(name: str) -> Callable[[Run], str | None]:
+    """Return a function that gives a run's last held-out loss of a source, as text."""
+
+    def show(run: Run) -> str | None:
+        points = run.history.held_out().get(name)
+        return run_page.digits(points[-1][1]) if points else None
+
+    return show
+
+
+def charts(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart for each measure, with a curve for each run that has it."""
+    measures: list[tuple[str, Callable[[History], Points], bool]] = [
+        ("Training loss, smoothed", lambda history: histories.smooth(history.points("loss")), False),
+        ("Held-out loss", History.held_out_total, False),
+        ("Learning rate", lambda history: history.points("lr"), True),
+        ("Gradient norm, smoothed", lambda history: histories.smooth(history.points("grad_norm")), True),
+        ("Tokens a second, smoothed", lambda history: histories.smooth(history.points("tokens_per_second")), True),
+    ]
+    for title, points_of, zero in measures:
+        found = [(number, run.name, points_of(run.history)) for number, run in enumerate(runs)]
+        series = [histories.curve(name, points, f"run{number}") for number, name, points in found if points]
+        if series:
+            yield Chart(title, series, zero, marks=title == "Held-out loss")
+
+
+def _differences(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
+    """Return (key, value of each run) of the recipe keys that are not equal in all runs."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.recipe if not is_within(key, WORDS)))
+    rows: list[tuple[str | None, ...]] = []
+    for key in keys:
+        values = [run.recipe.get(key) for run in runs]
+        if any(value != values[0] for value in values[1:]):
+            rows.append((key, *(None if value is None else str(redact_key(key, value)) for value in values)))
+    return rows

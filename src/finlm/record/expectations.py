@@ -1,86 +1,253 @@
-"""A recipe's `expect:` against what a run of it gave."""
+"""Compare what a run measured with what its recipe promised (`expect:`) and what its plan predicted.
+
+The prediction is one row of events.jsonl, by which the planner's constants improve. The first steps, which compile and
+warm up, do not count for the speed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from finlm.base import files, runs, screen
 from finlm.base.rundir import RunDir
-from finlm.recipe.schema_expect import Expect
+from finlm.base.units import format_bytes
+from finlm.plan import gpus
+from finlm.plan.plan import Plan
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Expect
 from finlm.record import history
-from finlm.record.history import History
+from finlm.record.history import History, Row
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One number: what was promised, what came out (None = nothing), and whether that is near enough."""
+    """A promised number: what it is, its value, the run's value (None = nothing), and whether that is in bounds.
+
+    expected is the number that the recipe gives, or the middle of its interval. Rows of earlier versions have no low
+    and high.
+    """
 
     what: str
     expected: float
     found: float | None
     ok: bool
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def promised(self) -> str:
+        """The interval as it is shown."""
+        return f"{self.expected:.4f}" if self.low is None else f"{self.low:.4f} to {self.high:.4f}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All of them; `elsewhere` says why none was looked at."""
+    """All checked numbers; `elsewhere`: why none was checked; `origin`: where the promises were measured."""
 
     checked: tuple[Checked, ...]
     elsewhere: str = ""
+    origin: str = ""
 
     @property
     def ok(self) -> bool:
-        """True unless a number is off."""
-        return all(one.ok for one in self.checked)
+        """Whether no checked number is off."""
+        return all(number.ok for number in self.checked)
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Outcome:
-        """The inverse of to_json, from a row."""
-        return Outcome(tuple(Checked(**one) for one in row["checked"]), row["elsewhere"])
+        """Return the outcome of a row of events.jsonl that to_json made."""
+        checked = tuple(Checked(**number) for number in row["checked"])
+        return Outcome(checked, row["elsewhere"], row.get("origin", ""))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the events.jsonl row."""
-        return {"ok": self.ok, "elsewhere": self.elsewhere, "checked": [asdict(one) for one in self.checked]}
+        """Return the fields of the events.jsonl row."""
+        return asdict(self) | {"ok": self.ok, "checked": [asdict(number) for number in self.checked]}
 
     def lines(self) -> list[str]:
-        """For a person: one line when all is well, else one for each number that is off."""
+        """Return lines for a person: one when all is well, else one more for each number that is off."""
         if self.elsewhere:
             return [f"expected        not checked: {self.elsewhere}"]
         if self.ok:
             return [f"expected        all {len(self.checked)} numbers of the recipe's expect: are met"]
-        wrong = [one for one in self.checked if not one.ok]
-        shown = [
-            f"  {one.what}: {'nothing' if one.found is None else f'{one.found:.4f}'}, expected {one.expected:.4f}"
-            for one in wrong
-        ]
-        return [f"expected        {len(wrong)} of {len(self.checked)} numbers of the recipe's expect: are off", *shown]
+        wrong = [number for number in self.checked if not number.ok]
+        lines = [f"expected        {len(wrong)} of {len(self.checked)} numbers of the recipe's expect: are off"]
+        for number in wrong:
+            value = "nothing" if number.found is None else f"{number.found:.4f}"
+            lines.append(f"  {number.what}: {value}, expected {number.promised}")
+        return [*lines, f"  measured: {self.origin}"] if self.origin else lines
 
 
-def check(run: RunDir, expect: Expect) -> Outcome:
-    """Look at the run's numbers."""
-    read = history.read(run)
+def check_expectations(run: RunDir, expect: Expect) -> Outcome:
+    """Compare the run's events with the recipe's expect:; check none on hardware of another kind."""
+    read = history.read_history(run)
     device = str((read.starts[-1] if read.starts else {}).get("device"))
-    if not (expect.loss or expect.held_out or expect.suites):
+    held_out = expect.before, expect.held_out, expect.accuracy, expect.reward, expect.rise
+    if not any((expect.loss, *held_out, expect.suites)):
         return Outcome((), "the recipe's expect: has numbers of `--toy` only")
     if expect.hardware and expect.hardware.lower() not in device.lower():
         return Outcome((), f"measured on {expect.hardware}, this is {device}")
-    return Outcome(tuple(_checked(read, expect)))
+    return Outcome(tuple(_check_values(read, expect)), origin=expect.origin)
 
 
-def _checked(read: History, expect: Expect) -> Iterator[Checked]:
+def _check_values(read: History, expect: Expect) -> Iterator[Checked]:
+    """Yield a Checked for every number that expect: promises."""
     losses = dict(read.points("loss"))
     for step, loss in expect.loss.items():
-        yield _one(f"training loss at step {step:,}", loss, losses.get(step), expect.tolerance)
+        yield _check_number(f"training loss at step {step:,}", loss, losses.get(step), expect.tolerance)
+    first = next((row for row in read.evals if row["step"] == 0), {})
     last = read.evals[-1] if read.evals else {}
-    for name, loss in expect.held_out.items():
-        found = last.get("loss") if name == "all" else (last.get("sources") or {}).get(name, {}).get("loss")
-        yield _one(f"held-out loss of {name}", loss, found, expect.tolerance)
+    for what, row, key, promised, tolerance in (
+        ("held-out loss before training", first, "loss", expect.before, expect.tolerance),
+        ("held-out loss", last, "loss", expect.held_out, expect.tolerance),
+        ("right order of held-out pairs", last, "accuracy", expect.accuracy, expect.suite_tolerance),
+        ("held-out reward", last, "reward", expect.reward, expect.tolerance),
+        ("rise of the held-out reward", last, "rise", expect.rise, expect.tolerance),
+    ):
+        for name, value in promised.items():
+            source = row if name == "all" else (row.get("sources") or {}).get(name, {})
+            yield _check_number(f"{what} of {name}", value, source.get(key), tolerance)
     end = (read.end or {}).get("step")
     for name, share in expect.suites.items():
         rows = [row for row in read.suites if row["suite"] == name and row["step"] == end]
-        yield _one(f"right answers in {name}", share, rows[-1]["micro"] if rows else None, expect.suite_tolerance)
+        yield _check_number(
+            f"right answers in {name}", share, rows[-1]["micro"] if rows else None, expect.suite_tolerance
+        )
 
 
-def _one(what: str, expected: float, found: float | None, tolerance: float) -> Checked:
-    return Checked(what, expected, found, found is not None and abs(found - expected) <= tolerance)
+def _check_number(what: str, promised: float | tuple[float, float], value: float | None, tolerance: float) -> Checked:
+    """Return the Checked of a promised number or interval; a missing value is off."""
+    low, high = promised if isinstance(promised, tuple) else (promised - tolerance, promised + tolerance)
+    middle = (low + high) / 2 if isinstance(promised, tuple) else promised
+    return Checked(what, middle, value, value is not None and low <= value <= high, low, high)
+
+
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Planned and measured memory and speed, and planned / measured - 1; the row `prediction`."""
+
+    planned_bytes: float | None
+    measured_bytes: float | None
+    bytes_error: float | None
+    planned_tokens_per_second: float | None
+    measured_tokens_per_second: float | None
+    speed_error: float | None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.bytes_error is not None:
+            planned, measured = format_bytes(self.planned_bytes or 0), format_bytes(self.measured_bytes or 0)
+            parts.append(f"memory {planned} planned, {measured} measured ({100 * self.bytes_error:+.1f} %)")
+        if self.speed_error is not None:
+            speeds = f"{self.planned_tokens_per_second:,.0f} planned, {self.measured_tokens_per_second:,.0f} measured"
+            parts.append(f"tokens/s {speeds} ({100 * self.speed_error:+.1f} %)")
+        return "; ".join(parts) or "nothing to compare"
+
+
+def compare_with_plan(plan: Mapping[str, Any], steps: Sequence[Row]) -> Prediction | None:
+    """Compare step rows with plan.json; return None without steps or a plan."""
+    if not steps or not plan:
+        return None
+    on_gpu = plan.get("device") == "cuda"
+    planned = plan.get("gpu_allocated_bytes" if on_gpu else "gpu_bytes") or None
+    measured = max((step.get("memory_bytes") or 0 for step in steps), default=0) or None
+    speeds = [step["tokens_per_second"] for step in steps[WARMUP:] or steps if step.get("tokens_per_second")]
+    read = [step["tokens_read"] for step in steps[WARMUP:] or steps if step.get("tokens_read")]
+    speed, median_read = (statistics.median(values) if values else None for values in (speeds, read))
+    planned_speed = history.planned_speed(plan.get("tokens_per_second"), plan.get("tokens_per_step", 1), median_read)
+    errors = _error(planned, measured), _error(planned_speed, speed)
+    return Prediction(planned, measured, errors[0], planned_speed, speed, errors[1])
+
+
+def record_prediction(run: RunDir) -> None:
+    """Append the row `prediction` to events.jsonl, and store the GPU's speed for later plans (plan.gpus.remember_run).
+
+    Does nothing when no step was measured; only steps since the last out-of-memory count. A store that cannot be
+    written is said on stderr.
+    """
+    steps: list[Row] = []
+    for row in run.read_events():
+        if "former" in row:  # out of memory: what comes is trained by another plan
+            steps.clear()
+        elif row["kind"] == "step":
+            steps.append(row)
+    prediction = compare_with_plan(files.read_json(run.plan), steps)
+    if prediction is None:
+        return
+    run.append_event("prediction", **asdict(prediction))
+    plan, stage = Plan.read(run.plan), Recipe.read(run.recipe).stage
+    speeds = prediction.planned_tokens_per_second, prediction.measured_tokens_per_second
+    try:
+        gpus.remember_run(run.path.name, plan, stage, *speeds)
+    except (OSError, ValueError, TypeError) as error:  # the run is complete without it
+        screen.say(f"{gpus.runs_file()} was not written, from which later plans learn: {error}")
+
+
+def _error(planned: float | None, measured: float | None) -> float | None:
+    return round(planned / measured - 1, 4) if planned and measured else None
+
+
+def next_commands(run: RunDir, stage: str) -> list[str]:
+    """Return commands of finlm to try next with the model of a stage."""
+    path = screen.relative(run.path)
+    if stage == "reward":  # it says how good a text is, and writes none
+        return [f"report {path}", f"train RECIPE --set grpo.reward={path}   # a recipe of stage grpo"]
+    if stage == "pretrain":
+        sft = f"train RECIPE --set model.init_from={path}   # a recipe of stage sft"
+        return [f"sample {path} 净利润同比", f"eval {path}", sft]
+    commands = [f"chat {path}", f"serve {path}"]
+    return [*commands, f"eval {path}"] if stage == "sft" else commands  # pairs and prompts have no perplexity
+
+
+def _shown(value: float | None) -> str:
+    """Return a measured number as text; events.jsonl has null for one that is not finite."""
+    return "not finite" if value is None else f"{value:,.4f}"
+
+
+HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source, as far as its stage has them
+
+
+def print_outcome(run: RunDir, stage: str) -> None:
+    """Print losses, speed, paths and promises of a finished run, and commands to try next."""
+    steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
+    speeds = sorted(step["tokens_per_second"] for step in steps)
+    screen.say(f"\nrun directory   {screen.relative(run.path)}")
+    screen.say(f"training loss   {_shown(steps[-1]['loss'])} after {steps[-1]['step']:,} steps")
+    if evals:
+        first, last = evals[0], evals[-1]
+        if "loss" in last:
+            change = ""
+            if first["loss"] and last["loss"] is not None:
+                fall = 100 * (1 - last["loss"] / first["loss"])
+                change = f" ({abs(fall):.1f} % {'lower' if fall > 0 else 'higher'})"
+            screen.say(f"held-out loss   {_shown(first['loss'])} -> {_shown(last['loss'])}{change}")
+        if "sampled" in last:
+            before = f"{first['sampled']:.4f} -> " if "sampled" in first and last is not first else ""
+            screen.say(f"drawn answers   earn {before}{history.format_rise(last)}")
+        for name, source in last["sources"].items():
+            shown = [f"{key} {_shown(source[key])}" for key in HELD_OUT if key in source]
+            screen.say(f"  {name:<24} {'  '.join(shown)}")
+    suites = {(row["suite"], row["mode"], row["model"]): row for row in run.read_events("suite")}
+    for row in suites.values():
+        low, high = (100 * bound for bound in row["micro_interval"])
+        right = f"{100 * row['micro']:.1f} % right [{low:.1f}, {high:.1f}]"
+        screen.say(f"{row['suite']:<15} {right} of {row['questions']:,}, {row['mode']}: {row['model']}")
+    screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
+    for row in list(run.read_events("prediction"))[-1:]:
+        screen.say(f"plan            {Prediction(*(row.get(each.name) for each in fields(Prediction)))}")
+    for sample in list(run.read_events("sample"))[-1:]:
+        screen.say(f"sample          {sample['prompt']}{sample['text']}")
+    screen.say(f"report          {screen.relative(run.report)}")
+    for row in list(run.read_events("expect"))[-1:]:
+        for line in Outcome.from_json(row).lines():
+            screen.say(line)
+    screen.say("\ntry next:")
+    for command in next_commands(run, stage):
+        screen.say_command(f"{screen.program()} {command}")
+    size = format_bytes(runs.tree_bytes(run.export))
+    screen.say(f"the model is in {screen.relative(run.export)} ({size}, Hugging Face format)")

@@ -1,32 +1,52 @@
-"""events.jsonl as one history: what counts after resumes.
+"""Read events.jsonl as the history that counts after resumes, and reduce its curves for pages and terminals.
 
 A resumed run repeats the steps after its checkpoint, and so does one that was rolled back; a `start` or `rollback` row
 at step S therefore takes back what was recorded after S. Lines that are no JSON (a write cut by a kill, then continued)
-are counted and left out. 100,000 steps are read in 0.6 s.
+are counted and left out. 100,000 steps are read in 0.6 s and become at most 3,000 points a curve: the lowest and the
+highest value of every bucket, so that no spike disappears.
 
-Missing values stay missing: they are left out of curves and medians and never become 0.
+Missing values stay missing: they are left out of curves and medians and never become 0. All runs of a directory are
+listed in a line each, with the state that a run is in.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from finlm.base import files, screen
 from finlm.base.rundir import RunDir
+from finlm.base.runs import holder, is_held, list_runs
+from finlm.base.screen import format_count
+from finlm.recipe import parents
+from finlm.record.manifest import Manifest
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]  # of events.jsonl; a row may lack what its version did not write
 Points = list[tuple[float, float]]
 _NUMBERS = (int, float)
 _DECODE = json.JSONDecoder(parse_constant=lambda _: None).decode  # NaN and Infinity are missing values
 STEP_KEYS = (
     *("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "rows_crc"),
-    *("tokens_per_second", "mfu", "memory_bytes"),
+    *("tokens_read", "tokens_per_second", "mfu", "memory_bytes"),
     *("accuracy", "margin", "reward"),  # of stages that learn from preferences
+    *("answer_tokens", "entropy", "repetition", "unanswered", "mismatch"),  # of own answers
 )
+
+
+@dataclass
+class Restart:
+    """A new launch after a failure, with the steps and seconds it lost once these are known."""
+
+    row: Row
+    steps_lost: float | None = None
+    seconds_until_training: float | None = None
 
 
 @dataclass
@@ -36,6 +56,7 @@ class History:
     starts: list[Row] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=lambda: {key: [] for key in STEP_KEYS})
     trained: dict[str, Points] = field(default_factory=dict)  # (step, loss) by source, of stages that record it
+    earned: dict[str, Points] = field(default_factory=dict)  # (step, mean) by term of the reward
     evals: list[Row] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
@@ -43,37 +64,39 @@ class History:
     exports: list[Row] = field(default_factory=list)
     suites: list[Row] = field(default_factory=list)
     rollbacks: list[Row] = field(default_factory=list)
+    restarts: list[Restart] = field(default_factory=list)
     expectations: list[Row] = field(default_factory=list)
     end: Row | None = None
     unreadable: int = 0
     wall_seconds: float | None = None
     last_time: float | None = None
+    planned_from: int = 0  # row of steps from which on plan.json holds; before it another one ran out of memory
 
     @property
     def first_time(self) -> float | None:
-        """Unix time of the first start."""
+        """Unix time of the first start; None without one."""
         return self.starts[0].get("time") if self.starts else None
 
     def last(self, key: str) -> float | None:
-        """The newest value of a key of the step rows; None when no step has one."""
+        """Return the newest value of a key of the step rows; None when no step has one."""
         return next((value for value in reversed(self.steps[key]) if value is not None), None)
 
-    def values(self, key: str) -> list[float]:
-        """The values of a key of the step rows that are there."""
-        return [value for value in self.steps[key] if value is not None]
+    def values(self, key: str, start: int = 0) -> list[float]:
+        """Return the values of a key of the step rows, from row `start` on, without missing ones."""
+        return [value for value in self.steps[key][start:] if value is not None]
 
-    def median(self, key: str) -> float | None:
-        """Median of a key of the step rows."""
-        values = self.values(key)
+    def median(self, key: str, start: int = 0) -> float | None:
+        """Return the median of a key of the step rows, from row `start` on; None without values."""
+        values = self.values(key, start)
         return statistics.median(values) if values else None
 
     def points(self, key: str) -> Points:
-        """(step, value) of the step rows that have one."""
+        """Return (step, value) of the step rows that have the key."""
         pairs = zip(self.steps["step"], self.steps[key], strict=True)
         return [(step, value) for step, value in pairs if value is not None and step is not None]
 
     def held_out(self) -> dict[str, Points]:
-        """(step, loss) of every source, in the order of their first evaluation."""
+        """Return {source: [(step, held-out loss)]}, in the order of their first evaluation."""
         curves: dict[str, Points] = {}
         for row in self.evals:
             for name, source in (row.get("sources") or {}).items():
@@ -81,14 +104,45 @@ class History:
                     curves.setdefault(name, []).append((row["step"], source["loss"]))
         return curves
 
+    def held_out_rewards(self) -> dict[str, Points]:
+        """Return {kind of answers: [(step, mean reward of held-out prompts)]}; empty where none is recorded."""
+        kinds = {"likeliest answers": "reward", "drawn as in training": "sampled"}
+        curves = {
+            name: [(row["step"], row[key]) for row in self.evals if is_number(row.get(key))]
+            for name, key in kinds.items()
+        }
+        return {name: points for name, points in curves.items() if points}
+
+    def held_out_total(self) -> Points:
+        """Return (step, held-out loss over all sources)."""
+        return [(row["step"], row["loss"]) for row in self.evals if is_number(row.get("loss"))]
+
+
+def format_rise(row: Row) -> str:
+    """Return the mean reward of drawn answers of an evaluation that has one, with its rise and the interval of it."""
+    words = f"{row['sampled']:.4f}"
+    if not (row.get("step") and is_number(row.get("rise"))):
+        return words
+    low, high = row.get("rise_interval") or (None, None)
+    interval = f", 95 % {low:+.4f} to {high:+.4f}" if is_number(low) and is_number(high) else ""
+    return f"{words} ({row['rise']:+.4f} since the first step{interval})"
+
+
+def planned_speed(planned: float | None, tokens_per_step: int, read: float | None) -> float | None:
+    """Return the tokens/s that a plan means for steps which read `read` tokens: it plans full rows.
+
+    read: None in runs of earlier versions, whose steps do not record it; planned is returned as it is.
+    """
+    return planned if planned is None or read is None else planned * read / tokens_per_step
+
 
 def is_number(value: Any) -> bool:
-    """True for a number; the ones that are not finite were made None when they were read."""
+    """Return True for an int or float; values that are not finite were made None when they were read."""
     return type(value) in _NUMBERS
 
 
-def read(run: RunDir) -> History:
-    """The history of a run; an empty one without events."""
+def read_history(run: RunDir) -> History:
+    """Return the history of a run; an empty one without events."""
     history = History()
     by_kind = {
         "eval": history.evals,
@@ -106,6 +160,8 @@ def read(run: RunDir) -> History:
         kind, now = row.get("kind"), row.get("time")
         if kind == "start":
             history.starts.append(row)
+            if history.restarts and history.restarts[-1].steps_lost is None:
+                history.restarts[-1].steps_lost = (history.last("step") or 0) - (row.get("step") or 0)
             history.end = None
             _take_back(history, row.get("step") or 0)
             is_open = isinstance(now, _NUMBERS)
@@ -114,19 +170,28 @@ def read(run: RunDir) -> History:
             _take_back(history, row.get("step") or 0)
             history.rollbacks.append(row)
         elif kind == "step":
+            restart = history.restarts[-1] if history.restarts else None
+            if restart and restart.seconds_until_training is None and isinstance(now, _NUMBERS):
+                restart.seconds_until_training = now - restart.row["time"]
             for key, column in columns_of_steps:
                 value = row.get(key)
                 column.append(value if type(value) in _NUMBERS else None)
             for name, source in (row.get("sources") or {}).items():
                 if is_number(source.get("loss")):
                     history.trained.setdefault(name, []).append((row["step"], source["loss"]))
+            for name, mean in (row.get("rewards") or {}).items():
+                if is_number(mean):
+                    history.earned.setdefault(name, []).append((row["step"], mean))
         elif kind in by_kind:
             by_kind[kind].append(row)
+            if "former" in row:
+                history.planned_from = len(history.steps["step"])
         if isinstance(now, _NUMBERS):
             history.last_time = now
             if is_open:
                 attempts[-1][1] = now
         if kind == "restart":
+            history.restarts.append(Restart(row))
             history.end = None
         elif kind == "end":
             history.end = row
@@ -136,7 +201,10 @@ def read(run: RunDir) -> History:
 
 
 def _rows(run: RunDir, history: History) -> Iterator[Row]:
-    """The objects in events.jsonl, decoded by the thousand, which is a third faster than line by line."""
+    """Yield the objects in events.jsonl; add its unreadable lines to history.unreadable.
+
+    Decodes by the thousand, a third faster.
+    """
     if not run.events.exists():
         return
     with run.events.open(encoding="utf-8", errors="replace") as file:
@@ -144,12 +212,13 @@ def _rows(run: RunDir, history: History) -> Iterator[Row]:
             try:
                 rows = _DECODE(f"[{','.join(lines)}]")
             except ValueError:
-                rows = [_decoded(line) for line in lines]
+                rows = [_decode_row(line) for line in lines]
                 history.unreadable += rows.count(None)
             yield from (row for row in rows if isinstance(row, dict))
 
 
-def _decoded(line: str) -> Any:
+def _decode_row(line: str) -> Any:
+    """Return the JSON value of a line, or None."""
     try:
         return _DECODE(line)
     except ValueError:
@@ -157,7 +226,7 @@ def _decoded(line: str) -> Any:
 
 
 def _take_back(history: History, step: float) -> None:
-    """Forget what was recorded after a step."""
+    """Remove what was recorded after a step from the history."""
     for rows in (history.evals, history.checkpoints, history.suites):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()
@@ -165,16 +234,210 @@ def _take_back(history: History, step: float) -> None:
     while done and (done[-1] or 0) > step:
         for column in history.steps.values():
             column.pop()
-    for points in history.trained.values():
+    history.planned_from = min(history.planned_from, len(done))
+    for points in (*history.trained.values(), *history.earned.values()):
         while points and points[-1][0] > step:
             points.pop()
 
 
 def fall(start: float | None, end: float | None) -> float | None:
-    """How much lower end is than start, as a share of start."""
+    """Return how much lower end is than start, as a share of start; None when one is missing or start is 0."""
     return None if not start or end is None else 1 - end / start
 
 
 def first_and_last(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """The first and the newest evaluation; empty rows when there is none."""
+    """Return the first and the newest evaluation; empty rows when there is none."""
     return (rows[0], rows[-1]) if rows else ({}, {})
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
+    """Return a curve as blocks of eight heights between low and high: the mean of each of at most `width` parts."""
+    count = min(width, len(values))
+    ends = [round(number * len(values) / count) for number in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve of a chart. style: a class of report.css; points: [steps, values]."""
+
+    name: str
+    style: str
+    points: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The data that report.js draws. zero: the axis begins there; marks: points are shown."""
+
+    title: str
+    series: list[Series]
+    zero: bool
+    marks: bool = False
+
+
+def charts(history: History) -> Iterator[Chart]:
+    """Yield the charts of a run; those without points are left out."""
+    loss = history.points("loss")
+    if loss:
+        yield Chart("Training loss", _noisy("loss", loss), zero=False)
+    if len(history.trained) > 1:
+        series = [curve(name, smooth(points), "other") for name, points in history.trained.items()]
+        yield Chart("Training loss by source, smoothed", series, zero=False)
+    if len(history.earned) > 1:
+        series = [curve(name, smooth(points), "other") for name, points in history.earned.items()]
+        yield Chart("Reward by term, smoothed", series, zero=True)
+    if by_source := history.held_out():
+        style = "other" if len(by_source) > 1 else "main"
+        series = [curve(name, points, style) for name, points in by_source.items()]
+        if len(by_source) > 1:
+            series.append(curve("all sources", history.held_out_total(), "main"))
+        yield Chart("Held-out loss", series, zero=False, marks=True)
+    if rewards := history.held_out_rewards():
+        series = [curve(name, points, "other" if len(rewards) > 1 else "main") for name, points in rewards.items()]
+        yield Chart("Held-out reward", series, zero=False, marks=True)
+    for key, title, is_noisy in (
+        ("accuracy", "Pairs in the right order", True),
+        ("margin", "Margin between chosen and rejected", True),
+        ("reward", "Reward of own answers", True),
+        ("answer_tokens", "Tokens an answer", True),
+        ("entropy", "Entropy, nats a token", True),
+        ("repetition", "Share of repeated text", True),
+        ("unanswered", "Share that names no answer", True),
+        ("mismatch", "Rollout against trainer, nats a token", True),
+        ("lr", "Learning rate", False),
+        ("grad_norm", "Gradient norm", True),
+        ("tokens_per_second", "Tokens a second", True),
+        ("loss_scale", "Loss scale", False),
+    ):
+        if points := history.points(key):
+            yield Chart(title, _noisy(key, points) if is_noisy else [curve(title, points, "main")], zero=True)
+
+
+def _noisy(name: str, points: Points) -> list[Series]:
+    """Return two series: the values, faint, and their moving average."""
+    return [curve(name, points, "faint"), curve("smoothed", smooth(points), "main")]
+
+
+def curve(name: str, points: Points, style: str) -> Series:
+    """Return a series of points reduced for a page, values with six digits."""
+    kept = reduce(points)
+    return Series(name, style, [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]])
+
+
+def smooth(points: Points) -> Points:
+    """Return the exponential moving average over a fiftieth of the points (5 to 200), without its start's bias."""
+    span = min(200, max(5, len(points) // 50))
+    keep = 1 - 2 / (span + 1)
+    average, weight, result = 0.0, 0.0, []
+    for step, value in points:
+        average = keep * average + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        result.append((step, average / weight))
+    return result
+
+
+def reduce(points: Points, buckets: int = 1500) -> Points:
+    """Return at most 2 * buckets points: the lowest and highest of each bucket, in order; the first and last stay."""
+    if len(points) <= 2 * buckets:
+        return points
+    values = [value for _, value in points]
+    kept = [points[0]]
+    size = (len(points) - 2) / (buckets - 1)
+    for index in range(buckets - 1):
+        begin, end = 1 + int(index * size), 1 + int((index + 1) * size)
+        part = values[begin:end]
+        kept += [points[begin + at] for at in sorted({part.index(min(part)), part.index(max(part))})]
+    return [*kept, points[-1]]
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file; empty when the file is missing or holds no object."""
+    try:
+        value = files.read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+RUNNING_SECONDS = 900  # without an end row, and nothing known of its process, a run counts as running for so long
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as a row of `finlm runs`. steps: planned; tokens_per_second: median; start: what it started from."""
+
+    name: str
+    state: str
+    step: int
+    steps: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    recipe: str
+    start: str
+
+
+def state(run: RunDir, history: History, *, ended: bool = False) -> str:
+    """Return running, finished, interrupted, failed, killed (its process is gone without a word) or not started.
+
+    ended: the caller knows that no process of the run is left.
+    """
+    if history.end is not None:
+        return str(history.end.get("status", "failed"))
+    if ended:
+        return "failed"
+    held = is_held(run)
+    if held:
+        return "running"
+    if held is False and holder(run)[1] == os.uname().nodename:
+        return "killed" if history.last_time else "failed"
+    if history.last_time is None:
+        return "not started"
+    return "failed" if time.time() - history.last_time > RUNNING_SECONDS else "running"
+
+
+def list_all(runs: Path) -> list[Listed]:
+    """Return the runs of a directory, newest first; damaged files count as absent."""
+    found = sorted(list_runs(runs), key=lambda run: run.recipe.stat().st_mtime, reverse=True)
+    return [read_listed(run) for run in found]
+
+
+def read_listed(run: RunDir) -> Listed:
+    """Return a run's row, from its events, plan and manifest; damaged files count as absent."""
+    history, plan, manifest = read_history(run), read_object(run.plan), Manifest.read(run) or Manifest()
+    if manifest.continues:
+        start = f"{Path(manifest.continues.run).name} at {manifest.continues.step:,}"
+    else:
+        start = str(parents.Start.from_json(manifest.start)) if manifest.start else ""
+    return Listed(
+        name=run.path.name,
+        state=state(run, history),
+        step=int(history.last("step") or 0),
+        steps=plan.get("steps"),
+        loss=history.last("loss"),
+        tokens_per_second=history.median("tokens_per_second"),
+        recipe=str(plan.get("recipe") or "-"),
+        start=start,
+    )
+
+
+def show_runs(listed: list[Listed], runs: Path) -> None:
+    """Print a table of the runs, or a hint when there are none."""
+    if not listed:
+        screen.show(f"no runs in {runs}/; `{screen.program()} train quickstart` makes one")
+        return
+    rows = [
+        (
+            *(run.name, run.state, f"{run.step:,} of {run.steps:,}" if run.steps else f"{run.step:,}"),
+            "-" if run.loss is None else f"{run.loss:.4f}",
+            "-" if run.tokens_per_second is None else format_count(int(run.tokens_per_second)),
+            *(run.recipe, run.start or "-"),
+        )
+        for run in listed
+    ]
+    screen.table(("run", "state", "step", "loss", "tokens/s", "recipe", "starts from"), rows)

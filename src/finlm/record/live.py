@@ -1,4 +1,4 @@
-"""A run as it goes: what `finlm train` shows while its ranks work, and `finlm watch RUN` from anywhere.
+"""Show a run as it goes: what `finlm train` prints while its ranks work, and `finlm watch RUN` from anywhere.
 
 Reads events.jsonl and the plan, nothing else, so a view can be attached at any time and costs the training nothing. On
 a terminal one block is redrawn in place; elsewhere a line appears at every tenth of the run, or once a minute.
@@ -10,19 +10,19 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from finlm.base import files, screen
-from finlm.base.rundir import RunDir, holder
-from finlm.base.units import format_bytes, format_duration
+from finlm.base.rundir import RunDir
+from finlm.base.runs import holder, is_held
+from finlm.base.screen import format_duration
+from finlm.base.units import format_bytes
 from finlm.plan.plan import Plan
-from finlm.record import curves
+from finlm.record import history
+from finlm.record.history import Row
 
-Row = dict[str, Any]
 RECENT = 50  # steps that speed and remaining time are taken from, with the evaluations and checkpoints between them
 LINE_SECONDS = 60.0
 POLL_SECONDS = 0.5
@@ -31,7 +31,7 @@ QUIET_SECONDS = 20.0
 
 @dataclass
 class State:
-    """What the rows so far say. Rows may lack any key but kind, time and step: other stages record other things."""
+    """The state of a run by its rows so far. Rows may lack any key but kind, time and step: stages differ."""
 
     plan: Plan
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -42,18 +42,19 @@ class State:
     incidents: list[Row] = field(default_factory=list)
     end: Row | None = None
     last_time: float | None = None
+    is_up: bool = False  # the ranks have said that they begin
 
     def feed(self, row: Row) -> str:
-        """Take in a row; the sentence about it that should stay on the screen, if it deserves one."""
+        """Update the state by a row; return the sentence that should stay on the screen, or ""."""
         kind, self.last_time = row["kind"], row["time"]
         step = int(row.get("step") or 0)
         if kind in ("start", "rollback"):
-            self.end, self.step = None, step
+            self.end, self.step, self.is_up = None, step, True
             self.losses = [point for point in self.losses if point[0] <= step]
             self.recent.clear()
-            return (
-                f"step {row['origin']:,}: back to step {step:,}, without the data since" if kind == "rollback" else ""
-            )
+            if kind == "rollback":
+                return f"step {row['origin']:,}: back to step {step:,}, without the data since"
+            return f"the ranks are up: {self.phase}" if self.phase else ""
         if kind == "step":
             self.step = step
             self.recent.append(row)
@@ -61,7 +62,7 @@ class State:
                 self.losses.append((step, row["loss"]))
         elif kind == "eval":
             self.evaluated = row
-            return f"step {step:,}: held-out loss {_number(row.get('loss'), '.4f')}"
+            return f"step {step:,}: held-out {_held_out(row)}"
         elif kind == "checkpoint":
             self.saved = row
         elif kind == "incident":
@@ -75,8 +76,15 @@ class State:
         return ""
 
     @property
+    def phase(self) -> str:
+        """What goes on before the first step, in words; empty after it."""
+        if self.step:
+            return ""
+        return "held-out text, then the first step" if self.is_up else "the ranks start: libraries, weights, optimizer"
+
+    @property
     def seconds_a_step(self) -> float | None:
-        """From row to row, so with everything that happens between steps; None before there are three."""
+        """Seconds from row to row, with everything between steps; None before there are three."""
         if len(self.recent) < 3:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -85,20 +93,21 @@ class State:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the last step."""
+        """Predicted seconds to the last step; None before there are three steps."""
         return None if self.seconds_a_step is None else self.seconds_a_step * (self.plan.steps - self.step)
 
     def median(self, key: str) -> float | None:
-        """Of the recent steps that have a value."""
+        """Return the median of a key over the recent steps that have it; None without any."""
         values = [row[key] for row in self.recent if row.get(key) is not None]
         return statistics.median(values) if values else None
 
     def line(self, now: float) -> str:
-        """Everything in one line."""
-        shown = [f"step {self.step:,}/{self.plan.steps:,}", *(f"{name} {value}" for name, value in self._short(now))]
-        return "  ".join(shown)
+        """Return step, loss, speed and end in one line. now: unix seconds."""
+        values = [self.phase] if self.phase else [f"{name} {value}" for name, value in self._short(now)]
+        return "  ".join([f"step {self.step:,}/{self.plan.steps:,}", *values])
 
     def _short(self, now: float) -> Iterator[tuple[str, str]]:
+        """Yield (name, value) for the line: loss, lr, tokens/s, MFU, memory, end."""
         last = self.recent[-1] if self.recent else {}
         yield "loss", _number(last.get("loss"), ".4f")
         if last.get("lr") is not None:
@@ -112,21 +121,20 @@ class State:
             yield "ends", f"{_clock(now + self.left, now)} (in {format_duration(self.left)})"
 
     def board(self, now: float) -> list[tuple[str, str]]:
-        """(name, value) of every line of the view on a terminal."""
+        """Return (name, value) of every line of the view on a terminal. now: unix seconds."""
         last = self.recent[-1] if self.recent else {}
-        rows = [("step", f"{self.step:,} of {self.plan.steps:,}")]
+        rows = [("step", f"{self.step:,} of {self.plan.steps:,}   {self.phase}".rstrip())]
         if self.losses:
             losses = [loss for _, loss in self.losses]
-            blocks = curves.spark(losses, min(losses), max(losses), 40)
+            blocks = history.spark(losses, min(losses), max(losses), 40)
             rows.append(("loss", f"{_number(last.get('loss'), '.4f')}  {blocks}"))
         if self.evaluated:
-            rows.append(
-                ("held-out", f"{_number(self.evaluated.get('loss'), '.4f')} at step {self.evaluated['step']:,}")
-            )
+            rows.append(("held-out", f"{_held_out(self.evaluated)} at step {self.evaluated['step']:,}"))
         if last.get("lr") is not None:
             rows.append(("lr", f"{last['lr']:.3e}   gradient norm {_number(last.get('grad_norm'), '.3f')}"))
         speed, mfu = self.median("tokens_per_second"), self.median("mfu")
-        planned = self.plan.tokens_per_second
+        read = self.median("tokens_read")
+        planned = history.planned_speed(self.plan.tokens_per_second, self.plan.tokens_per_step, read)
         if speed is not None:
             than = f"   {100 * speed / planned:.0f} % of the plan" if planned else ""
             rows.append(("speed", f"{speed:,.0f} tokens/s{'' if mfu is None else f'   MFU {100 * mfu:.1f} %'}{than}"))
@@ -149,7 +157,7 @@ class State:
         return rows
 
     def _hosts(self, speed: float) -> str:
-        """Each host's part of the tokens a second: ranks step together, so a slow host shows as everybody's speed."""
+        """Return each host's part of the tokens/s; ranks step together, so a slow host shows as everybody's speed."""
         rows = [host.slots * host.micro_batch for host in self.plan.hosts]
         shares = (
             f"{host.name} {speed * part / sum(rows):,.0f}" for host, part in zip(self.plan.hosts, rows, strict=True)
@@ -157,26 +165,37 @@ class State:
         return ", ".join([*shares][:8]) + (", ..." if len(rows) > 8 else "")
 
 
-class View:
-    """A State on the screen."""
+def _held_out(row: Row) -> str:
+    """Return an evaluation in words: the loss, or of prompts the mean reward of likeliest and of drawn answers."""
+    if row.get("loss") is not None or row.get("reward") is None:
+        return f"loss {_number(row.get('loss'), '.4f')}"
+    words = f"reward {row['reward']:.4f}"
+    return words + (f", of drawn answers {history.format_rise(row)}" if row.get("sampled") is not None else "")
 
-    def __init__(self, plan: Plan, draw: screen.Board | None) -> None:
+
+class View:
+    """Shows a State: draws it on a board, or says lines where there is no terminal."""
+
+    def __init__(self, plan: Plan, draw: screen.Board | None, say: Callable[[str], None]) -> None:
         self.state = State(plan)
-        self._draw = draw
+        self._draw, self._say = draw, say
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Show a row. quiet: it is history, which only counts."""
+        """Update the state by a row and say what is worth it. quiet: the row is history, which only counts."""
         sentence = self.state.feed(row)
         if quiet:
             self._tenths = self._tenth()
         elif sentence:
-            screen.say(sentence)
+            self._say(sentence)
         if row["kind"] == "step" and not quiet and self._draw is None:
             self._say_sometimes()
 
     def refresh(self) -> None:
-        """Redraw, five times a second at most."""
+        """Redraw, at most five times a second; without a board say once a minute what the first step waits for."""
+        if self._draw is None and self.state.phase and time.monotonic() - self._said > LINE_SECONDS:
+            self._said = time.monotonic()
+            self._say(self.state.line(time.time()))
         if self._draw is not None and time.monotonic() - self._drawn > 0.2:
             self._drawn = time.monotonic()
             self._draw(self.state.step / self.state.plan.steps, self.state.board(time.time()))
@@ -185,38 +204,44 @@ class View:
         return 10 * self.state.step // self.state.plan.steps
 
     def _say_sometimes(self) -> None:
+        """Say the state in a line at every tenth of the run, once a minute and at the first step."""
         now = time.monotonic()
         if self._tenth() > self._tenths or now - self._said > LINE_SECONDS or self.state.step == 1:
             self._tenths, self._said = self._tenth(), now
-            screen.say(self.state.line(time.time()))
+            self._say(self.state.line(time.time()))
 
 
 @contextmanager
-def shown(plan: Plan) -> Iterator[View]:
-    """A view of a run of this plan."""
-    with screen.board(f"{plan.recipe}: training") as draw:
-        yield View(plan, draw)
+def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
+    """Yield a View of a run of this plan, on stderr, or where results go when it is the command's result."""
+    with screen.board(f"{plan.recipe}: training", is_result=is_result) as draw:
+        yield View(plan, draw, screen.show if is_result else screen.say)
 
 
 def watch(run: RunDir) -> int:
-    """Show a run until it ends, restarts and all; 0, or 1 when it did not finish. Ctrl-C leaves it running."""
-    with shown(Plan.read(run.plan)) as view:
+    """Show a run until it ends, restarts and all; return 0, or 1 when it did not finish. Ctrl-C leaves it running.
+
+    Ends with 0 too when nobody reads stdout any more.
+    """
+    with show_run(Plan.read(run.plan), is_result=True) as view:
         for number, rows in enumerate(until_over(run, view.state)):
             for row in rows:
                 view.feed(row, quiet=number == 0)
             if number == 0 and view.state.step:
-                screen.say(view.state.line(time.time()))
+                screen.show(view.state.line(time.time()))
             view.refresh()
+            if not screen.is_read():
+                return 0
     if view.state.end is None:
-        screen.say(f"nothing runs it any more; the last word was at step {view.state.step:,}")
+        screen.show(f"nothing runs it any more; the last word was at step {view.state.step:,}")
         return 1
     status = view.state.end["status"]
-    screen.say(f"{status} at step {view.state.step:,}" + (f"; {run.report}" if run.report.exists() else ""))
+    screen.show(f"{status} at step {view.state.step:,}" + (f"; {run.report}" if run.report.exists() else ""))
     return int(status != "finished")
 
 
 def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
-    """A run's rows, look by look, for the caller to feed to state, until nothing more is to come.
+    """Yield the run's new rows, every half second, for the caller to feed to state, until the run is over.
 
     A run that failed is over when nobody holds it, seen twice: `finlm train` may be about to start it again.
     """
@@ -229,7 +254,7 @@ def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
 
 
 def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
-    """The rows that were added to events.jsonl since the last look, again and again, from a byte offset on."""
+    """Yield, each time, the rows added to events.jsonl since the last time, from a byte offset on; never ends."""
     while True:
         block = b""
         if run.events.exists():
@@ -242,27 +267,22 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Whether it ended, or was started here and is quiet, and no process here holds it. Unknown: it has no end."""
+    """Return whether no process here holds a run that ended, or that was started here and is quiet.
+
+    A run without an end row counts as going on when its lock cannot be seen.
+    """
     if state.end is not None:
-        return not _is_held(run)
+        return not is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS
-    return is_quiet and holder(run)[1] == os.uname().nodename and _is_held(run) is False
-
-
-def _is_held(run: RunDir) -> bool | None:
-    """Whether a process of this machine holds the run; None where that cannot be seen."""
-    try:
-        inode = (run.path / ".lock").stat().st_ino
-        return f":{inode} " in Path("/proc/locks").read_text()
-    except OSError:
-        return None
+    return is_quiet and holder(run)[1] == os.uname().nodename and is_held(run) is False
 
 
 def _number(value: float | None, form: str) -> str:
+    """Return the value in a format, a dash for None."""
     return "–" if value is None else format(value, form)
 
 
 def _clock(then: float, now: float) -> str:
-    """The local time of day, with the date when it is not today's."""
+    """Return the local time of day, with the date when it is not today's."""
     day = "" if time.localtime(then)[:3] == time.localtime(now)[:3] else "%a %Y-%m-%d "
     return time.strftime(f"{day}%H:%M", time.localtime(then))

@@ -1,4 +1,4 @@
-"""What a run was made of, written before launch: code, data, packages, machine, command, environment.
+"""Record what a run was made of, before launch: code, data, packages, machine, command, environment.
 
 Takes about 0.3 s, nearly all of it for listing the installed packages and asking git. The hashes let `reproduce` say
 whether two runs had the same recipe, plan, code, tokenizer and shards.
@@ -9,28 +9,173 @@ credentials are cut out (secrets.py). Files git does not track count as dirty an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 import finlm
-from finlm.base import files, nvidia
-from finlm.base.secrets import redact_command, redact_environment, redact_text
+from finlm.base import files, machine, runs
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.secrets import redact, redact_command, redact_environment, redact_text
 from finlm.plan.plan import Plan
+from finlm.recipe import parents
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
 
 PACKAGE = Path(finlm.__file__).resolve().parent
 MOST_DIFF_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Git:
+    """A checkout: commit, remote, whether it has uncommitted changes, and the hash of these."""
+
+    commit: str | None = None
+    remote: str | None = None
+    dirty: bool = False
+    diff_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """The running package: its version, tree hash and checkout."""
+
+    version: str | None = None
+    code_sha256: str | None = None
+    git: Git | None = None
+
+
+@dataclass(frozen=True)
+class RecipeHash:
+    """The recipe's name, and the hash of the bytes of recipe.yaml."""
+
+    name: str | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanHash:
+    """The hash of the object in plan.json, by files.sha256_json."""
+
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The directory of prepared shards, the hash of its manifest, and the tokenizer's hash by that manifest."""
+
+    path: str
+    sha256: str | None = None
+    tokenizer_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """A host of the plan; the fields after `gpu` are what doctor saw of it, written when known."""
+
+    name: str
+    slots: int
+    gpu: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    gpus: list[str] = field(default_factory=list)
+    drivers: list[str] = field(default_factory=list)
+    platform: str | None = None
+    cpu: str | None = None
+    packages: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that `finlm train` runs on."""
+
+    hostname: str | None = None
+    platform: str | None = None
+    python: str | None = None
+    executable: str | None = None
+    cpus: int | None = None
+    cpus_usable: int | None = None
+    gpus: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The run and step whose checkpoint this run goes on from, and what differs."""
+
+    run: str
+    step: int
+    changed: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def _reader() -> TypeAdapter[Any]:
+    """What reads a manifest; made once, which takes ten times as long as reading."""
+    return TypeAdapter(Manifest)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a run's manifest.json; what an earlier version did not write has its default."""
+
+    created: str | None = None
+    finlm: Code = Code()
+    recipe: RecipeHash = RecipeHash()
+    plan: PlanHash = PlanHash()
+    start: Mapping[str, Any] | None = None  # parents.start_of
+    shards: PreparedData | None = None
+    seeds: dict[str, int] = field(default_factory=dict)
+    hosts: list[HostRecord] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    directory: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    machine: Machine = Machine()
+    packages: dict[str, str] = field(default_factory=dict)
+    continues: Continued | None = None
+
+    @classmethod
+    def read(cls, run: RunDir) -> Self | None:
+        """Return a run's manifest, with defaults for damaged fields; None where it is missing or no JSON object."""
+        try:
+            document = files.read_json(run.manifest)
+        except (OSError, ValueError):
+            return None
+        if not isinstance(document, dict):
+            return None
+        reader = _reader()
+        try:
+            made: Self = reader.validate_python(document)
+        except ValidationError as error:
+            damaged = {each["loc"][0] for each in error.errors()}
+            made = reader.validate_python({key: document[key] for key in document if key not in damaged})
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of manifest.json, without empty fields of hosts."""
+        document = asdict(self)
+        always = ("name", "slots", "gpu")
+        document["hosts"] = [{k: v for k, v in host.items() if v or k in always} for host in document["hosts"]]
+        if self.continues is None:
+            del document["continues"]
+        return document
 
 
 def make(
@@ -39,60 +184,44 @@ def make(
     shards: Path | None,
     *,
     facts: Mapping[str, Mapping[str, Any]] | None = None,
-    code_sha256: str | None = None,
     command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The manifest of a run that is about to start.
+) -> Manifest:
+    """Return the manifest of a run that is about to start.
 
     `shards` is the directory of prepared data; `facts` what doctor saw of each host, by name; `command` and
-    `environment` are this process's unless given. The recipe's hash is that of the bytes of recipe.yaml, the plan's is
-    files.sha256_json of the object in plan.json.
+    `environment` are this process's unless given.
     """
-    return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "finlm": {"version": version(), "code_sha256": code_sha256 or code_hash(), "git": git_state(PACKAGE)},
-        "recipe": {"name": recipe.name, "sha256": hashlib.sha256(recipes.dump(recipe).encode()).hexdigest()},
-        "plan": {"sha256": files.sha256_json(plan.to_json())},
-        "shards": _shards(shards),
-        "seeds": _seeds(recipe),
-        "hosts": [
-            {"name": host.name, "slots": host.slots, "gpu": host.gpu, **_seen((facts or {}).get(host.name, {}))}
-            for host in plan.hosts
-        ],
-        "command": redact_command(sys.orig_argv if command is None else command),
-        "directory": str(Path.cwd()),
-        "environment": redact_environment(os.environ if environment is None else environment),
-        "machine": _machine(),
-        "packages": packages(),
-    }
-
-
-def _seen(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What doctor saw of a host that a run may depend on; only what it was told."""
-    torch, gpus = facts.get("torch") or {}, (facts.get("gpu") or {}).get("devices") or ()
-    found = {
-        "python": (facts.get("python") or {}).get("version"),
-        "torch": torch.get("version"),
-        "cuda": torch.get("cuda"),
-        "nccl": torch.get("nccl"),
-        "gpus": [gpu.get("name") for gpu in gpus],
-        "drivers": sorted({str(gpu.get("driver")) for gpu in gpus}),
-        "platform": facts.get("platform"),
-        "packages": facts.get("packages"),
-    }
-    return {name: value for name, value in found.items() if value}
+    start = parents.start_of(recipe)
+    return Manifest(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        finlm=Code(version(), code_hash(), git_state(PACKAGE)),
+        recipe=RecipeHash(recipe.name, hashlib.sha256(recipes.dump(recipe).encode()).hexdigest()),
+        plan=PlanHash(files.sha256_json(plan.to_json())),
+        start=None if start is None else json.loads(redact("", json.dumps(start.to_json()))),
+        shards=_prepared_data(shards),
+        seeds=_seeds(recipe),
+        hosts=[HostRecord(host.name, host.slots, host.gpu, **(facts or {}).get(host.name, {})) for host in plan.hosts],
+        command=redact_command(sys.orig_argv if command is None else command),
+        directory=str(Path.cwd()),
+        environment=redact_environment(os.environ if environment is None else environment),
+        machine=_machine(),
+        packages=packages(),
+    )
 
 
 def changes() -> str:
-    """The uncommitted changes of the running package's checkout as a diff, credentials cut out; empty without any."""
-    found = _git(PACKAGE, "diff", "HEAD", "--no-color", "--no-ext-diff") or b""
-    text = redact_text(found[:MOST_DIFF_BYTES].decode("utf-8", errors="replace"))
-    return text if len(found) <= MOST_DIFF_BYTES else f"{text}\n[cut: {len(found):,} bytes in all]\n"
+    """Return the uncommitted changes of finlm's checkout as a diff of at most 1 MiB, without credentials; or ""."""
+    diff = _git(PACKAGE, "diff", "HEAD", "--no-color", "--no-ext-diff") or b""
+    text = redact_text(diff[: 2 * MOST_DIFF_BYTES].decode("utf-8", errors="replace"))
+    if len(diff) <= MOST_DIFF_BYTES:
+        return text
+    kept = text.encode()[:MOST_DIFF_BYTES].decode("utf-8", errors="ignore")  # after redacting: none is cut in two
+    return f"{kept}\n[cut: {len(diff):,} bytes in all]\n"
 
 
 def version() -> str:
-    """finlm's version: a checkout's pyproject.toml, else what pip installed."""
+    """Return finlm's version: of a checkout's pyproject.toml, else of the installed package, else "unknown"."""
     project = PACKAGE.parents[1] / "pyproject.toml"
     if project.exists():
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
@@ -103,33 +232,45 @@ def version() -> str:
 
 
 def copy_code(destination: Path) -> str:
-    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); its tree hash."""
+    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); return its tree hash."""
     for path in _source_files():
         target = destination / "finlm" / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     copied = [path for path in (destination / "finlm").rglob("*") if path.is_file()]
-    return files.tree_hash(destination / "finlm", copied)
+    return runs.tree_hash(destination / "finlm", copied)
+
+
+def copy_rewards(recipe: Recipe, run: RunDir) -> None:
+    """Copy the files of grpo.reward's functions into the run directory. Raises UserError when one has changed."""
+    for term in recipe.grpo.reward if recipe.grpo else ():
+        if term.rule != "function":
+            continue
+        copied = run.reward_file(str(term.sha256))
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(term.file, copied)
+        if files.sha256_file(copied) != term.sha256:
+            raise UserError(f"grpo.reward: {term.file} changed while the run was prepared", fix="start it again")
 
 
 def code_hash() -> str:
-    """Tree hash of the running package, equal to what copy_code returns."""
-    return files.tree_hash(PACKAGE, _source_files())
+    """Return the tree hash of the running package, equal to what copy_code returns."""
+    return runs.tree_hash(PACKAGE, _source_files())
 
 
 def _source_files() -> list[Path]:
-    """Everything in the package but caches, hidden files and editors' leftovers."""
-    found = []
+    """Return the package's files, sorted, without caches, hidden files and editors' leftovers."""
+    sources = []
     for path in PACKAGE.rglob("*"):
         parts = path.relative_to(PACKAGE).parts
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if path.is_file() and not hidden and path.suffix not in (".pyc", ".so") and not path.name.endswith("~"):
-            found.append(path)
-    return sorted(found)
+            sources.append(path)
+    return sorted(sources)
 
 
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit, dirty flag and hash of the uncommitted changes; None outside a checkout that tracks the package."""
+def git_state(directory: Path) -> Git | None:
+    """Return commit and uncommitted changes of a checkout; None where no checkout tracks the directory."""
     tracked = _git(directory, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(directory, "rev-parse", "HEAD")
     if tracked is None or commit is None:  # a venv inside somebody else's checkout is not our history
@@ -137,15 +278,16 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     changes = _git(directory, "status", "--porcelain") or b""
     diff = _git(directory, "diff", "HEAD", "--binary") or b""
     remote = _git(directory, "remote", "get-url", "origin")
-    return {
-        "commit": commit.decode().strip(),
-        "remote": redact_text(remote.decode().strip()) if remote else None,
-        "dirty": bool(changes.strip()),
-        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
-    }
+    return Git(
+        commit.decode().strip(),
+        redact_text(remote.decode().strip()) if remote else None,
+        bool(changes.strip()),
+        hashlib.sha256(diff).hexdigest() if diff else None,
+    )
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
+    """Return what git prints for these arguments; None when it fails."""
     try:
         return subprocess.run(
             ["git", "-C", str(directory), *arguments], capture_output=True, timeout=30, check=True
@@ -154,22 +296,18 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
         return None
 
 
-def _shards(directory: Path | None) -> dict[str, Any] | None:
-    """Path and hash of the prepared shards, with the tokenizer's hash as their own manifest tells it."""
+def _prepared_data(directory: Path | None) -> PreparedData | None:
+    """Return the record of a shards directory; None for None."""
     if directory is None:
         return None
     file = directory / "manifest.json"
     if not file.exists():
-        return {"path": str(directory), "sha256": None, "tokenizer_sha256": None}
-    content = files.read_json(file)
-    return {
-        "path": str(directory),
-        "sha256": files.sha256_file(file),
-        "tokenizer_sha256": content.get("tokenizer_sha256"),
-    }
+        return PreparedData(str(directory))
+    return PreparedData(str(directory), files.sha256_file(file), files.read_json(file).get("tokenizer_sha256"))
 
 
 def _seeds(recipe: Recipe) -> dict[str, int]:
+    """Return {recipe key: seed} of training and of synthetic sources."""
     seeds = {"train.seed": recipe.train.seed}
     for index, source in enumerate(recipe.data.sources):
         if source.synthetic is not None:
@@ -178,23 +316,55 @@ def _seeds(recipe: Recipe) -> dict[str, int]:
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution and its version, by name."""
-    found = {}
+    """Return {name: version} of every installed distribution, sorted by name."""
+    versions = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        if name and name not in found:  # the first one on sys.path is the one that is imported
-            found[name] = distribution.version
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+        if name and name not in versions:  # the first one on sys.path is the one that is imported
+            versions[name] = distribution.version
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
-def _machine() -> dict[str, Any]:
-    uname = platform.uname()
-    return {
-        "hostname": uname.node,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "cpus": os.cpu_count(),
-        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "gpus": nvidia.gpus("name", "driver_version", "memory.total", "uuid"),
-    }
+def _machine() -> Machine:
+    """Return the record of this machine: names, Python, cores, GPUs."""
+    return Machine(
+        hostname=platform.uname().node,
+        platform=platform.platform(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        cpus=os.cpu_count(),
+        cpus_usable=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        gpus=machine.gpus("name", "driver_version", "memory.total", "uuid"),
+    )
+
+
+def recipe_values(run: RunDir) -> Mapping[str, Any]:
+    """Return the values of a run's recipe by dotted key; empty when it is no valid recipe."""
+    try:
+        loaded = recipes.load(run.recipe).recipe
+    except UserError:
+        return {}
+    return dict(_leaves(loaded.model_dump(mode="json"), ""))
+
+
+def unchecked_recipe_values(run: RunDir) -> Mapping[str, Any]:
+    """Return the values of a run's recipe.yaml by dotted key, unchecked, as another version may have written it.
+
+    Empty when the file is missing or no YAML.
+    """
+    try:
+        return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), ""))
+    except (OSError, YAMLError):
+        return {}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf; lists without mappings are leaves."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{index}]")
+    else:
+        yield key, value

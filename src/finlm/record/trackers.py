@@ -1,137 +1,136 @@
-"""TensorBoard, Weights & Biases and trackio behind two calls: log the metrics of a step, close.
+"""Send a run's metrics to TensorBoard, Weights & Biases or trackio: `record.tracking`, and `finlm track`.
 
-Opening one removes what it holds of this run, so that it can be filled again when steps were taken back: no tracker
-keeps a history that the run no longer has. W&B on line is the exception, as its server's history only grows: `done`
-says up to where it has the run.
+A process for each tracker reads events.jsonl beside the run. Training never waits for it, a tracker that fails or hangs
+is named at the end and costs nothing else, and `finlm track RUN --to NAME` sends the whole run later.
+
+Opening a tracker removes what it holds of this run, so that steps which a resume or a rollback repeats appear once, as
+they went on. W&B on line is the exception, as its server's history only grows: `done` says up to where it has the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import io
+import select
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from finlm.base import files
+from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, open_run
+from finlm.plan.plan import Plan
 from finlm.recipe import recipe
-from finlm.recipe.published import published
+from finlm.recipe.recipe import for_publication
 from finlm.recipe.schema import Recipe
+from finlm.record import live
+from finlm.record.history import Row
 
 PINS = {"wandb": "wandb==0.31.0", "trackio": "trackio==0.43.0"}  # as in requirements-tracking.txt
 # Graphs of this machine and its name, user, command line and directories, which W&B takes by itself.
-_UNASKED: dict[str, Any] = {"x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True}
+_UNASKED: Any = {"x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True}
 
 
-class Tracker(Protocol):
-    """Where metrics go. done: the last step that it had before and cannot take again."""
+@dataclass(frozen=True)
+class Tracker:
+    """An open tracker: log(step, unix seconds, metrics) sends, close() writes what is buffered.
 
-    done: int
+    done: the last step that it had before and cannot take again.
+    """
 
-    def log(self, step: int, when: float, metrics: Mapping[str, float]) -> None:
-        """The metrics after a step; when: unix seconds."""
-
-    def close(self) -> None:
-        """Write what is buffered."""
-
-
-class TensorBoard:
-    """Event files below <run>/tracking/tensorboard: `tensorboard --logdir runs` shows all runs."""
-
-    done = -1
-
-    def __init__(self, run: RunDir, _: Recipe) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        directory = run.tracking / "tensorboard"
-        shutil.rmtree(directory, ignore_errors=True)
-        self._writer = EventFileWriter(str(directory), flush_secs=5)
-
-    def log(self, step: int, when: float, metrics: Mapping[str, float]) -> None:
-        """One event."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(self._event(wall_time=when, step=step, summary=self._summary(value=values)))
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+    log: Callable[[int, float, Mapping[str, float]], object]
+    close: Callable[[], object]
+    done: int = -1
 
 
-class Wandb:
-    """Off line below <run>/tracking/wandb, for `wandb sync`; on line with record.online."""
+def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
+    """Open event files below <run>/tracking/tensorboard, removing old ones: `tensorboard --logdir runs` shows all."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, run: RunDir, wanted: Recipe) -> None:
-        import wandb
+    directory = run.tracking / "tensorboard"
+    shutil.rmtree(directory, ignore_errors=True)
+    writer = EventFileWriter(str(directory), flush_secs=5)
 
-        directory = run.tracking
-        if not wanted.record.online:
-            shutil.rmtree(directory / "wandb", ignore_errors=True)
-        directory.mkdir(exist_ok=True)
-        try:
-            self._run: Any = wandb.init(
-                project=wanted.record.project,
-                name=run.path.name,
-                id=run.path.name,
-                dir=str(directory),
-                mode="online" if wanted.record.online else "offline",
-                resume="allow" if wanted.record.online else None,
-                config=_config(run, wanted),
-                settings=wandb.Settings(silent=True, console="off", host="", disable_git=True, **_UNASKED),
-            )
-        except wandb.Error as error:
-            raise UserError(
-                "W&B cannot be reached", evidence=str(error), fix="wandb login, or leave record.online at false"
-            ) from None
-        self._teardown = wandb.teardown
-        self.done = int(self._run.step) - 1 if wanted.record.online else -1
+    def log(step: int, when: float, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
 
-    def log(self, step: int, when: float, metrics: Mapping[str, float]) -> None:
-        """Metrics of one step that come apart are one row in W&B."""
-        self._run.log({**metrics, "_timestamp": when}, step=step)
-
-    def close(self) -> None:
-        """Wait until everything is written, or sent; the service that writes the file outlives finish()."""
-        self._run.finish()
-        self._teardown()
+    return Tracker(log, writer.close)
 
 
-class Trackio:
-    """The user's local trackio store (TRACKIO_DIR): `trackio show --project finlm`."""
+def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
+    """Open W&B off line below <run>/tracking/wandb, for `wandb sync`, or on line with record.online.
 
-    done = -1
+    Raises UserError when W&B cannot be reached.
+    """
+    import wandb
 
-    def __init__(self, run: RunDir, wanted: Recipe) -> None:
-        import trackio
+    is_online = wanted.record.online
+    if not is_online:
+        shutil.rmtree(run.tracking / "wandb", ignore_errors=True)
+    run.tracking.mkdir(exist_ok=True)
+    try:
+        opened: Any = wandb.init(
+            project=wanted.record.project,
+            name=run.path.name,
+            id=run.path.name,
+            dir=str(run.tracking),
+            mode="online" if is_online else "offline",
+            resume="allow" if is_online else None,
+            config=_config(run, wanted),
+            settings=wandb.Settings(silent=True, console="off", host="", disable_git=True, **_UNASKED),
+        )
+    except wandb.Error as error:
+        raise UserError(
+            "W&B cannot be reached", evidence=str(error), fix="wandb login, or leave record.online at false"
+        ) from None
 
-        project, name = wanted.record.project, run.path.name
-        with contextlib.suppress(ValueError):  # no such project yet
-            for former in list(trackio.Api().runs(project)):
-                if former.name == name:
-                    former.delete()
-        settings: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        with contextlib.redirect_stdout(io.StringIO()):  # where results go
-            self._run: Any = trackio.init(project, name=name, config=_config(run, wanted), **settings)
-        self._finish = trackio.finish
+    def log(step: int, when: float, metrics: Mapping[str, float]) -> None:
+        opened.log({**metrics, "_timestamp": when}, step=step)  # metrics of a step that come apart are one row in W&B
 
-    def log(self, step: int, when: float, metrics: Mapping[str, float]) -> None:
-        """One row; trackio takes no time, it stamps its own."""
-        self._run.log(dict(metrics), step=step)
+    def close() -> None:
+        opened.finish()
+        wandb.teardown()  # the service that writes the file outlives finish()
 
-    def close(self) -> None:
-        """Write what is queued."""
+    return Tracker(log, close, int(opened.step) - 1 if is_online else -1)
+
+
+def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
+    """Open the user's local trackio store (TRACKIO_DIR), removing the run from it: `trackio show --project finlm`."""
+    import trackio
+
+    project, name = wanted.record.project, run.path.name
+    with contextlib.suppress(ValueError):  # no such project yet
+        for former in list(trackio.Api().runs(project)):
+            if former.name == name:
+                former.delete()
+    settings: Any = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    with contextlib.redirect_stdout(io.StringIO()):  # where results go
+        opened: Any = trackio.init(project, name=name, config=_config(run, wanted), **settings)
+
+    def log(step: int, _: float, metrics: Mapping[str, float]) -> None:
+        opened.log(dict(metrics), step=step)  # trackio takes no time, it stamps its own
+
+    def close() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._finish()
+            trackio.finish()
+
+    return Tracker(log, close)
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[Wandb] | type[Trackio]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
+TRACKERS: dict[str, Callable[[RunDir, Recipe], Tracker]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
 }
 
 
@@ -147,32 +146,195 @@ def check(names: Sequence[str]) -> None:
         )
 
 
-def metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of events.jsonl under the names that every tracker shows: train/loss, eval/<source>/loss."""
-    return {name: float(value) for name, value in _numbers(row) if type(value) in (int, float)}
-
-
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def metrics(row: Row) -> dict[str, float]:
+    """Return the numbers of a row of events.jsonl by the name that trackers show: train/loss, eval/<source>/loss."""
     kind = row["kind"]
-    skip = ("kind", "time", "step", "rows_crc")
-    if kind == "step":
-        yield from ((f"train/{key}", value) for key, value in row.items() if key not in skip)
-    elif kind == "eval":
-        yield from ((f"eval/{key}", value) for key, value in row.items() if key not in skip)
-        for source, values in (row.get("sources") or {}).items():
-            yield from ((f"eval/{source}/{key}", value) for key, value in values.items())
+    values = {key: value for key, value in row.items() if key not in ("kind", "time", "step", "rows_crc")}
+    groups: dict[str, Mapping[str, Any]] = {}
+    if kind in ("step", "eval"):
+        groups["train" if kind == "step" else "eval"] = values
+    if kind == "eval":
+        groups |= {f"eval/{source}": numbers for source, numbers in (row.get("sources") or {}).items()}
     elif kind == "checkpoint":
-        yield from ((f"checkpoint/{key}", row.get(key)) for key in ("bytes", "seconds", "stall_seconds"))
+        groups["checkpoint"] = {key: row.get(key) for key in ("bytes", "seconds", "stall_seconds")}
     elif kind == "suite":
-        yield from ((f"suite/{row.get('suite')}/{row.get('mode')}/{key}", row.get(key)) for key in ("macro", "micro"))
+        groups[f"suite/{row.get('suite')}/{row.get('mode')}"] = {key: row.get(key) for key in ("macro", "micro")}
+    named = ((f"{group}/{key}", value) for group, numbers in groups.items() for key, value in numbers.items())
+    return {name: float(value) for name, value in named if type(value) in (int, float)}
 
 
 def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:
-    """Recipe and plan, without what may hold credentials or names of machines."""
+    """Return recipe and plan for a tracker, without what may hold credentials or names of machines."""
     plan = {key: value for key, value in files.read_json(run.plan).items() if key not in ("hosts", "reasons")}
-    return {"recipe": published(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}
+    return {"recipe": for_publication(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}
 
 
-def opened(run: RunDir, name: str) -> Tracker:
-    """The tracker of this name, without anything of this run."""
-    return TRACKERS[name](run, recipe.load(run.recipe).recipe)
+POLL_SECONDS = 1.0
+END_SECONDS = 60.0  # a tracker's time to send the rest when its run has ended
+KINDS = ("step", "eval", "checkpoint", "suite")
+
+
+def current(rows: Iterator[Row]) -> list[Row]:
+    """Return the rows with metrics that still count, by step: those taken back are gone, none is twice."""
+    kept: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        step = int(row.get("step") or 0)
+        if row["kind"] in ("start", "rollback"):
+            kept = {key: former for key, former in kept.items() if key[1] <= step}
+        elif row["kind"] in KINDS:
+            kept[(row["kind"], step, row.get("suite"), row.get("mode"))] = row
+    return sorted(kept.values(), key=lambda row: int(row["step"]))
+
+
+def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
+    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent.
+
+    Raises UserError when another process sends to the same tracker.
+    """
+    with _lock_tracker(run, name):
+        is_last = False
+        while True:
+            events = live.follow(run, 0)
+            rows = next(events)
+            tracker = TRACKERS[name](run, recipe.load(run.recipe).recipe)
+            try:
+                sent = _send(tracker, current(iter(rows)), {})
+                while not is_last:
+                    is_last = is_over()  # asked before the last look, which then sees everything
+                    rows = next(events)
+                    if _takes_back(rows, sent):
+                        break
+                    sent = _send(tracker, [row for row in rows if row["kind"] in KINDS], sent)
+                else:
+                    return max(0, *sent.values()) if sent else 0
+            finally:
+                tracker.close()
+
+
+@contextlib.contextmanager
+def _lock_tracker(run: RunDir, name: str) -> Iterator[None]:
+    """Lock a run's tracker in the block: two processes would remove each other's files. Raises UserError."""
+    run.tracking.mkdir(exist_ok=True)
+    with (run.tracking / f".{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process sends {run.path.name} to {name}", fix="wait until it has, or until the run ends"
+            ) from None
+        yield
+
+
+def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
+    """Return whether a start or rollback among the rows repeats steps that were sent."""
+    reached = max(sent.values(), default=0)
+    return any(row["kind"] in ("start", "rollback") and int(row.get("step") or 0) < reached for row in rows)
+
+
+def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[str, int]:
+    """Log the rows newer than the newest sent of their kind; return the newest step of each kind."""
+    newest = dict(sent)
+    for row in rows:
+        kind, step = row["kind"], int(row.get("step") or 0)
+        if (step <= newest.get(kind, -1) and kind != "suite") or step <= tracker.done:
+            continue
+        newest[kind] = step
+        if numbers := metrics(row):
+            tracker.log(step, float(row["time"]), numbers)
+    return newest
+
+
+def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
+    """Run `finlm track`: send a run's metrics to trackers, as they are or until the run ends; print what was sent.
+
+    Raises UserError for a tracker that is not installed.
+    """
+    check(names)
+    if until_end:
+        state = live.State(Plan.read(run.plan))
+        with track_beside(run, names):
+            for rows in live.until_over(run, state):
+                for row in rows:
+                    state.feed(row)
+        return
+    for name in names:
+        steps = follow(run, name, lambda: True)
+        screen.say(f"{name}: {steps:,} steps of {run.path.name}; {how_to_open(run, name)}")
+
+
+def how_to_open(run: RunDir, name: str) -> str:
+    """Return the command that opens or uploads a tracker's data."""
+    if name == "tensorboard":
+        return f"tensorboard --logdir {run.path.parent}"
+    if name == "wandb":
+        offline = list((run.tracking / "wandb").glob("offline-run-*"))
+        return f"wandb sync {offline[0]}" if offline else "sent"
+    return "trackio show"
+
+
+@contextlib.contextmanager
+def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
+    """Send a run's metrics by a process for each tracker during the block; their output goes to logs in tracking/.
+
+    Prints after the block what went wrong, and never raises it.
+    """
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    for name in names:
+        run.tracking.mkdir(exist_ok=True)
+        with log(run, name).open("ab") as output:
+            command = [sys.executable, "-m", "finlm.record.trackers", str(run.path), name]
+            started[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
+    try:
+        yield
+    finally:
+        for process in started.values():
+            if process.stdin:
+                process.stdin.close()  # which says that the run is over, as does the end of this process
+        deadline = time.monotonic() + END_SECONDS
+        for name, process in started.items():
+            _wait_for_tracker(run, name, process, deadline - time.monotonic())
+
+
+def _wait_for_tracker(run: RunDir, name: str, process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a tracker's process, kill it after so many seconds, and print how to open it or why it failed."""
+    try:
+        code = process.wait(max(0.1, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        screen.say(f"{name} had not taken everything {END_SECONDS:.0f} s after the end and was stopped")
+    else:
+        if code == 0:
+            screen.say(f"{name:<15} {how_to_open(run, name)}")
+            return
+        lines = log(run, name).read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+        screen.say(f"{name} failed, the run did not notice: {last}  ({log(run, name)})")
+    screen.say(f"  send it again: finlm track {run.path} --to {name}")
+
+
+def log(run: RunDir, name: str) -> Path:
+    """Return the path of the file with what a tracker printed."""
+    return Path(run.tracking) / f"{name}.log"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Send a run's metrics beside it until standard input is closed; return the exit code. arguments: RUN NAME."""
+    run, name = open_run(arguments[0]), arguments[1]
+
+    def parent_ended() -> bool:
+        readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
+        return bool(readable)
+
+    try:
+        follow(run, name, parent_ended)
+    except UserError as error:
+        screen.fail(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Times every link of a cluster with real collectives: each pair of hosts by itself, then all ranks together.
+"""Time every link of a cluster with real collectives: each pair of hosts by itself, then all ranks together.
 
 `finlm doctor --allreduce` pipes this file and a call of main to `python -` on every host at once, so it needs torch
 there and nothing of ours. One process a slot is forked before torch is imported. A pair gets a process group of its own
@@ -7,7 +7,7 @@ each other. On one host the pairs are its GPUs. Most of the time goes into impor
 
 Each line of output is MARK and a JSON object: {"kind": "begun" | "measured" | "failed", "ranks": [...], ...}. Bandwidth
 is NCCL's bus bandwidth, 2 (n - 1) / n * bytes / seconds: what a link carries, whatever the number of ranks n
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). It does not judge; doctor_speed does.
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). It does not judge; doctor/speed.py does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REPEATS = 5
 
 
 def main(request: dict[str, Any]) -> int:
-    """Start this host's ranks and wait for them. 0 when all of them ended well.
+    """Fork this host's ranks, wait for them, and return 0 when all of them ended well, else 1.
 
     request: `backend`, `address` and `port` of the first rank, `first_rank`, `slots`, `world_size`, `points` (the ranks
-    that are paired), `env`, `seconds` (the life of a rank) and `group_seconds` (the patience of a group).
+    that are paired), `env`, `seconds` (the longest life of a rank) and `group_seconds` (the timeout of a group).
     """
     os.environ.update(request["env"])
     children = []
@@ -50,7 +50,7 @@ def main(request: dict[str, Any]) -> int:
 
 
 def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of points once, in rounds of disjoint pairs (round-robin tournament, circle method)."""
+    """Yield rounds of disjoint pairs, until every pair of points was in one (round-robin tournament, circle method)."""
     circle: list[int | None] = [*points, *([None] if len(points) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -70,7 +70,7 @@ class Rank:
         self.longest = 6 * self.patience  # gloo tries five times to connect, each time for the group's timeout
 
     def run(self) -> int:
-        """Meet the others, measure the pairs, then all together; 0 when no group failed here."""
+        """Meet the other ranks, measure the pairs, then all ranks together; return 0, or 1 when meeting them failed."""
         # With it a collective that times out raises; without it torch ends the process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         import torch
@@ -89,27 +89,27 @@ class Rank:
             for number, pairs in enumerate(rounds(self.request["points"])):
                 for pair in pairs:
                     if self.rank in pair:
-                        self.measured(pair)
+                        self.measure(pair)
                 self.meet(f"round {number}")
             if not self.store.check(["failed"]) and len(everyone) > 2:
-                self.measured(everyone)
+                self.measure(everyone)
                 self.meet("end")
         except (RuntimeError, distributed.DistError) as error:
-            self.say("failed", everyone, error=_first_line(error))
+            self.print_line("failed", everyone, error=_first_line(error))
             return 1
         return 0
 
     def meet(self, where: str) -> None:
-        """Wait for all ranks; the store answers also when a link between two others is dead."""
+        """Wait for all ranks at the point `where`; the store answers also when a link between two others is dead."""
         self.store.set(f"{where}/{self.rank}", "here")
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
 
-    def measured(self, ranks: Sequence[int]) -> None:
-        """Measure one group and say so; a group that fails is said too, and the others go on."""
+    def measure(self, ranks: Sequence[int]) -> None:
+        """Measure one group and print a line with its result or its error; with NCCL an error ends this process."""
         from torch import distributed
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.say("begun", ranks)
+        self.print_line("begun", ranks)
         name = "-".join(map(str, ranks))
         try:
             distributed.init_process_group(
@@ -119,11 +119,11 @@ class Rank:
                 world_size=len(ranks),
                 timeout=self.patience,
             )
-            result = self.timed(len(ranks))
+            result = self.time_all_reduce(len(ranks))
             distributed.destroy_process_group()
         except (RuntimeError, distributed.DistError) as error:
             self.store.set("failed", name)
-            self.say("failed", ranks, error=_first_line(error))
+            self.print_line("failed", ranks, error=_first_line(error))
             if self.request["backend"] == "nccl":
                 os._exit(1)  # a communicator that failed cannot be left in order
             if distributed.is_initialized():
@@ -131,10 +131,13 @@ class Rank:
             # torch names a group by the number of attempts, and the next peer may have made fewer.
             distributed.distributed_c10d._world.group_count = 0
             return
-        self.say("measured", ranks, **result)
+        self.print_line("measured", ranks, **result)
 
-    def timed(self, members: int) -> dict[str, Any]:
-        """Latency of a small all-reduce, and bus bandwidth of the largest one that is still quick."""
+    def time_all_reduce(self, members: int) -> dict[str, Any]:
+        """Return latency of a small all-reduce and bus bandwidth of a large one, in seconds and bytes/s; collective.
+
+        Raises RuntimeError when a sum is wrong.
+        """
         import torch
 
         small = torch.ones(1, device=self.device)
@@ -154,7 +157,7 @@ class Rank:
         return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
 
     def seconds_of(self, values: Any, repeats: int) -> float:
-        """Seconds of one all-reduce, the mean of `repeats` and the maximum over the group, so that all agree."""
+        """Return the seconds of one all-reduce: the mean of `repeats`, then the maximum over the group's ranks."""
         import torch
         from torch import distributed
 
@@ -167,8 +170,8 @@ class Rank:
         distributed.all_reduce(taken, distributed.ReduceOp.MAX)
         return float(taken.item())
 
-    def say(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
-        """One line, written at once: the ranks of a host share the pipe."""
+    def print_line(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
+        """Write one line of output at once, because the ranks of a host share the pipe."""
         line = {"kind": kind, "rank": self.rank, "ranks": list(ranks), **fields}
         os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 

@@ -1,16 +1,20 @@
-"""Which rows a rank reads at a step: arithmetic on (seed, step), so resuming is a seek at any world size.
+"""Read a rank's rows of a step, and compute held-out losses; arithmetic on (seed, step), so resuming is a seek.
 
 Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
-then ranks, whose micro-batches may differ: how a step is cut never changes its rows. Reading is a memory-map slice
-(hundreds of Mtoken/s from the page cache, a disk's seek a row without it), so a thread reads the next step while the
-device works on this one. The copy to a GPU is from pinned memory, and the host does not wait for it. What several ask
-of the same step is worked out once: an order of many sources takes milliseconds.
+then ranks, whose micro-batches may differ: how a step is cut never changes its rows. A thread reads the next step's
+rows while the device works on this one; the copy to a GPU is from pinned memory, and the host does not wait for it.
+
+With `data.document_masks` no document of a row sees another. The model gets one tensor of bounds: torch's varlen_attn
+(bf16 or fp16, compute capability 8.0 and later) takes them as they are; elsewhere transformers makes the block-diagonal
+mask from position ids that start again at every document.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -18,18 +22,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import distributed
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
 
-from finlm.data.mixture import Sequencing
-from finlm.data.packed import PackedRows
-from finlm.data.shards import Ids, Rows
 from finlm.plan.plan import Plan
-from finlm.train import documents
+from finlm.recipe.schema import Recipe
+from finlm.rows.packing import PackedRows, Sequencing
+from finlm.rows.shards import IGNORED, Ids, Rows, Shard, Shards
 
 Arrays = tuple[npt.NDArray[Any], ...]
 
 
 class Checksum:
-    """Sum of the CRC-32 of the token ids of every row read since it was taken last.
+    """Sum of the CRC-32 of the token ids of every row read since the last take().
 
     Summed over ranks it is the same however a step is cut into ranks and micro-batches: proof of what was fed.
     """
@@ -38,13 +45,13 @@ class Checksum:
         self._sum = 0
 
     def add(self, rows: Iterable[npt.NDArray[Any]]) -> None:
-        """rows: contiguous, int64."""
+        """Add the CRC-32 of each row to the sum. rows: contiguous arrays of token ids, int64."""
         self._sum += sum(zlib.crc32(row.data) for row in rows)
 
     def take(self) -> int:
-        """The sum, which begins anew."""
-        found, self._sum = self._sum, 0
-        return found
+        """Return the sum and set it to zero."""
+        total, self._sum = self._sum, 0
+        return total
 
 
 class Batches:
@@ -53,56 +60,213 @@ class Batches:
     def __init__(
         self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int, document_masks: bool = False
     ) -> None:
+        """Set which rows this rank reads of a step. order: row ids by position, endless."""
         self.rows = rows
         self.order = order
         self.document_masks = document_masks
         self.micro_steps = plan.gradient_accumulation_steps
         self.rows_per_micro_step = sum(plan.rank_micro_batches)
-        first = sum(plan.rank_micro_batches[:rank])
-        self.own = slice(first, first + plan.rank_micro_batches[rank])
+        ends = np.cumsum((0, *plan.rank_micro_batches)).tolist()
+        self.of_rank = [slice(start, end) for start, end in itertools.pairwise(ends)]  # rows of a micro-step
+        self.own = self.of_rank[rank]
         self.device = torch.device(plan.device)
         self.checksum = Checksum()
         self._reader = ThreadPoolExecutor(1, "rows")
         self._coming: tuple[int, Future[list[Arrays]]] | None = None
-        self._row_ids = lru_cache(maxsize=2)(self._ordered)
+        self._row_ids = lru_cache(maxsize=2)(self._order_rows)
         self._supervised = lru_cache(maxsize=2)(lambda step: self.rows.supervised(self.row_ids(step).ravel()))
 
     def row_ids(self, step: int) -> Ids:
-        """Row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]; read-only."""
+        """Return the row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]; read-only."""
         return self._row_ids(step)
 
     def supervised(self, step: int) -> int:
-        """Labels that count in a step over all ranks and micro-steps: the loss's denominator, without a message."""
+        """Return how many labels count in a step over all ranks and micro-steps, without communication."""
         return self._supervised(step)
 
-    def read(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The model's arguments of this rank for each micro-step, on the device.
+    def tokens_read(self, step: int) -> int:
+        """Return how many tokens the model reads in a step over all ranks and micro-steps, without padding."""
+        return self.rows.tokens_read(self.row_ids(step).ravel())
 
-        Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of documents.bounds.
+    def read(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the model's arguments for each micro-step of this rank, on the device; add their rows to the checksum.
+
+        Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of document_bounds().
         """
         coming, self._coming = self._coming, None
-        for arrays in coming[1].result() if coming and coming[0] == step else self._arrays(step):
+        for arrays in coming[1].result() if coming and coming[0] == step else self._read_step(step):
             self.checksum.add(np.ascontiguousarray(arrays[0]))
-            yield tuple(map(self._moved, arrays))
+            yield tuple(map(self._move_to_device, arrays))
+
+    def read_first(self, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+        """Return the model's arguments for the first micro-step of any rank; the checksum does not count them."""
+        return tuple(map(self._move_to_device, self._read_rows(self.row_ids(step)[0, self.of_rank[rank]])))
 
     def read_ahead(self, step: int) -> None:
-        """Begin to read what read(step) gives."""
-        self._coming = step, self._reader.submit(self._arrays, step)
+        """Begin to read the rows of read(step) in a thread."""
+        self._coming = step, self._reader.submit(self._read_step, step)
 
-    def _arrays(self, step: int) -> list[Arrays]:
-        found: list[Arrays] = []
-        for row_ids in self.row_ids(step)[:, self.own]:
-            bounds = (documents.bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
-            found.append((*self.rows.read(row_ids), *bounds))
-        return found
+    def _read_step(self, step: int) -> list[Arrays]:
+        return [self._read_rows(row_ids) for row_ids in self.row_ids(step)[:, self.own]]
 
-    def _ordered(self, step: int) -> Ids:
+    def _read_rows(self, row_ids: Ids) -> Arrays:
+        bounds = (document_bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
+        return (*self.rows.read(row_ids), *bounds)
+
+    def _order_rows(self, step: int) -> Ids:
         count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
-        found = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
-        found.flags.writeable = False
-        return found
+        row_ids = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
+        row_ids.flags.writeable = False
+        return row_ids
 
-    def _moved(self, ids: npt.NDArray[Any]) -> torch.Tensor:
+    def _move_to_device(self, ids: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(ids)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+NAME = "finlm_documents"
+FEWEST = 64  # bounds are filled up to this many, or twice, four times ... as many: a size is compiled for
+
+
+def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return where documents begin in the rows laid end to end, padded with the end: int32 [FEWEST * 2^k].
+
+    documents: [batch, sequence], for every token the number of its document in its row (shards.Rows.documents).
+    """
+    begins = np.ones(documents.shape, dtype=bool)  # a row never goes on in the next one
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = np.flatnonzero(begins.ravel())
+    filled = np.full(max(FEWEST, 1 << len(starts).bit_length()), documents.size, dtype=np.int32)
+    filled[: len(starts)] = starts
+    return filled
+
+
+def mask_arguments(bounds: torch.Tensor | None, shape: torch.Size, implementation: str) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments with which the model attends within documents; {} when bounds is None.
+
+    bounds: int32 on the model's device. shape: of the inputs, [batch, sequence]. implementation: the model's attention.
+    """
+    if bounds is None:
+        return {}
+    places = torch.arange(shape.numel(), dtype=bounds.dtype, device=bounds.device)
+    starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    positions = {"position_ids": (places - starts).view(shape)}
+    return positions | {"document_bounds": bounds} if implementation == NAME else positions
+
+
+def attention_implementation(device: str, dtype: torch.dtype) -> str:
+    """Return the attention implementation for document masks: "sdpa", or NAME, registered with transformers."""
+    if device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
+        AttentionInterface.register(NAME, _attend)
+        return NAME
+    return "sdpa"
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    document_bounds: torch.Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention within the bounds, to the last sliding_window tokens where the layer has a window.
+
+    query, key, value: [batch, heads, sequence, head]. Return ([batch, sequence, heads, head], None).
+    """
+    batch, _heads, sequence, _head = query.shape
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
+    limits = (document_bounds, document_bounds, sequence, sequence)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out: torch.Tensor = varlen_attn(q, k, v, *limits, scale=scaling, window_size=window)  # type: ignore[assignment]
+    return out.view(batch, sequence, *out.shape[1:]), None
+
+
+LossSum = Callable[..., torch.Tensor]
+Numbers = Mapping[str, "float | list[float] | Numbers"]  # by name, also within a name, as in rows of events.jsonl
+PROOF_TOKENS = 128  # an export reads them on a CPU
+
+
+def evaluate(
+    loss_sum: LossSum,
+    shards: Shards,
+    recipe: Recipe,
+    micro_batches: Sequence[int],
+    device: torch.device,
+    rows_of: Callable[[Sequence[Shard], int], Any] = Rows,
+) -> Numbers:
+    """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
+
+    Reads at most eval.max_tokens_per_source of each source, in rows of batch.sequence_length; all ranks must call it.
+    bits_per_byte: of pretraining text alone. Of a dialogue some tokens count, and the bytes of those are not known.
+    micro_batches: rows that each rank holds at once; of a single process one number.
+    rows_of: makes rows of a source's shards and sequence length; the default is rows of a stream of documents.
+    loss_sum maps (inputs, labels), each int64 [batch, sequence], and with document masks document_bounds(), to the
+    summed negative log-likelihood.
+    """
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    first = sum(micro_batches[:rank])
+    sequence_length = recipe.batch.sequence_length
+    sources: dict[str, dict[str, float]] = {}
+    for name, parts in sorted(shards.by_source("held_out").items()):
+        rows = rows_of(parts, sequence_length)
+        count = min(len(rows), max(1, recipe.eval.max_tokens_per_source // sequence_length))
+        # From everywhere: a stream lies in the order of its files; where best fit fills rows the longest come first.
+        chosen = np.linspace(0, len(rows) - 1, count).round().astype(np.int64)
+        nll, tokens = torch.zeros(2, dtype=torch.float64, device=device)
+        for start in range(first, count + first, sum(micro_batches)):
+            places = np.arange(start, start + micro_batches[rank])
+            read = chosen[np.minimum(places, count - 1)]
+            inputs, labels = rows.read(read)
+            labels[places >= count] = IGNORED  # a rank past the end computes along without counting
+            batch = [torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device)]
+            if recipe.data.document_masks:
+                within = document_bounds(rows.documents(read))
+                batch.append(torch.from_numpy(within).to(device))
+            with torch.no_grad():
+                nll += loss_sum(*batch).double()
+            tokens += int((labels != IGNORED).sum())
+        if len(micro_batches) > 1:
+            distributed.all_reduce(nll)
+            distributed.all_reduce(tokens)
+        sources[name] = _summary(float(nll), int(tokens)) | {"tokens": int(tokens)}
+        if rows_of is Rows:
+            bytes_per_token = sum(part.text_bytes for part in parts) / sum(part.tokens for part in parts)
+            sources[name]["bits_per_byte"] = sources[name]["loss"] / math.log(2) / bytes_per_token
+    total = sum(source["loss"] * source["tokens"] for source in sources.values())
+    return _summary(total, sum(source["tokens"] for source in sources.values())) | {"sources": sources}
+
+
+def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
+    """Return the ids, at most PROOF_TOKENS, that the trained model and its export read; held-out ones if there are."""
+    shard = [*shards.split("held_out"), *shards.split("train")][0]
+    hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None  # which the export does not hide
+    ids = shard.ids[: min(PROOF_TOKENS, recipe.batch.sequence_length)].tolist()
+    return [number for number in ids if number != hidden]
+
+
+def loss_of(
+    ids: Sequence[int], loss_sum: LossSum, shape: tuple[int, int], recipe: Recipe, device: torch.device
+) -> float:
+    """Return the mean negative log-likelihood of `ids` after the first, computed by loss_sum as in evaluate().
+
+    shape: of the batches that the model is compiled for; tokens that do not count fill them.
+    """
+    inputs, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
+    inputs[0, : len(ids)], labels[0, : len(ids) - 1] = torch.tensor(ids), torch.tensor(ids[1:])
+    batch = [inputs.to(device), labels.to(device)]
+    if recipe.data.document_masks:
+        batch.append(torch.from_numpy(document_bounds(np.zeros(shape, dtype=np.int32))).to(device))
+    with torch.no_grad():
+        return float(loss_sum(*batch)) / (len(ids) - 1)
+
+
+def _summary(nll: float, tokens: float) -> dict[str, float]:
+    loss = nll / tokens
+    return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}

@@ -1,25 +1,40 @@
-"""What a rank of every stage does alike: it joins the others, says what it runs on, and knows what is due."""
+"""Do what a rank of every stage does: join the others, seed generators, exchange values, record events.
+
+Signals are a number that the loop looks at between two steps and gathers with the loss, so all ranks stop after the
+same step. On a full disk events wait in memory. What is deterministic, and the price, is in docs/determinism.md.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-from typing import Any
+import random
+import resource
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypedDict
 
 import deepspeed
+import numpy as np
 import torch
 import transformers
 from torch import distributed
 
+from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
-from finlm.train import cores, determinism
 
 
-def join(recipe: Recipe, plan: Plan) -> int:
-    """Device, process group and seeds of this rank; its number. RuntimeError when the plan has other ranks."""
+def join_ranks(recipe: Recipe, plan: Plan) -> int:
+    """Set this rank's device, process group and seeds; return its number.
+
+    Raises RuntimeError when the plan has another number of ranks.
+    """
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        cores.bind(plan)
     else:
         # DeepSpeed compiles a shared-memory collective for CPU ranks at every first start (25-48 s, needs g++ and
         # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here.
@@ -28,14 +43,15 @@ def join(recipe: Recipe, plan: Plan) -> int:
     world_size = distributed.get_world_size()
     if world_size != plan.world_size:
         raise RuntimeError(f"{world_size} ranks were started, the plan has {plan.world_size}")
-    determinism.seed_all(recipe.train.seed)
+    seed_all(recipe.train.seed)
     if recipe.train.deterministic:
-        determinism.switch_on()
+        make_deterministic()
     return distributed.get_rank()
 
 
-def versions(plan: Plan) -> dict[str, Any]:
-    """Software and size facts of the start row."""
+def versions(plan: Plan) -> dict[str, str | int]:
+    """Return software versions and sizes for the start row; of CPU ranks also what their rounding depends on."""
+    kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     return {
         "world_size": plan.world_size,
         "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
@@ -43,9 +59,201 @@ def versions(plan: Plan) -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "transformers": transformers.__version__,
         "parameters": plan.parameters,
+        **(kernels if plan.device == "cpu" else {}),
     }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a step, gathered from all ranks when their devices are done."""
+
+    losses: list[float]  # of each rank
+    work_seconds: list[float]  # of each rank's own work, where that is known
+    memory_bytes: int  # the largest rank's peak
+    signal: int  # that one of them got; 0 = none
+    rows_crc: int
+    seconds: float
+
+
+def measure_step(plan: Plan, loss: float, crc: int, begun: float, work_seconds: float = 0.0) -> Measured:
+    """Gather the ranks' measurements of a step; all ranks call it once a step, when their devices are done.
+
+    begun: time.monotonic() at the start of the step. loss, crc, work_seconds: this rank's.
+    """
+    if plan.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    values = [loss, memory, received_signal(), crc, work_seconds]
+    mine = torch.tensor(values, dtype=torch.float64, device=plan.device)
+    gathered = [torch.empty_like(mine) for _ in range(plan.world_size)]
+    distributed.all_gather(gathered, mine)
+    losses, memories, signals, crcs, work = torch.stack(gathered).T.tolist()
+    seconds = time.monotonic() - begun
+    return Measured(losses, work, int(max(memories)), int(max(signals)), int(sum(crcs)), seconds)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that is done, over all ranks."""
+
+    number: int  # from 1
+    loss: float
+    lr: float
+    tokens: int  # labels that count
+    tokens_read: int  # by the model in its rows, without padding: what tokens/s and MFU count in every stage
+    measured: Measured
+
+    def row(self, plan: Plan, engine: Any) -> dict[str, float | None]:
+        """Return the step's row of events.jsonl, with the same keys in every stage."""
+        norm, speed = engine.get_global_grad_norm(), self.tokens_read / self.measured.seconds
+        flops = plan.flops_per_token * speed / plan.world_size
+        return {
+            "step": self.number,
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": None if norm is None else float(norm),
+            "loss_scale": float(engine.optimizer.cur_scale) if plan.precision == "fp16" else None,
+            "tokens": self.tokens,
+            "tokens_read": self.tokens_read,
+            "rows_crc": self.measured.rows_crc,
+            "seconds": round(self.measured.seconds, 4),
+            "tokens_per_second": round(speed, 1),
+            "mfu": None if plan.peak_flops is None else round(flops / plan.peak_flops, 4),
+            "memory_bytes": self.measured.memory_bytes,
+        }
+
+
 def is_due(step: int, every: int | None) -> bool:
-    """True at multiples of every; never when it is None."""
+    """Return True at multiples of `every`; never when it is None."""
     return every is not None and step % every == 0
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy, torch and CUDA. Weights and data order do not draw from these: they have their own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # all CUDA devices too
+
+
+def make_deterministic() -> None:
+    """Make torch refuse or replace every operation whose result depends on the order of threads."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs, shows bugs only
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    from torch._inductor import config
+
+    if hasattr(config, "deterministic"):  # torch 2.10: no choice of kernels by stopwatch
+        config.deterministic = True
+
+
+class GeneratorState(TypedDict):
+    """The states of all random generators; loads with weights_only."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[str, torch.Tensor, int, int, float]
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+
+
+def generator_state() -> GeneratorState:
+    """Return the states of all random generators, for restore_generators()."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_generators(saved: GeneratorState) -> None:
+    """Set all generators to a saved state."""
+    random.setstate(saved["python"])
+    name, keys, position, has_gauss, cached = saved["numpy"]
+    np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Return every rank's value, in order; all ranks must call it."""
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, value)
+    return every
+
+
+def ranks_sharing(directory: Path) -> list[int]:
+    """Return the ranks that see this rank's `directory` (hosts may share a disk or not), in order; collective.
+
+    Every rank leaves a mark with a name of this moment, which also keeps a network disk from answering from its cache.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    moment = gather_values(os.urandom(8).hex())[0]
+    marks = [directory / f".rank-{rank}.{moment}" for rank in range(distributed.get_world_size())]
+    mark_here = marks[distributed.get_rank()]
+    mark_here.touch()
+    distributed.barrier()
+    seen = [rank for rank, mark in enumerate(marks) if mark.exists()]
+    distributed.barrier()
+    mark_here.unlink(missing_ok=True)  # the first of them may be cleaning up already
+    return seen
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_SECONDS = 5.0
+_received = 0
+_since = 0.0
+
+
+def note_signals() -> None:
+    """Note SIGTERM and SIGINT from now on instead of ending; also one that was blocked while this process began."""
+    for number in SIGNALS:
+        signal.signal(number, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by launch/agent.py
+
+
+def received_signal() -> int:
+    """Return the first signal that this process received; 0 when it received none."""
+    return _received
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    """Keep the first signal; a later one, unless it comes within ONE_REQUEST_SECONDS, ends the process."""
+    global _received, _since
+    if not _received:
+        _received, _since = number, time.monotonic()
+    elif time.monotonic() - _since > ONE_REQUEST_SECONDS:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class Events:
+    """Writes the rows of rank 0 to events.jsonl; the other ranks write none."""
+
+    run: RunDir
+    rank: int
+    waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append a row on rank 0; on a full disk keep it for the next call. Raises other OSErrors."""
+        if self.rank != 0:
+            return
+        self.waiting.append((kind, fields))
+        try:
+            while self.waiting:
+                waits, values = self.waiting[0]
+                self.run.append_event(waits, **values)
+                del self.waiting[0]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if len(self.waiting) == 1:
+                print("the disk is full: rows of events.jsonl wait until there is room", flush=True)
+            self.waiting[-1][1].setdefault("time", round(time.time(), 3))  # when it happened, not when it is written

@@ -1,4 +1,4 @@
-"""Pretraining: the plan of a run directory, executed by a plain DeepSpeed loop.
+"""Pretrain the model of a run directory with a plain DeepSpeed loop, as its plan says.
 
 Everything was decided before launch; here it is carried out and recorded in events.jsonl. The loss of a step is the sum
 over all ranks and micro-steps divided by the supervised tokens of all ranks and micro-steps, so micro-batch,
@@ -8,8 +8,9 @@ accumulation and world size change memory and speed but not the gradient.
 from __future__ import annotations
 
 import gc
-import resource
+import math
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,26 @@ from typing import Any
 import torch
 from torch import distributed
 
-from finlm.base import files
 from finlm.base.rundir import RunDir, open_run
-from finlm.data import mixture, packed
-from finlm.data.shards import Shards
 from finlm.plan.plan import Plan
-from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
-from finlm.train import heldout, interrupt, kernels
+from finlm.rows import packing
+from finlm.rows.packing import NamedDocument
+from finlm.rows.shards import Shards
+from finlm.train import batches, entry
 from finlm.train.batches import Batches
-from finlm.train.checkpoint import Checkpoints
-from finlm.train.engine import initialize
-from finlm.train.entry import is_due, join, versions
-from finlm.train.events import Events
-from finlm.train.guard import Guard, Seen
-from finlm.train.model import build, llama_config
+from finlm.train.entry import Events, is_due, join_ranks, versions
+from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Twins, Watch, rank_hosts
+from finlm.train.model import kernels
+from finlm.train.model.causal_lm import attention_kernel, load, model_config
+from finlm.train.zero.checkpoint import Checkpoints
+from finlm.train.zero.engine import initialize
+from finlm.train.zero.storage import State
 
 
 @dataclass
 class Setup:
-    """What the loop works with."""
+    """The objects that the training loop of one rank works with; `started` is time.monotonic() at its start."""
 
     run: RunDir
     recipe: Recipe
@@ -44,27 +45,29 @@ class Setup:
     shards: Shards
     engine: Any
     batches: Batches
-    device: torch.device
     rank: int
     events: Events
     checkpoints: Checkpoints
-    guard: Guard
     started: float
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self)
 
 
 def main(run_path: Path) -> int:
-    """Train the run to its last step; the process's exit code."""
-    interrupt.listen()
+    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
+    entry.note_signals()
     s = prepare(run_path)
     with kernels.attention(s.plan):
         return loop(s)
 
 
 def loop(s: Setup) -> int:
-    """Every optimizer step from the newest checkpoint to the last; the process's exit code."""
+    """Run every optimizer step from the newest checkpoint to the last, and return the process's exit code."""
     step = s.checkpoints.resume()
     s.guard.resume(step)
-    record(s, "start", step=step, **versions(s.plan))
+    attention = attention_kernel(s.recipe, s.plan, s.engine.module.config)
+    s.events.record("start", step=step, attention=attention, **versions(s.plan))
     if step == 0:
         evaluate(s, step)
     gc.collect()
@@ -75,9 +78,9 @@ def loop(s: Setup) -> int:
         data_step = s.guard.data_step(step)
         supervised = s.batches.supervised(data_step)
         scale = s.plan.world_size * s.plan.gradient_accumulation_steps / supervised
-        loss = torch.zeros((), device=s.device)
+        loss = torch.zeros((), device=s.batches.device)
         for batch in s.guard.read(data_step):
-            with s.guard.forward():
+            with s.guard.stopwatch.forward():
                 summed = s.engine(*batch)
             loss += summed.detach()
             weight = s.guard.weight(summed, loss, scale, supervised)
@@ -85,112 +88,266 @@ def loop(s: Setup) -> int:
             s.engine.step()
         step += 1
         s.batches.read_ahead(s.guard.data_step(step))
-        seen, interrupted = log_step(s, step, loss, supervised, lr, begun)
+        seen, interrupted = log_step(s, step, data_step, loss, lr, begun)
         then = s.guard.judge(step, data_step, seen)
         if then == "stop":
             return end(s, step, "failed", 1)
-        if then == "roll_back" and (former := s.guard.roll_back(step, data_step)) is not None:
-            step = former
+        if then == "roll_back" and (restored := s.guard.roll_back(step, data_step)) is not None:
+            step = restored
             continue
         s.checkpoints.poll()
         last = step == s.plan.steps
         if last or is_due(step, s.recipe.eval.every_steps):
             evaluate(s, step)
+        if last:
+            record_proof(s, step)
         # After the evaluation: what a checkpoint follows is recorded.
-        if last or interrupted or is_due(step, s.recipe.checkpoint.every_steps):
-            s.checkpoints.save(step)
+        s.checkpoints.save_if_due(step, at_once=last or bool(interrupted))
         if interrupted and not last:
             return end(s, step, "interrupted", 128 + interrupted)
     return end(s, step, "finished", 0)
 
 
 def end(s: Setup, step: int, status: str, exit_code: int) -> int:
-    """Record that the run is over; the process's exit code."""
-    s.checkpoints.finish()
+    """Finish the checkpoint, record the row `end`, wait for all ranks, and return `exit_code`."""
+    s.checkpoints.close()
     seconds = round(time.monotonic() - s.started, 1)
-    record(s, "end", step=step, status=status, seconds=seconds, exit_code=exit_code)
+    s.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
     distributed.barrier()
     return exit_code
 
 
 def prepare(run_path: Path) -> Setup:
-    """Process group, model, engine and data of this rank."""
+    """Join the process group and build model, engine, batches and checkpoints of this rank from the run directory."""
     started = time.monotonic()
     run = open_run(run_path)
     plan = Plan.read(run.plan)
-    recipe = recipes.load(run.recipe).recipe
-    ds_config = files.read_json(run.ds_config)
-    rank = join(recipe, plan)
+    recipe = Recipe.read(run.recipe)
+    rank = join_ranks(recipe, plan)
     shards = Shards(run.shards)
-    config = llama_config(recipe, plan, shards.bos_id, shards.eos_id)
-    model = build(recipe, plan, ds_config, config, shards.tokenizer)
-    engine = initialize(model, plan, ds_config)
-    rows = packed.rows(shards, plan.sequence_length, recipe.data.packing)
+    config = model_config(recipe, plan, shards.bos_id, shards.eos_id)
+    model = load(recipe, plan, run.ds_config, config, shards.tokenizer)
+    kernels.swap(model, plan)
+    engine = initialize(model, plan, run.ds_config)
+    rows = packing.open_rows(shards, plan.sequence_length, recipe.data.packing)
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
-    order = mixture.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
+    order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
     batches = Batches(rows, order, plan, rank, recipe.data.document_masks)
     events = Events(run, rank)
     checkpoints = Checkpoints(engine, run, plan, recipe.checkpoint, events)
-    guard = Guard(run, recipe, plan, engine, batches, shards, events.record, checkpoints.roll_back)
-    return Setup(run, recipe, plan, shards, engine, batches, batches.device, rank, events, checkpoints, guard, started)
+    return Setup(run, recipe, plan, shards, engine, batches, rank, events, checkpoints, started)
 
 
-def record(s: Setup, kind: str, **fields: Any) -> None:
-    """One row in events.jsonl, from rank 0."""
-    s.events.record(kind, **fields)
+def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> tuple[Outcome, int]:
+    """Record an optimizer step; return what all ranks know of it and the signal that a rank got (0 = none).
 
-
-def log_step(s: Setup, step: int, loss: torch.Tensor, supervised: int, lr: float, begun: float) -> tuple[Seen, int]:
-    """Record one optimizer step. What all ranks know of it, and the signal that one of them got, 0 = none.
-
-    The host waits for the device here, and nowhere else. loss: this rank's sum over its labels. begun:
-    time.monotonic() at the start of the step.
+    The host waits for the device here, and nowhere else; all ranks must call it. loss: this rank's sum over its labels.
+    begun: time.monotonic() at the start of the step.
     """
-    if s.plan.device == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    own = [loss.item(), memory, s.guard.stopwatch.take(), interrupt.received(), s.batches.checksum.take()]
-    mine = torch.tensor(own, dtype=torch.float64, device=s.device)
-    gathered = [torch.empty_like(mine) for _ in range(s.plan.world_size)]
-    distributed.all_gather(gathered, mine)
-    losses, memories, own_seconds, signals, crcs = torch.stack(gathered).T.tolist()
-    seconds = time.monotonic() - begun
-    seen = Seen(float(sum(losses) / supervised), losses, own_seconds)
-    tokens_per_second = supervised / seconds
-    norm = s.engine.get_global_grad_norm()
-    flops = s.plan.flops_per_token * tokens_per_second
-    record(
-        s,
-        "step",
-        step=step,
-        loss=seen.loss,
-        lr=lr,
-        grad_norm=None if norm is None else float(norm),
-        loss_scale=float(s.engine.optimizer.cur_scale) if s.plan.precision == "fp16" else None,
-        tokens=supervised,
-        rows_crc=int(sum(crcs)),
-        seconds=round(seconds, 4),
-        tokens_per_second=round(tokens_per_second, 1),
-        mfu=None if s.plan.peak_flops is None else round(flops / s.plan.world_size / s.plan.peak_flops, 4),
-        memory_bytes=int(max(memories)),
-    )
-    return seen, int(max(signals))
+    supervised, read = s.batches.supervised(data_step), s.batches.tokens_read(data_step)
+    # In this order: the stopwatch is read when the device is done.
+    waited, crc = loss.item(), s.batches.checksum.take()
+    measured = entry.measure_step(s.plan, waited, crc, begun, s.guard.stopwatch.take())
+    seen = Outcome(float(sum(measured.losses) / supervised), measured.losses, measured.work_seconds)
+    done = entry.Step(step, seen.loss, lr, supervised, read, measured)
+    s.events.record("step", **done.row(s.plan, s.engine))
+    return seen, measured.signal
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Held-out perplexity of each source, recorded; nothing when the recipe holds nothing out."""
+    """Record the held-out perplexity of each source in the row `eval`; do nothing when the recipe holds nothing out."""
     if not s.shards.split("held_out"):
         return
     s.engine.eval()
-    result = heldout.evaluate(
-        s.engine,
-        s.shards,
-        s.plan.sequence_length,
-        s.plan.rank_micro_batches,
-        s.recipe.eval.max_tokens_per_source,
-        s.device,
-        s.recipe.data.document_masks,
-    )
+    result = batches.evaluate(s.engine, s.shards, s.recipe, s.plan.rank_micro_batches, s.batches.device)
     s.engine.train()
-    record(s, "eval", step=step, **result)
+    s.events.record("eval", step=step, **result)
+
+
+def record_proof(s: Setup, step: int) -> None:
+    """Record token ids and the trained model's mean loss on them in the row `proof`; the export must give that loss."""
+    ids = batches.proof_ids(s.shards, s.recipe)
+    s.engine.eval()
+    shape = s.plan.rank_micro_batches[s.rank], s.plan.sequence_length
+    loss = batches.loss_of(ids, s.engine, shape, s.recipe, s.batches.device)
+    s.engine.train()
+    s.events.record("proof", step=step, ids=ids, loss=loss)
+
+
+NAMED_DOCUMENTS = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know of a step after its gather: the mean loss, and by rank its loss sum and seconds of work."""
+
+    loss: float
+    rank_losses: Sequence[float]
+    own_seconds: Sequence[float]
+
+
+class Jumps:
+    """Maps steps to the steps whose data they read; they differ once a roll back left data out."""
+
+    def __init__(self, rollbacks: Iterable[tuple[int, int]] = ()) -> None:
+        """Begin with the roll backs of the run so far: (step, data step) of each."""
+        self._jumps: list[tuple[int, int]] = []
+        self.count = 0  # roll backs of the run, those too whose jump is void by now
+        for step, data_step in rollbacks:
+            self.add(step, data_step)
+
+    def add(self, step: int, data_step: int) -> None:
+        """From `step` on, read data from `data_step` on; earlier jumps at later steps become void."""
+        self.count += 1
+        self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
+
+    def data_step(self, step: int) -> int:
+        """Return the number of the step whose data this step reads."""
+        for begin, data in reversed(self._jumps):
+            if step >= begin:
+                return data + step - begin
+        return step
+
+
+class Guard:
+    """Judge each finished step, record its incidents, and skip, stop or roll back as recipe.incidents says.
+
+    Every rank calls the same methods with the same gathered numbers, so all of them act alike.
+    """
+
+    def __init__(self, s: Setup) -> None:
+        """Make the judges of a run, and let its checkpoints save the watch's state."""
+        self.s, self.settings = s, s.recipe.incidents
+        s.checkpoints.watch_state, s.checkpoints.rolls_back = self.state, self.settings.spike.then == "roll_back"
+        scales_loss = s.plan.precision == "fp16" and s.recipe.train.fp16.loss_scale == 0
+        self.watch = Watch(self.settings, scales_loss)
+        self.gradients = Gradients(s.engine.module, s.batches.device)
+        self.loss_scale = LossScale(s.engine, s.recipe, self.gradients)
+        self.stopwatch = Stopwatch(s.plan)
+        self.stragglers = Stragglers(self.settings.straggler, s.plan)
+        self.twins = Twins(self.settings.corruption.every_steps, s.plan, s.rank, s.engine.module, s.batches)
+        self.jumps = Jumps()
+        self._micro_losses: list[torch.Tensor] = []
+
+    def state(self) -> State:
+        """Return the watch's state for a checkpoint: the judgement of the next steps depends on it.
+
+        Not how slow ranks were: that is of hosts and their hours, and would make the same training other bytes.
+        """
+        return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
+
+    def resume(self, step: int) -> None:
+        """Restore the loaded checkpoint's watch, and the jumps over data that earlier roll backs left out."""
+        self.jumps = Jumps(self._restore(step))
+
+    def _restore(self, step: int) -> list[tuple[int, int]]:
+        """Restore watch and loss scale from the loaded checkpoint; return (step, data step) of the run's roll backs.
+
+        Checkpoints of earlier versions hold no watch: then its losses are those of events.jsonl. Collective.
+        """
+        history: list[Any] = [_read_history(self.s.run, step) if distributed.get_rank() == 0 else None]
+        distributed.broadcast_object_list(history)
+        rollbacks, losses = history[0]
+        saved = dict(self.s.checkpoints.watch_loaded or {"losses": losses})
+        if saved.pop("names_gradients", False):
+            self.gradients.watch()
+        self.watch.restore(**saved)
+        self.loss_scale.remember()
+        return list(rollbacks)
+
+    def data_step(self, step: int) -> int:
+        """Return the number of the step whose data this step reads; later than `step` after a roll back."""
+        return self.jumps.data_step(step)
+
+    def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Return an iterator over this rank's micro-batches of a data step; forget the losses of the last step."""
+        self._micro_losses.clear()
+        return self.stopwatch.reading(self.s.batches.read(data_step))
+
+    def weight(self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int) -> torch.Tensor:
+        """Return the factor of a micro-step's summed loss, NaN where the step must be skipped; see Watch.weight."""
+        self._micro_losses.append(summed.detach())
+        last = len(self._micro_losses) == self.s.plan.gradient_accumulation_steps
+        return self.watch.weight(summed, loss, scale, supervised, last)
+
+    def judge(self, step: int, data_step: int, seen: Outcome) -> Then:
+        """Judge a finished step, record its incidents, and return what the loop does next."""
+        is_applied = bool(self.s.engine.was_step_applied())
+        scale = self.loss_scale.judge(is_applied)
+        trouble = self.watch.judge(step, seen.loss, is_applied, seen.rank_losses)
+        # A spike is skipped by a NaN, which is no overflow though the loss scale takes it for one.
+        is_skipped_spike = trouble is not None and trouble.what == "loss spike, step skipped"
+        if scale is not None and not is_skipped_spike and (scale.then == "stop" or math.isfinite(seen.loss)):
+            trouble = scale
+        slow = self.stragglers.judge(seen.own_seconds)
+        corrupt = self.twins.check(step, data_step)
+        for incident in (trouble, slow, corrupt):
+            if incident is not None:
+                self._record_incident(step, data_step, incident, is_applied)
+        if trouble is not None and trouble.then == "roll_back" and self.jumps.count >= self.settings.stop_after:
+            detail = f"the run was rolled back {self.jumps.count} times already (incidents.stop_after)"
+            self.s.events.record("incident", step=step, what="too many loss spikes", detail=detail)
+            return "stop"
+        return trouble.then if trouble is not None else "go_on"
+
+    def roll_back(self, step: int, data_step: int) -> int | None:
+        """Load a checkpoint before this step, leave out the data since, and return its step; None without one."""
+        at_most = step - 1 - self.settings.spike.roll_back_steps
+        restored = self.s.checkpoints.roll_back(at_most)
+        if restored is None:
+            detail = f"no checkpoint of step {max(0, at_most):,} or before to go back to; the run goes on"
+            self.s.events.record("incident", step=step, what="not rolled back", detail=detail)
+            return None
+        self._restore(restored)
+        self.jumps.add(restored, data_step + 1)
+        self.s.events.record("rollback", step=restored, origin=step, data_step=data_step + 1)
+        return restored
+
+    def _record_incident(self, step: int, data_step: int, incident: Incident, is_applied: bool) -> None:
+        """Record an incident in events.jsonl, with the worst documents and the gradients that were not finite."""
+        names = "" if is_applied or "began in" in incident.detail else self.gradients.name_bad()
+        documents, where = self._name_worst_documents(data_step) if incident.blame else ([], "")
+        detail = f"{incident.detail}{names}{where}"
+        more = {"documents": [vars(document) for document in documents]} if documents else {}
+        self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
+
+    def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
+        """Return documents of the micro-batch of highest loss and a clause on them, ([], "") off rank 0; collective."""
+        losses = torch.stack(self._micro_losses)
+        every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]
+        distributed.all_gather(every, losses)
+        if distributed.get_rank() != 0:
+            return [], ""
+        ids = self.s.batches.row_ids(data_step)
+        worst, at, rank, first = -math.inf, 0, 0, 0
+        rows = ids[0][:0]
+        for number, size in enumerate(self.s.plan.rank_micro_batches):
+            for micro, total in enumerate(every[number].tolist()):
+                part = ids[micro, first : first + size]
+                mean = total / max(1, self.s.batches.rows.supervised(part))
+                mean = mean if math.isfinite(mean) else math.inf
+                if mean > worst:
+                    worst, at, rank, rows = mean, micro, number, part
+            first += size
+        documents = list(packing.name_documents(self.s.batches.rows, self.s.shards, rows.tolist()))
+        start = documents[0]
+        shown = f"loss {worst:.2f}" if math.isfinite(worst) else "not finite"
+        where = (
+            f"; highest in micro-step {at} of rank {rank} on {rank_hosts(self.s.plan)[rank]} ({shown}), "
+            f"{len(documents)} documents, {start.source} {start.shard} #{start.document} "
+            f"“{start.text[:24]}” the first"
+        )
+        return documents[:NAMED_DOCUMENTS], where
+
+
+def _read_history(run: RunDir, step: int) -> tuple[list[tuple[int, int]], list[float]]:
+    """Return ((step, data step) of every roll back, losses of the steps up to `step` in order) from events.jsonl."""
+    rollbacks, losses = list[tuple[int, int]](), dict[int, float]()
+    for row in run.read_events():
+        if row["kind"] == "rollback":
+            rollbacks.append((row["step"], row["data_step"]))
+        if row["kind"] in ("start", "rollback"):
+            losses = {number: loss for number, loss in losses.items() if number <= row["step"]}
+        elif row["kind"] == "step" and row["loss"] is not None and row["step"] <= step:
+            losses[row["step"]] = row["loss"]
+    return rollbacks, list(losses.values())

@@ -1,0 +1,361 @@
+"""Cells of the gate that need no run: at small size and by its own config.json, a model under finlm's swaps computes
+what transformers' eager one computes.
+
+A cell is a function of a Case that returns what is wrong, or "". Weights are drawn so that none could be left out
+unseen: biases are not 0, norms not 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+from finlm.admit import record
+from finlm.base.errors import UserError
+from finlm.dialogues import encode
+from finlm.plan import memory
+from finlm.plan.plan import Plan
+from finlm.recipe import shape
+from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Chat, Lora, Sft
+from finlm.rows.shards import IGNORED
+from finlm.train import batches
+from finlm.train.model import kernels, lora
+from finlm.train.model.causal_lm import causal_class, plain_attention
+
+VOCABULARY, PADDED = 500, 512
+DIALOGUE = [
+    {"role": "user", "content": "净利润是什么？"},
+    {"role": "assistant", "content": "收入减去成本、费用和税。"},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "You are welcome."},
+]
+LENGTHS = ((48,), (7, 30, 11), (1, 46, 1))  # of the documents of each row
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 2e-4  # shares; of the largest gradient of a tensor
+ROWS = 12  # for activations, so that what rows share does not count
+REFUSED = ("use_bidirectional_attention", "output_router_logits")  # keys that no model of any type may have on
+CAPS = ("softcapping", "clip")  # parts of the names of keys that the gate sets where they are not set
+MEMORY_TOLERANCE = 0.05  # share of what a layer keeps; under partial rotation attention also copies its output
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the cells look at."""
+
+    config: traits.Config  # the model's own
+    row: traits.TypeRecord
+    small: Any  # the same, small
+    recipe: Recipe  # a small one, whose plan is changed by the cells
+    plan: Plan
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """transformers' model with its own attention."""
+        return build(self.small, "eager")
+
+    @functools.cached_property
+    def expected(self) -> tuple[float, dict[str, torch.Tensor]]:
+        """(loss, gradients) of the plain model."""
+        inputs, labels = batch()
+        logits = self.plain(input_ids=inputs, use_cache=False).logits.float()
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return _gradients(self.plain, loss)
+
+    def swapped(self, **changes: Any) -> Any:
+        """The same weights under the swaps of a changed plan."""
+        plan = dataclasses.replace(self.plan, **{"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY} | changes)
+        padded = type(self.small)(**self.small.to_dict() | {"vocab_size": plan.padded_vocab_size})
+        model = build(padded, plain_attention(self.small), self.plain)
+        kernels.swap(model, plan)
+        return model
+
+
+def build(config: Any, attention: str, like: Any = None) -> Any:
+    """A model in fp32 with weights of `like`, or drawn ones; further rows of the vocabulary are 0."""
+    torch.manual_seed(0)
+    model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if like is None:
+                drawn = torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.05)
+                parameter.copy_(parameter + drawn if parameter.ndim == 1 else drawn)
+            else:
+                theirs = like.get_parameter(name)
+                parameter.zero_()[: len(theirs)] = theirs
+    return model.train()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, labels), some of them ignored: int64 [rows, tokens]."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randint(3, VOCABULARY, (2, len(LENGTHS), sum(LENGTHS[0])), generator=generator).unbind(0)
+    labels[:, ::5] = IGNORED
+    return inputs, labels
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """Clear the model's gradients, backpropagate loss / 100, and return (loss, {parameter: copy of its gradient})."""
+    model.zero_grad()
+    (loss / 100).backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
+    """What differs by more than rounding: the loss, or the gradient of a tensor."""
+    if not abs(found[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
+        return f"loss {found[0]:.6f}, transformers' {expected[0]:.6f}"
+    if lost := sorted(expected[1].keys() - found[1].keys()):
+        return f"{lost[0]} has no gradient"
+    for name, wanted in expected[1].items():
+        gradient, largest = found[1][name], float(wanted.abs().max())
+        apart = float((gradient[: len(wanted)] - wanted).abs().max())
+        if not apart <= GRADIENT_TOLERANCE * largest + 1e-7:
+            return f"gradient of {name} is {apart / (largest or 1):.1e} of its largest away from transformers'"
+        if gradient[len(wanted) :].any():
+            return f"padded rows of {name} learn"
+    return ""
+
+
+def swap_cell(case: Case, **changes: Any) -> str:
+    """Loss and gradients under a plan's swaps against transformers' eager ones."""
+    torch._dynamo.reset()
+    # The compiler's code generator is not what differs by model, and takes half a minute a graph.
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    with patch.object(torch, "compile", compiled):
+        model = case.swapped(**changes)
+        return _differ(_gradients(model, model(*batch())), case.expected)
+
+
+def packed(case: Case) -> str:
+    """Documents of packed rows against each of them alone."""
+    inputs, labels = batch()
+    alone, model = build(case.small, "eager", case.plain), case.swapped()
+    expected = torch.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        parts = zip(torch.split(inputs[row], list(lengths)), torch.split(labels[row], list(lengths)), strict=True)
+        for words, wanted in parts:
+            logits = alone(input_ids=words[None], use_cache=False).logits[0].float()
+            expected = expected + cross_entropy(logits, wanted, reduction="sum", ignore_index=IGNORED)
+    numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in LENGTHS])
+    bounds = torch.from_numpy(batches.document_bounds(numbers))
+    problem = _differ(_gradients(model, model(inputs, labels, bounds)), _gradients(alone, expected))
+    return f"documents of a row see each other: {problem}" if problem else ""
+
+
+def adapters(case: Case) -> str:
+    """A model with adapters against the weights that they are merged into."""
+    from peft import get_peft_model
+
+    recipe = case.recipe.model_copy(update={"lora": Lora(rank=4, alpha=8)})
+    found = shape.of_config(case.small.to_dict(), VOCABULARY, case.row)
+    names = list(shape.adapted(recipe, found))
+    if not names:
+        return "no linear layer to adapt"
+    settings = lora.lora_config(recipe)
+    settings.target_modules = set(names)
+    model = get_peft_model(build(case.small, "eager", case.plain), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if trained != (planned := shape.adapter_parameters(recipe, found)):
+        return f"{trained:,} parameters of adapters, {planned:,} planned"
+    merged = build(case.small, "eager")
+    weights = lora.merge_adapters(model.state_dict(), recipe)
+    if case.small.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    missing, unknown = merged.load_state_dict(weights, strict=False)
+    if unknown or [name for name in missing if name != "lm_head.weight"]:
+        return f"merged weights lack {missing[:2]}, and {unknown[:2]} have no place"
+    merged.tie_weights()
+    with torch.no_grad():
+        apart = (model(batch()[0]).logits - merged(batch()[0]).logits).abs().max()
+    return "" if apart < 1e-4 else f"merged logits are {apart:.1e} away"
+
+
+def four_bits(case: Case) -> str:
+    """A model with matrices in 4 bits against one with the same rounded ones."""
+    if any("e" in sizes for sizes in case.row.layer.values() if len(sizes) > 2):  # it has experts, no linear layers
+        model = case.recipe.model.model_copy(update={"config": case.small.to_dict()})
+        asked = {"model": model, "lora": Lora(rank=4, alpha=8, quantize="nf4")}
+        refused = [key for key, _ in shape.problems(case.recipe.model_copy(update=asked))]
+        return "" if "lora.quantize" in refused else "lora.quantize is not refused, and leaves the experts in 16 bits"
+    rounded, packed_ = build(case.small, "eager", case.plain), build(case.small, "eager", case.plain)
+    lora.quantize(packed_, "cpu")
+    with torch.no_grad():
+        for name, module in rounded.model.layers.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(packed_.model.layers.get_submodule(name).weight.get_original_weight())
+        apart = (packed_(batch()[0]).logits - rounded(batch()[0]).logits).abs().max()
+    return "" if apart < 1e-4 else f"logits are {apart:.1e} away from those of the rounded matrices"
+
+
+def counted(case: Case) -> str:
+    """Parameters planned against those of transformers' model, at the model's own size."""
+    with torch.device("meta"):
+        own = type(case.small)(**{key: value for key, value in case.config.items() if key != "quantization_config"})
+        model = causal_class(own)._from_config(own)
+    planned = shape.of_config(own.to_dict(), own.vocab_size, case.row)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    if planned.parameters != real:
+        return f"{planned.parameters:,} parameters planned, {real:,} in transformers' model"
+    attending = [layer.self_attn for layer in model.model.layers]
+    windows = [it.sliding_window for it in attending if getattr(it, "is_sliding", getattr(it, "sliding_window", None))]
+    if any(hasattr(each, "sliding_window") for each in attending) and list(planned.windows) != windows:
+        return f"{len(planned.windows)} layers with a window planned, {len(windows)} in transformers' model"
+    return ""
+
+
+def counted_small(case: Case) -> str:
+    """Parameters planned against those of the small model."""
+    planned = shape.of_config(case.small.to_dict(), VOCABULARY, case.row).parameters
+    real = sum(parameter.numel() for parameter in case.plain.parameters())
+    return "" if planned == real else f"{planned:,} parameters planned, {real:,} in transformers' model"
+
+
+def activations(case: Case) -> str:
+    """What a layer keeps for the backward pass, planned against tensors that autograd saved, in bf16, not compiled."""
+    config = copy.deepcopy(case.small)
+    sizes = [_kept(config, layers) for layers in (len(case.plain.model.layers), 2 * len(case.plain.model.layers))]
+    found = (sizes[1] - sizes[0]) / len(case.plain.model.layers) / (ROWS * batch()[0].shape[1])
+    layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
+    planned = memory.layer_activation_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
+    off = planned / found - 1
+    return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {found:,.0f} saved"
+
+
+def _kept(config: Any, layers: int) -> int:
+    """Return the bytes that a forward pass of so many layers saves for its backward pass, without weights.
+
+    Counts each storage once. Builds a model of its own in bf16; `config` is copied, not changed.
+    """
+    config = copy.deepcopy(config)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = (list(kinds) * 2)[:layers]
+    if kinds := getattr(config, "no_rope_layers", None):
+        config.no_rope_layers = (list(kinds) * 2)[:layers]
+    config.num_hidden_layers = layers
+    model = causal_class(config)._from_config(config, attn_implementation=plain_attention(config), dtype=torch.bfloat16)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
+    model.eval()  # a dropout of 0 keeps a mask, which no compiled layer does
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = model.model(input_ids=inputs, position_ids=kernels.plain_positions(inputs), use_cache=False)
+    del kept
+    return sum(saved.values())
+
+
+def template(directory: Path) -> str:
+    """Ids and loss spans of a dialogue against those of transformers' tokenizer with the model's own template."""
+    encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
+    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
+    found = encoder.encode(DIALOGUE)
+    if found.ids != list(theirs):
+        return f"ids {found.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
+    learnt = encoder.tokenizer.decode([number for number, counts in zip(found.ids, found.mask, strict=True) if counts])
+    if lost := [turn["content"] for turn in DIALOGUE if (turn["content"] in learnt) != (turn["role"] == "assistant")]:
+        return f"the loss is on {learnt!r}, which is wrong about {lost[0]!r}"
+    return ""
+
+
+def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
+    """Yield (key, its value in the class, the model's config.json with another one) for what a key may switch.
+
+    Those are true or false, a factor, a cap, a window, a part of the rotation.
+    """
+    known = record.own_keys(record.whole_config(str(case.config["model_type"])))
+    for key, value in known.items():
+        change: traits.Config = {}
+        now = case.config.get(key, value)
+        if key in REFUSED or key.endswith(shape.DROPOUT):
+            continue
+        if key == "use_sliding_window":
+            change = {} if now else {key: True, "sliding_window": 4096}
+        elif isinstance(now, bool):
+            change = {key: not now}
+        elif isinstance(now, float) and key not in traits.NORM_EPS:
+            change = {key: 2 * now}
+        elif now is None and any(part in key for part in CAPS):
+            change = {key: 5.0}
+        elif now is None and key == "sliding_window" and "use_sliding_window" not in known:
+            change = {key: 4096}
+        elif key == "rope_parameters" and "partial_rotary_factor" in (now or {}):
+            change = {key: now | {"partial_rotary_factor": 0.5 if now["partial_rotary_factor"] != 0.5 else 0.25}}
+        if change:
+            yield key, value, {**case.config, **change}
+
+
+def settings(case: Case) -> str:
+    """Check the model with each switching key set otherwise, except the keys that its type's row holds."""
+    for key, why in unlike(case):
+        if key not in case.row.held:
+            return why
+    return ""
+
+
+def unlike(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong) for every key that finlm would train or plan wrongly at another value."""
+    for key, _, config in other_settings(case):
+        try:
+            other = case_of(config, case.row, case.recipe, case.plan)
+            problem = next(filter(None, (cell(other) for cell in (swap_cell, counted_small, activations))), "")
+        except Exception as error:  # a class that cannot be built so
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if problem:
+            yield key, f"{key} {config[key]}: {problem}"
+
+
+def hold(case: Case) -> traits.TypeRecord:
+    """Return the case's row with `held` filled in: keys that finlm trains at one value only."""
+    values = {key: value for key, value, _ in other_settings(case)}
+    return dataclasses.replace(case.row, held={key: values[key] for key, _ in unlike(case)})
+
+
+CELLS: dict[str, Callable[[Case], str]] = {
+    "loss": swap_cell,
+    "padded vocabulary": functools.partial(swap_cell, padded_vocab_size=PADDED),
+    "selective recompute": functools.partial(swap_cell, recompute="selective"),
+    "full recompute": functools.partial(swap_cell, recompute="full"),
+    "compiled": functools.partial(swap_cell, compiled=True),
+    "packed rows": packed,
+    "adapters": adapters,
+    "4 bits": four_bits,
+    "parameters": counted,
+    "activations": activations,
+    "other settings": settings,
+}
+
+
+def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
+    """Return the case of a model's config.json. Raises UserError when transformers refuses it."""
+    try:
+        small = record.shrink(config, row, VOCABULARY)
+    except Exception as error:  # of every class's own validation
+        raise UserError(
+            f"transformers makes no {config['model_type']} of this config.json",
+            evidence=" ".join(str(error).split())[:300],
+            fix="mend config.json",
+        ) from None
+    return Case(config, row, small, recipe, plan)

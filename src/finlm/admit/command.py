@@ -1,0 +1,144 @@
+"""`finlm admit MODEL`: does finlm train this model as transformers does? A table of cells, each passed or with what is
+wrong.
+
+MODEL is a directory with config.json, or a model_type of transformers. A type that model_types.json does not
+have is admitted for this user when every cell passes: its row goes to ~/.config/finlm/model_types.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING
+
+from finlm.admit import cells, record, runs
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, parents, recipe, shape
+from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a type is admitted, and what is wrong in each cell, or ""."""
+
+    model_type: str
+    admitted: bool
+    seconds: float
+    cells: dict[str, str]
+
+
+def admit(model: str) -> Verdict:
+    """Look at every cell and print the table.
+
+    Raises UserError for what is no model, or has a structure that no cell can look at.
+    """
+    began = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    config, directory = read_config(model)
+    shape.refuse_unsupported(dict(config), model)
+    model_type = str(config["model_type"])
+    row = row_of(model_type)
+    with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
+        found = dict(examine(config, row, directory, trainer))
+    screen.table(("cell", "result"), [(name, why or "passed") for name, why in found.items()])
+    passed = not any(found.values())
+    shipped = model_type in files.read_json(traits.RECORD)
+    if passed and not shipped:
+        theirs = files.read_json(traits.user_file()) if traits.user_file().is_file() else {}
+        known = {name: traits.TypeRecord(**values) for name, values in theirs.items()}
+        record.write(known | {model_type: dataclasses.replace(row, cells=found)}, traits.user_file())
+        screen.say(f"{model_type} is admitted; noted in {traits.user_file()}")
+    seconds = round(time.monotonic() - began, 1)
+    return Verdict(model_type, passed, seconds, found)
+
+
+def read_config(model: str) -> tuple[traits.Config, Path | None]:
+    """Return (config.json, directory) of a model directory, or (default configuration, None) of a model_type.
+
+    The default is transformers', with every dropout 0 and without null keys. Raises UserError when `model` is neither.
+    """
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return dict(parents.read_config(path / "config.json")), path
+    if path.is_dir() or model not in CONFIG_MAPPING:
+        raise UserError(
+            f"there is no model {model}",
+            evidence=f"no {path / 'config.json'}, and no model_type of transformers {transformers.__version__}",
+            fix="give a directory with config.json, or a model_type such as qwen3",
+        )
+    own = record.whole_config(model).to_dict()
+    heads = own.get("num_attention_heads")
+    if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
+        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads}
+        own |= {key: value for key, value in like.items() if key in own and own[key] is None}
+    return {k: 0.0 if k.endswith(shape.DROPOUT) else v for k, v in own.items() if v is not None}, None
+
+
+def row_of(model_type: str) -> traits.TypeRecord:
+    """Return the row of a type with `held` filled in. Raises UserError for a type that no cell can check."""
+    row = record.record(model_type)
+    try:
+        with runs.admitted(model_type, row), contextlib.redirect_stderr(io.StringIO()):
+            return cells.hold(cells.case_of(read_config(model_type)[0], row, *_small_run()))
+    except Exception:  # a class that its own configuration cannot build: the cells say what is wrong
+        return row
+
+
+def _small_run() -> tuple[Recipe, Plan]:
+    """Return (recipe, plan) of the gate's small models, on one CPU rank."""
+    loaded = recipe.load(runs.RECIPE, ("hardware.hosts=[{name: localhost, slots: 1}]",)).recipe
+    return loaded, planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded))
+
+
+def examine(
+    config: traits.Config, row: traits.TypeRecord, directory: Path | None, trainer: runs.Trainer
+) -> Iterator[tuple[str, str]]:
+    """Yield every cell's name with what is wrong, or ""."""
+    model_type = str(config["model_type"])
+    with runs.admitted(model_type, row), tempfile.TemporaryDirectory(prefix="finlm-admit-") as scratch:
+        case = cells.case_of(config, row, *_small_run())
+        for name, cell in cells.CELLS.items():
+            yield name, _look(cell, case)
+        try:
+            made = runs.Runs(case, Path(scratch), trainer)
+        except Exception as error:  # a class that its own configuration cannot build
+            yield next(iter(runs.CELLS)), f"{type(error).__name__}: {error}"
+            return
+        for name, trains in runs.CELLS.items():
+            yield name, _look(trains, made)
+    if directory is not None and _has_template(directory):
+        yield "template", _look(cells.template, directory)
+
+
+def _has_template(directory: Path) -> bool:
+    """Return whether a model's directory has a tokenizer with a chat template; a base model's has none."""
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return False
+    settings = directory / "tokenizer_config.json"
+    said = files.read_json(settings) if settings.is_file() else {}
+    return (directory / "chat_template.jinja").is_file() or bool(said.get("chat_template"))
+
+
+def _look(cell: Callable[[Any], str], at: Any) -> str:
+    """What is wrong in a cell, be it said or raised."""
+    with contextlib.redirect_stderr(io.StringIO()):  # plans, library warnings
+        try:
+            return cell(at)
+        except UserError as error:
+            return " ".join(f"{error.problem}: {error.evidence}".split())
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

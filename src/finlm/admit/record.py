@@ -1,0 +1,366 @@
+"""Small configurations: the row of a model type in model_types.json, and a model's own config.json at a small size.
+
+A row is read off transformers' own class at a size whose numbers differ.
+A tensor's sizes become symbols (q*h is the query projection), so the planner counts a model of any size without torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.recipe.models import traits
+from finlm.recipe.models.traits import EXPERTS, NORM_EPS, SCALES, Config, TypeRecord, evaluate
+
+# Keys that may be absent from config.json, whose defaults a row notes.
+FIELDS = (
+    *("head_dim", "num_key_value_heads", "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias"),
+    *("use_qkv_bias", "qk_layernorm", "use_qk_norm", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *(*NORM_EPS, "rope_theta", "hidden_act", "max_position_embeddings"),
+    *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+)
+
+# Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
+SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "v": 389}
+LAYERS = 24  # enough to see which of them see all before
+NAMED = {
+    **{"hidden_size": "h", "intermediate_size": "f", "num_attention_heads": "a", "num_key_value_heads": "g"},
+    **{"moe_intermediate_size": "m", "shared_expert_intermediate_size": "s", "vocab_size": "v"},
+}
+EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "1")
+# Of a model for two CPU cores.
+SMALL_HIDDEN, FFN, HEADS, HEAD, SMALL_LAYERS, WINDOW, ORIGINAL = 64, 128, 4, 32, 3, 8, 64
+SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+
+
+def record(model_type: str) -> TypeRecord:
+    """The row of a type, without its gate's verdict. Raises UserError for a type that finlm's swaps do not know."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"transformers has no causal model of model_type {model_type!r}",
+            fix="give the model_type of a config.json; code of a model's own directory is never run",
+        )
+    # Some classes have no heads of another size than hidden / heads, or do not work with one.
+    for changes in ({"head_dim": SIZES["d"]}, {}, {"head_dim": SIZES["h"] // SIZES["a"]}):
+        try:
+            config = small_config(model_type, **changes)
+            layer, outer, switches = _structure(config)
+            measured = _measure(config)
+            break
+        except Exception as error:  # of transformers' classes there are many kinds
+            problem = error
+    else:
+        if isinstance(problem, UserError):
+            raise problem
+        raise UserError(
+            f"{model_type} cannot be made small by the keys that finlm knows",
+            evidence=f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}",
+            fix="choose a model of another type",
+        )
+    return TypeRecord(
+        layer,
+        outer,
+        switches,
+        _defaults(model_type, config),
+        _pattern(model_type),
+        rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        scales=_scales(model_type),
+        needs=[key for key, value in _unsaid(model_type).items() if value is None],
+        **measured,
+    )
+
+
+def _unsaid(model_type: str) -> Config:
+    """Return the keys that a class reads and fills in from others unless they are None here."""
+    config = CONFIG_MAPPING[model_type]()
+    return {key: getattr(config, key, "") for key in ("head_dim", "num_key_value_heads")}
+
+
+def _measure(config: Any) -> dict[str, Any]:
+    """Return what a layer of a model keeps uncompiled in bf16, as fields of TypeRecord."""
+    config = copy.deepcopy(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
+        config.rope_parameters = rope | {"partial_rotary_factor": 0.5}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    layer, symbols, tokens = model.model.layers[0], _symbols(config), 64
+    states = torch.randn(1, tokens, SIZES["h"], dtype=torch.bfloat16, requires_grad=True) * 1
+    widths: list[str] = []
+    first: list[bool] = []  # whether queries lie head by head, and so does what attention makes of them
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def note_width(name: str, given: Any) -> None:
+        widths.append(_size(given[0].numel() // tokens, symbols, f"the input of {name}"))
+
+    def note_attention(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        first.append(not query.transpose(1, 2).is_contiguous())
+        return attend(query, *arguments, **named)
+
+    for name, module in layer.named_modules():
+        if "norm" in type(module).__name__.lower() and not list(module.parameters()):
+            module.register_forward_pre_hook(lambda _, given, name=name: note_width(name, given))
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", note_attention), torch.no_grad():
+        model(torch.arange(tokens)[None])
+    block = getattr(layer, "mlp", None)
+    has_experts = block is None or any(len(p.shape) > 2 for p in block.parameters())
+    return {
+        "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
+        "ffn_bytes": 8 if has_experts else round(_kept(block, states, with_input=False) / (tokens * SIZES["f"]), 2),
+        "bare_norms": widths,
+        "copies_output": any(first),
+    }
+
+
+def _scales(model_type: str) -> dict[str, int]:
+    """Return {key of SCALES: 1 where the class multiplies its logits by it, -1 where it divides}."""
+    found = {}
+    for key in (key for key in SCALES if hasattr(CONFIG_MAPPING[model_type](), key)):
+        model = AutoModelForCausalLM.from_config(small_config(model_type, 2, **{key: 2.0}))
+        with torch.no_grad():
+            said = model(torch.arange(8)[None])
+            plain = model.lm_head(model.model(torch.arange(8)[None]).last_hidden_state)
+        found[key] = round(math.log2(float((said.logits / plain).median())))
+    return found
+
+
+def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
+    """Return the bytes that a module keeps for its backward pass beside its weights."""
+    kept: dict[int, int] = {}
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    left_out |= set() if with_input else {states.untyped_storage().data_ptr()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in left_out:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = module(states)
+    del out
+    return sum(kept.values())
+
+
+def own_keys(config: Any) -> Config:
+    """Return the keys of a class's configuration that not every model has."""
+    common = {*PreTrainedConfig().to_dict(), "use_cache", "initializer_range"} - {"tie_word_embeddings"}
+    return {key: value for key, value in config.to_dict().items() if key not in common and not key.startswith("_")}
+
+
+def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[str, dict[str, list[str] | None]]]:
+    """(layer, outer, switches) of a TypeRecord."""
+    known = own_keys(plain)
+    keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
+    for key in keys:
+        setattr(plain, key, False)
+    symbols = _symbols(plain)
+    layer, outer = _tensors(plain, symbols)
+    switches: dict[str, dict[str, list[str] | None]] = {}
+    for key in keys:
+        config = copy.deepcopy(plain)
+        setattr(config, key, True)
+        try:
+            found, beside = _tensors(config, symbols)
+        except (UserError, ValueError, TypeError):
+            continue  # the gate's cell of settings holds the key
+        if beside == outer:
+            switches[key] = {name: sizes for name, sizes in found.items() if layer.get(name) != sizes}
+            switches[key] |= {name: None for name in layer if name not in found}
+    for key in keys:
+        setattr(plain, key, known[key])
+    return layer, outer, {key: tensors for key, tensors in switches.items() if tensors}
+
+
+def whole_config(model_type: str) -> Any:
+    """transformers' default configuration of a type, with a RoPE that is whole."""
+    kind = CONFIG_MAPPING[model_type]
+    config = kind()
+    return kind(**_rope(config))
+
+
+def _rope(config: Any) -> Config:
+    """Keys that replace a default RoPE that lacks what it needs."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "default" or "factor" in rope:
+        return {}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config.default_theta}}
+
+
+def small_config(model_type: str, layers: int = 2, **changes: float) -> Any:
+    """A configuration of transformers' class with SIZES."""
+    kind = CONFIG_MAPPING[model_type]
+    known = kind().to_dict()
+    values: dict[str, Any] = {key: SIZES[symbol] for key, symbol in NAMED.items() if key in known}
+    values |= {"num_hidden_layers": layers, "pad_token_id": None}
+    if known.get("head_dim"):
+        values["head_dim"] = SIZES["d"]
+    values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
+    values |= {"num_experts_per_tok": 2} if "num_experts_per_tok" in known else {}
+    return kind(**{**values, **_rope(kind()), **changes})
+
+
+def _symbols(config: Any) -> dict[str, int]:
+    """Return the number that each symbol of a size (h, f, a, g, d, q, k, ...) stands for in a model of SIZES."""
+    head = getattr(config, "head_dim", None) or SIZES["h"] // SIZES["a"]
+    groups = SIZES["g"] if hasattr(config, "num_key_value_heads") else SIZES["a"]
+    return SIZES | {"d": head, "g": groups, "q": SIZES["a"] * head, "k": groups * head}
+
+
+def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
+    """Return ({tensor's name: sizes} of a layer, sizes of each tensor beside layers, embedding and head), in symbols.
+
+    Builds the model on the meta device, without memory. Raises UserError for a structure that finlm's swaps do not fit.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    shapes = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in layers or []]
+    problem = ""
+    if not shapes or not isinstance(getattr(model, "lm_head", None), torch.nn.Linear):
+        problem = "has no model.layers and lm_head"
+    elif model.lm_head.bias is not None:
+        problem = "has a head with a bias, which the fused loss does not add"
+    elif not any(name.startswith("mlp.") for name in shapes[0]):
+        problem = "has layers whose feed-forward block is not called mlp"
+    elif any(each != shapes[0] for each in shapes):
+        problem = "has layers of several kinds, whose tensors differ"
+    if problem:
+        raise UserError(
+            f"{config.model_type} {problem}, so finlm's swaps do not fit it", fix="choose a model of another type"
+        )
+    vocabulary = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    beside = [(n, p) for n, p in model.named_parameters() if ".layers." not in n and id(p) not in vocabulary]
+    layer = {name: [_size(number, symbols, name) for number in shape] for name, shape in shapes[0].items()}
+    return layer, [[_size(number, symbols, name) for number in p.shape] for name, p in beside]
+
+
+def _size(number: int, symbols: dict[str, int], name: str) -> str:
+    """Return the first of EXPRESSIONS that gives this number. Raises UserError when none does."""
+    for expression in EXPRESSIONS:
+        if evaluate(expression, symbols) == number:
+            return expression
+    raise UserError(
+        f"{name} has a size of {number}, which follows from no key that finlm knows, so its memory cannot be planned",
+        fix="choose a model of another type",
+    )
+
+
+def _defaults(model_type: str, other: Any) -> dict[str, Any]:
+    """What the class takes for a key of FIELDS that config.json lacks; None for what follows from other keys."""
+    kind = CONFIG_MAPPING[model_type]
+    config = kind()
+    found: dict[str, Any] = {}
+    for key in FIELDS:
+        if key in NAMED or key in ("head_dim",):
+            alone = config.to_dict().get(key)
+            found |= {key: _fixed(kind, key, alone)} if alone is not None else {}
+        elif hasattr(config, key):
+            found[key] = getattr(config, key)
+    ropes = getattr(other, "rope_parameters", None) or {}
+    if "full_attention" in ropes:
+        found["rope_parameters"], ropes = ropes, ropes["full_attention"]
+    return found | {"rope_theta": ropes.get("rope_theta", 10000.0)}
+
+
+def _fixed(kind: Any, key: str, value: Any) -> Any:
+    """The value, or None when another number of heads or another width would give another one."""
+    changed = kind(num_attention_heads=8, hidden_size=2048).to_dict().get(key)
+    return value if changed == value else None
+
+
+def _pattern(model_type: str) -> int:
+    """Every so many-th layer sees all before; 0 when none does, or all do."""
+    kinds = getattr(small_config(model_type, LAYERS), "layer_types", None) or []
+    full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
+    if not full or len(full) == len(kinds):
+        return 0
+    if full != [number for number in range(1, LAYERS + 1) if number % math.gcd(*full) == 0]:
+        return -1
+    return full[0]
+
+
+def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
+    """transformers' configuration of the same model, small."""
+    known = row.defaults | dict(config)
+    values = dict(config) | {
+        "hidden_size": SMALL_HIDDEN,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": SMALL_LAYERS,
+        "vocab_size": vocab_size,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    groups, heads = known.get("num_key_value_heads"), int(known["num_attention_heads"])
+    kind = CONFIG_MAPPING[str(config["model_type"])]()
+    if groups or hasattr(kind, "num_key_value_heads"):
+        values["num_key_value_heads"] = {heads: HEADS, 1: 1}.get(int(groups or heads), 2)
+    if hasattr(kind, "head_dim"):  # some classes have no number, and need one
+        own = int(known.get("head_dim") or 0)
+        values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
+    values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key)}
+    values |= {key: 4 for key in EXPERTS if config.get(key)}
+    values.update(_few_layers(config, known, row.pattern))
+    rotated = (values.get("head_dim") or SMALL_HIDDEN // HEADS) * float(known.get("partial_rotary_factor") or 1.0)
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key):
+            values[key] = _shrink_rope(config[key], int(rotated) // 2)
+    if any(rope.get("rope_type", rope.get("type", "default")) != "default" for rope in traits.ropes(config)):
+        values |= {"max_position_embeddings": 4 * ORIGINAL}
+        values |= {"original_max_position_embeddings": ORIGINAL} if "original_max_position_embeddings" in known else {}
+    else:
+        values["max_position_embeddings"] = max(256, ORIGINAL)
+    return AutoConfig.for_model(**values)
+
+
+def _few_layers(config: Config, known: Config, pattern: int) -> Config:
+    """Few layers, with one of each kind."""
+    found: dict[str, Any] = {}
+    if known.get("sliding_window"):
+        found["sliding_window"] = WINDOW
+    if kinds := list(dict.fromkeys(config.get("layer_types") or ())):
+        found["layer_types"] = [*kinds, *kinds * SMALL_LAYERS][:SMALL_LAYERS]
+    elif pattern > 0:
+        found["num_hidden_layers"] = pattern
+    if config.get("no_rope_layers"):
+        found["no_rope_layers"] = [1, 0, 1][:SMALL_LAYERS]
+    if known.get("use_sliding_window") and "max_window_layers" in known:
+        found["max_window_layers"] = 1
+    return found
+
+
+def _shrink_rope(rope: Config, pairs: int) -> Config:
+    """RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
+    found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
+    if "original_max_position_embeddings" in found:
+        found["original_max_position_embeddings"] = ORIGINAL
+    return found
+
+
+def write(rows: dict[str, TypeRecord], path: Path) -> None:
+    """Write the table, a row a line."""
+    lines = [f" {json.dumps(name)}: {json.dumps(asdict(rows[name]))}" for name in sorted(rows)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,0 +1,247 @@
+"""Cells of the gate that train: a small model of the type goes on from weights, in runs of four steps on two CPU ranks.
+
+ZeRO stages give the same losses, a run that goes on from a checkpoint gives those of one that did not stop, and the
+export is transformers' model again with every field of the start's config.json. The corpus is the synthetic one.
+
+`python -m finlm.admit.runs` is the process that the ranks are forked from, as it has imported the trainer: a run
+directory a line on stdin, its ranks' exit codes a line of JSON on stdout. A launch through `finlm train` would import
+torch and DeepSpeed anew for every rank of every run, which is most of such a run's time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import Qwen2Tokenizer
+
+import finlm
+from finlm import pipeline
+from finlm.admit import cells, record
+from finlm.base import files
+from finlm.base.rundir import RunDir
+from finlm.recipe import cluster, recipe
+from finlm.recipe.models import traits
+
+STEPS, RANKS = 4, 2
+TOLERANCE = 2e-5  # share of the loss; sums over ranks and partitions round otherwise
+VOCABULARY = 1024  # byte-level pieces, at most
+PROSE = Path(finlm.__file__).parent / "world/prose"
+RECIPE = "recipes/quickstart/pretrain.yaml"
+# What a run decides of config.json, or saving does.
+DECIDED = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id", "vocab_size"),
+)
+
+
+class Trainer:
+    """The process that ranks are forked from, with the corpus and the settings that all runs share."""
+
+    def __init__(self, shared: Path) -> None:
+        self.cache, self.settings = shared / "cache", shared / "settings"
+        # Of a class that AutoTokenizer takes for every model type; it would read some types' sentencepiece as another.
+        prose = (path.read_text(encoding="utf-8") for path in sorted(PROSE.glob("*.txt")))
+        self.tokenizer = Qwen2Tokenizer().train_new_from_iterator(prose, VOCABULARY)
+        env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.settings)}
+        command = [sys.executable, "-m", "finlm.admit.runs"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+
+    def train(self, run: RunDir) -> None:
+        """Run the ranks of a run directory to the last step. Raises RuntimeError with the end of a log."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer or any(json.loads(answer)):
+            lines = [line for log in sorted(run.logs.glob("*.log")) for line in log.read_text().splitlines() if line]
+            raise RuntimeError(lines[-1] if lines else "the ranks wrote no log")
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+class Runs:
+    """The runs of one model in a scratch directory; a run that was made once is not made again."""
+
+    def __init__(self, case: cells.Case, scratch: Path, trainer: Trainer) -> None:
+        self.scratch, self.trainer = scratch, trainer
+        self.start = scratch / "start"
+        self.made: dict[int, RunDir] = {}
+        record.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
+        trainer.tokenizer.save_pretrained(self.start)
+        config = record.shrink(case.config, case.row, len(trainer.tokenizer))
+        cells.build(config, "eager").save_pretrained(self.start)
+        said = files.read_json(self.start / "config.json")
+        files.write_json(self.start / "config.json", said | {"of_the_author": [1]})
+
+    def run(self, stage: int) -> RunDir:
+        """The finished run at a ZeRO stage. Raises RuntimeError with the end of its log when it failed."""
+        if stage not in self.made:
+            loaded = recipe.load(RECIPE, self._overrides(stage))
+            host = cluster.Host("localhost", RANKS, None, 8 * 2**30)
+            t = pipeline.Training(loaded, cluster.Cluster((host,)), self.scratch / f"runs-{stage}")
+            pipeline.prepare_data(t)
+            pipeline.make_plan(t)
+            run = pipeline.create_run(t)
+            self.trainer.train(run)
+            self.made[stage] = run
+        return self.made[stage]
+
+    def _overrides(self, stage: int) -> tuple[str, ...]:
+        """Return --set values of a run of STEPS steps at this ZeRO stage, from the small model in self.start."""
+        config = files.read_json(self.start / "config.json")
+        eps = next((config[key] for key in traits.NORM_EPS if key in config), 1e-5)
+        return (
+            f"model.init_from={self.start}",
+            f"model.hidden_size={config['hidden_size']}",
+            f"model.layers={config['num_hidden_layers']}",
+            f"model.heads={config['num_attention_heads']}",
+            f"model.kv_heads={config.get('num_key_value_heads', config['num_attention_heads'])}",
+            f"model.ffn_size={config['intermediate_size']}",
+            f"model.tie_embeddings={json.dumps(config['tie_word_embeddings'])}",
+            f"model.rope_theta={traits.rope_theta(config)}",
+            f"model.norm_eps={eps}",
+            "tokenizer={}",
+            "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}]",
+            f"data.cache_dir={self.trainer.cache}",
+            "data.document_masks=true",
+            "data.num_proc=1",
+            "batch={sequence_length: 64, tokens_per_step: 512, micro_batch: 2}",
+            f"train.steps={STEPS}",
+            f"train.cpu_ranks={RANKS}",
+            "optim.warmup_steps=2",
+            f"zero.stage={stage}",
+            "eval.every_steps=null",
+            "eval.suites=[]",
+            f"checkpoint={{every_steps: {STEPS // 2}, keep_last: 2}}",
+        )
+
+
+@contextmanager
+def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
+    """Within it the row's cells count as passed, also for ranks whose XDG_CONFIG_HOME is the one of this moment."""
+    known = dict(traits.records())
+    former, traits.records = traits.records, lambda: known | {model_type: row}  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        traits.records = former
+
+
+def losses(run: RunDir) -> list[float]:
+    """Of every step, as recorded last."""
+    found = {row["step"]: row["loss"] for row in run.read_events("step")}
+    return [found[step] for step in sorted(found)]
+
+
+def _apart(found: list[float], expected: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+def stages(runs: Runs) -> str:
+    """Losses of ZeRO-1 and ZeRO-3 against ZeRO-0's."""
+    expected = losses(runs.run(0))
+    for stage in (1, 3):
+        if (off := _apart(losses(runs.run(stage)), expected)) > TOLERANCE:
+            return f"a loss at ZeRO-{stage} is {off:.1e} of it away from ZeRO-0's"
+    return "" if expected[-1] != expected[0] else "the loss does not move"
+
+
+def resume(runs: Runs) -> str:
+    """Train a copy of the run again from its first checkpoint; return "" when the losses are those of the unbroken run.
+
+    Else return what differs, in words. Raises RuntimeError when the ranks fail.
+    """
+    whole = runs.run(1)
+    half = RunDir(runs.scratch / "half" / whole.path.name)
+    shutil.copytree(whole.path, half.path)
+    shutil.rmtree(half.checkpoints / f"step-{STEPS}")
+    expected = losses(whole)
+    runs.trainer.train(half)
+    begun = [row["step"] for row in half.read_events("start")]
+    if STEPS // 2 not in begun:
+        return f"the run began at step {begun[-1]}, not at its checkpoint"
+    return "" if losses(half) == expected else f"losses {losses(half)}, without a stop {expected}"
+
+
+def exported(runs: Runs) -> str:
+    """The export, proved by loading it again, and its config.json against the start's."""
+    from finlm.inference import export
+
+    run, out = runs.run(1), runs.scratch / "export"
+    export.export(run.checkpoints / f"step-{STEPS}", out)
+    there, here = files.read_json(out / "config.json"), files.read_json(runs.start / "config.json")
+    lost = [key for key, value in here.items() if key not in DECIDED and there.get(key) != value]
+    return f"config.json: {lost[0]} is {there.get(lost[0])}, the start's {here[lost[0]]}" if lost else ""
+
+
+CELLS: dict[str, Callable[[Runs], str]] = {"ZeRO-0, 1 and 3": stages, "resume": resume, "export": exported}
+
+
+def main() -> None:
+    """Read [run directory, ranks] lines of JSON from stdin until it closes; print the ranks' exit codes for each.
+
+    Stdout carries the answers alone: what libraries print goes to stderr.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    importlib.import_module("finlm.train.pretrain")
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")  # DeepSpeed's optimizers, 3 seconds of a rank
+    for line in sys.stdin:
+        path, world_size = json.loads(line)
+        print(json.dumps(fork_ranks(path, world_size)), file=answers, flush=True)
+
+
+def fork_ranks(path: str, world_size: int) -> list[int]:
+    """Fork the ranks of a run directory, wait for them, and return their exit codes by rank.
+
+    They meet at a free port of 127.0.0.1. When one fails, the others are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "FINLM_HOST": "localhost"}
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.environ.update(
+                    shared, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank)
+                )
+                sys.argv[:] = ["finlm.train", path]
+                from finlm.train import __main__
+
+                __main__.main()
+            finally:
+                os._exit(99)  # main does not return
+        children.append(child)
+    codes: dict[int, int] = {}
+    while len(codes) < world_size:
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child]:
+            for other in set(children) - codes.keys():
+                os.kill(other, 9)
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The admitted types: recipe/models/model_types.json, and docs/models.md with its Chinese twin, types x cells.
+
+`python -m finlm.admit.table TYPE ...` puts those types through the gate and writes their rows (minutes of two cores),
+without a type it writes the pages from the rows, `--check` says whether these are current.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.recipe.models import traits
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = {"en": DOCS / "models.md", "zh": DOCS / "models.zh-CN.md"}
+_WORDS = {"en": ("passed", "fails"), "zh": ("通过", "未通过")}
+
+
+def page(lang: str) -> str:
+    """The whole page in one language."""
+    rows = traits.shipped()
+    names = list(dict.fromkeys(cell for row in rows.values() for cell in row.cells))
+    passed, fails = _WORDS[lang]
+    head = Path(__file__).with_name(f"models.{lang}.txt").read_text(encoding="utf-8")
+    lines = [head, f"| model_type | {' | '.join(names)} |", f"| --- {'| --- ' * len(names)}|"]
+    for name, row in sorted(rows.items()):
+        words = ["–" if cell not in row.cells else fails if row.cells[cell] else passed for cell in names]
+        lines.append(f"| `{name}` | {' | '.join(words)} |")
+    failing = [(name, cell, why) for name, row in sorted(rows.items()) for cell, why in row.failing.items()]
+    lines += ["", *(f"- `{name}`, {cell}: {why}" for name, cell, why in failing)] if failing else []
+    return "\n".join(lines) + "\n"
+
+
+def gate(names: Sequence[str]) -> None:
+    """Put types through the gate and write their rows."""
+    from finlm.admit import command, record, runs
+
+    with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
+        for name in names:
+            try:
+                row = command.row_of(name)
+                found = dict(command.examine(command.read_config(name)[0], row, None, trainer))
+            except UserError as error:
+                screen.say(f"{name}: {error.problem}")
+                continue
+            screen.say(f"{name}: {'passed' if not any(found.values()) else {k: v for k, v in found.items() if v}}")
+            record.write(traits.shipped() | {name: dataclasses.replace(row, cells=found)}, traits.RECORD)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Gate the types that are named, then write or check the pages; 1 when --check finds a stale one."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if names := [name for name in given if name != "--check"]:
+        gate(names)
+    stale = [lang for lang, path in PAGES.items() if not path.is_file() or path.read_text("utf-8") != page(lang)]
+    for lang in stale:
+        if "--check" in given:
+            screen.say(f"{PAGES[lang].name} is stale: run python -m finlm.admit.table")
+        else:
+            files.write_text(PAGES[lang], page(lang))
+    return int("--check" in given and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

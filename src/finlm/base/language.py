@@ -1,0 +1,190 @@
+"""Say messages in another language: English sentences, as the code writes them, and their Chinese form in zh.toml.
+
+The code raises and prints plain English. What leaves the program for people (`screen`, the errors and the help of the
+command line, the report and the board) goes through `translate`, which finds the sentence in the catalogue. A sentence
+that is not in it stays English. JSON, events, logs of ranks and commands to type are never translated: only the command
+line chooses a language (`use`), so whatever runs without it speaks English.
+
+An entry of zh.toml is a sentence with named holes, "there is no run {name}". What stands in a hole is kept as it is,
+or, where the name begins with an underscore ({_reason}), translated too. What {size}, {number}, {many},
+{few}, {rows}, {step} and {steps} hold are numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LANGUAGES = ("en", "zh")
+CATALOGUE = Path(__file__).with_name("zh.toml")
+VARIABLES = ("FINLM_LANG", "LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
+WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff60\uffe0-\uffe6"  # two columns each
+HOLE = re.compile(r"\{(_?[a-z]+)\}")
+
+_SIZE, _NUMBER = r"[-+\d.,]+(?: ?[KMGT]?i?B)?", r"[-+]?\d\S*"
+_NUMBERS = {"size": _SIZE, **dict.fromkeys(("number", "many", "few", "steps", "rows", "step"), _NUMBER)}
+_SENTENCE = re.compile("[a-z]{2,} [a-z]{2,}")
+
+_language = "en"
+_more: dict[str, str] = {}
+missed: set[str] = set()  # sentences that had no translation, for the tests
+
+
+class _Pattern(NamedTuple):
+    """A sentence of the catalogue with holes: its longest fixed text, and both languages."""
+
+    fixed: str
+    english: str
+    chinese: str
+
+
+def choose(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+    """Return the language that a command line asks for with --lang, else the environment's, else "en"."""
+    for position, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == "--lang":
+            wanted = value or next(iter(arguments[position + 1 :]), "")
+            return wanted if wanted in LANGUAGES else "en"
+    said = next((environment[name] for name in VARIABLES if environment.get(name)), "")
+    return "zh" if said.lower().startswith("zh") else "en"
+
+
+def use(language: str) -> None:
+    """Translate messages to a language from now on."""
+    global _language
+    _language = language
+
+
+def current() -> str:
+    """Return the language of messages: "en" or "zh"."""
+    return _language
+
+
+def add(sentences: Mapping[str, str]) -> None:
+    """Add sentences that are translated elsewhere than in the catalogue; none of them has holes."""
+    _more.update(sentences)
+
+
+@functools.cache
+def words(language: str) -> Mapping[str, str]:
+    """Return the words of the report's and the board's pages; none for English, which stands in their templates."""
+    return _catalogue()["pages"] if language == "zh" else {}
+
+
+def translate(text: str, language: str | None = None) -> str:
+    """Return a message in a language (default: the current one), line by line; what is not known stays as it is."""
+    if (language or _language) == "en" or not text:
+        return text
+    return "\n".join(map(_line, text.split("\n")))
+
+
+@functools.cache
+def _catalogue() -> dict[str, dict[str, str]]:
+    """Return the catalogue's tables: `messages` and `pages`."""
+    return tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _patterns() -> list[_Pattern]:
+    """Return the sentences with holes, those with the most fixed text first."""
+    found = []
+    for english, chinese in _catalogue()["messages"].items():
+        if HOLE.search(english):
+            found.append(_Pattern(max(HOLE.sub("\n", english).split("\n"), key=len), english, chinese))
+    return sorted(found, key=lambda pattern: -len(HOLE.sub("", pattern.english)))
+
+
+@functools.cache
+def _compiled(english: str) -> re.Pattern[str]:
+    """Return the expression that a whole sentence with holes matches."""
+    parts = re.split(HOLE.pattern, english)  # fixed text, name, fixed text, ...
+    return re.compile(
+        "".join(f"(?P<{part}>{_held(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    )
+
+
+def _held(name: str) -> str:
+    """Return the expression of what a hole may hold: a message, a number, or anything within one clause."""
+    if name.startswith("_"):
+        return ".+"
+    return _NUMBERS.get(name, "(?:(?!; ).)+?")
+
+
+def _line(line: str) -> str:
+    """Return a line with its indentation, list mark and columns kept."""
+    start = re.match(r"\s*(?:- |# )?", line)
+    indent = start[0] if start else ""
+    body = line[len(indent) :]
+    cells = re.split(r"(\s{2,})", body)
+    if len(cells) == 1:
+        return indent + _part(body)
+    said = indent
+    for cell, gap in zip(cells[::2], [*cells[1::2], ""], strict=True):
+        known = _part(cell)
+        said += known + " " * max(2 * bool(gap), len(gap) - (width(known) - width(cell)))
+    return said.rstrip()
+
+
+def _part(text: str) -> str:
+    """Return a sentence or a part of one translated; it is noted as missed where it stays English."""
+    known = _find(text)
+    if known is None and _SENTENCE.search(text):
+        missed.add(text)
+    return text if known is None else known
+
+
+def _find(text: str) -> str | None:
+    """Return a sentence translated as a whole, else by its parts; None where nothing of it is known."""
+    said = _exact(text)
+    if said is not None:
+        return said
+    main, remark = _split_remark(text)
+    if meaning := _exact(remark):
+        return f"{_part(main)}（{meaning}）"
+    key, colon, rest = text.partition(": ")
+    if colon and " " not in key and " " in rest and (said := _find(rest)):
+        return f"{_exact(f'{key}:') or f'{key}：'}{said}"
+    for pattern in _patterns():
+        if pattern.fixed in text and (match := _compiled(pattern.english).fullmatch(text)):
+            holes = {name: _part(held) if name.startswith("_") else held for name, held in match.groupdict().items()}
+            return HOLE.sub(lambda hole, holes=holes: holes[hole[1]], pattern.chinese)  # type: ignore[misc]
+    return _find_parts(text, main, remark)
+
+
+def _find_parts(text: str, main: str, remark: str) -> str | None:
+    """Return a sentence translated clause by clause; None where no clause is known."""
+    if "; " in text:
+        clauses = text.split("; ")
+        return "；".join(map(_part, clauses)) if any(_find(clause) for clause in clauses) else None
+    if remark and ((said := _find(main)) or _find(remark)):
+        return f"{said or _part(main)}（{_part(remark)}）"
+    items = text.split(", ")
+    known = [_find(item) for item in items] if len(items) > 1 else []
+    if any(known) and all(said or not _SENTENCE.search(item) for said, item in zip(known, items, strict=True)):
+        return "，".join(said or item for said, item in zip(known, items, strict=True))
+    return None
+
+
+def _exact(text: str) -> str | None:
+    """Return the translation of a sentence without holes."""
+    return _catalogue()["messages"].get(text) or _more.get(text)
+
+
+def _split_remark(text: str) -> tuple[str, str]:
+    """Return (sentence, what stands in brackets at its end); ("the text", "") without brackets."""
+    depth = 0
+    for position in range(len(text) - 1, 0, -1) if text.endswith(")") else ():
+        depth += {")": 1, "(": -1}.get(text[position], 0)
+        if depth == 0:
+            return (text[: position - 1], text[position + 1 : -1]) if text[position - 1] == " " else (text, "")
+    return text, ""
+
+
+def width(text: str) -> int:
+    """Return the terminal columns that text takes; Chinese characters take two."""
+    return len(text) + len(re.findall(f"[{WIDE}]", text))

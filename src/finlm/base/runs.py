@@ -1,0 +1,334 @@
+"""Act on runs from outside: list, reserve and lock a run, check hashes of its checkpoints and export, apply its env."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from finlm.base import checkpoints, files, screen
+from finlm.base.checkpoints import (
+    MODEL_MANIFEST,
+    THREADS,
+    VERSION,
+    Manifest,
+    Part,
+    faults,
+    is_inside,
+    sha256,
+)
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir, complete_checkpoints, host_name
+from finlm.base.units import format_bytes
+
+CARD = "README.md"
+COMPLETION = "completion"  # the manifest's key that names finished.json; runs of earlier versions lack both
+QUIET_SECONDS = 1.0  # proving for longer is shown
+_proved: set[tuple[Any, ...]] = set()  # names, sizes and times of the files that this process has proved
+
+
+def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> None:
+    """Compare every file with its Part by size and sha256; raise UserError naming those that differ.
+
+    Files already compared by this process and unchanged since are skipped; a bar is shown when it takes over a second.
+    other: one more line of evidence. fix: the error's fix.
+    """
+    state = (directory.resolve(), *((name, part, _state(directory / name)) for name, part in sorted(parts.items())))
+    if state in _proved:
+        return
+    total = sum(max(1, -(-part.bytes // checkpoints.BLOCK_BYTES)) for part in parts.values())
+    began, done = time.monotonic(), 0
+    with contextlib.ExitStack() as stack:
+        show: screen.Advance | None = None
+
+        def advance() -> None:
+            nonlocal done, show
+            done += 1
+            if show is not None:
+                show(1)
+            elif time.monotonic() - began > QUIET_SECONDS:
+                show = stack.enter_context(screen.progress(f"proving {directory.name}", total))
+                show(done)
+
+        wrong = faults(directory, parts, THREADS, advance)
+    if (seconds := time.monotonic() - began) > QUIET_SECONDS:
+        size = format_bytes(sum(part.bytes for part in parts.values()))
+        screen.say(f"{directory}: {size} compared with their sha256 in {seconds:.1f} s")
+    if wrong:
+        evidence = [*wrong[:5], *([f"and {len(wrong) - 5} more"] if wrong[5:] else []), *filter(None, [other])]
+        problem = f"{directory} is damaged: {len(wrong)} of its {len(parts)} files are not what was written"
+        raise UserError(problem, evidence="\n".join(evidence), fix=fix)
+    _proved.add(state)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return (inode, bytes, mtime in ns) of a file, which change when it is written again; None for a missing file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def seal_model(directory: Path, **origin: Any) -> None:
+    """Write finlm.json, origin and hashes of all files, into a finished model directory; set rights by the umask."""
+    paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CARD)
+    parts = {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in sha256(paths, THREADS).items()
+    }
+    files.write_json(directory / MODEL_MANIFEST, {"version": VERSION, **origin, "files": parts})
+    follow_umask(directory)
+
+
+def prove_model(directory: Path) -> None:
+    """Compare a model directory with its finlm.json, if any. Raises UserError for a damaged file."""
+    path = directory / MODEL_MANIFEST
+    if not path.is_file():
+        return
+    fix = f"restore it from a copy, or write it again; if you changed it on purpose, remove {path}"
+    try:
+        parts = {
+            name: Part(int(part["bytes"]), str(part["sha256"]), 0)
+            for name, part in files.read_json(path)["files"].items()
+        }
+    except (files.NotJson, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged", evidence=str(error), fix=fix) from None
+    prove(directory, {name: part for name, part in parts.items() if is_inside(name)}, "", fix)
+
+
+_held: set[Path] = set()  # run directories that this process has locked
+
+
+@contextmanager
+def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
+    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on; remove it when the block raises."""
+    for count in itertools.count(1):
+        path = runs / (stem if count == 1 else f"{stem}.{count}")
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield path
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        raise
+
+
+def is_finished(run: RunDir) -> bool:
+    """Return whether `finlm train` did all steps of the run: finished.json exists.
+
+    Runs of versions without finished.json, as their manifest shows, count as finished with a row `prediction`.
+    """
+    if run.finished.exists():
+        return True
+    if not any(run.read_events("prediction")):
+        return False
+    return not run.manifest.exists() or COMPLETION not in files.read_json(run.manifest)
+
+
+def list_runs(runs: Path, name: str = "") -> list[RunDir]:
+    """Return the run directories below runs, newest first: all, or those whose name begins with `<name>-`.
+
+    quickstart-* are runs of a recipe quickstart-sft too: the caller compares the name in recipe.yaml.
+    """
+    paths = sorted(runs.glob(f"{name}-*" if name else "[!.]*"), reverse=True)
+    return [RunDir(path) for path in paths if (path / "recipe.yaml").exists()]
+
+
+def newest_checkpoint(run: RunDir) -> Path:
+    """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
+
+    Prints on stderr when a newer one, whose parts are on other hosts only, is passed over. Raises UserError when there
+    is none.
+    """
+    complete = run.complete_checkpoints()
+    if not complete:
+        raise UserError(
+            f"{run.path} has no checkpoint yet", evidence=f"nothing complete in {run.checkpoints}", fix="train it first"
+        )
+    newest = complete[-1][1]
+    directory = next((each for _, each in reversed(complete) if not _is_part(each)), newest)
+    if directory != newest:
+        screen.say(f"{directory.name} is the newest whole one: parts of {newest.name} are on other hosts only")
+    return directory
+
+
+def _is_part(directory: Path) -> bool:
+    """Return whether a checkpoint lacks ranks' files; False for a manifest that cannot be read."""
+    try:
+        return not Manifest.read(directory).is_whole
+    except UserError:  # its reader says what is wrong
+        return False
+
+
+def complete_checkpoint(path: Path) -> Path:
+    """Return the checkpoint at path, or the newest of the run there, after checking its files' hashes.
+
+    Raises UserError when there is no complete one, when files of it are on other hosts, or when it is damaged.
+    """
+    if (path / "plan.json").is_file():
+        path = newest_checkpoint(RunDir(path))
+    names = [beside.name for _, beside in complete_checkpoints(path.parent) if beside.name != path.name]
+    others, fix = f"complete ones beside it: {', '.join(names) or 'none'}", "give runs/<run>/checkpoints/step-N"
+    is_set_aside = path.name.endswith(".damaged")
+    if is_set_aside or not (path / checkpoints.MANIFEST).is_file():
+        why = "set aside as damaged by a launch" if is_set_aside else f"no {checkpoints.MANIFEST} in it"
+        raise UserError(
+            f"{path} is not a complete checkpoint", evidence=f"{why}; {others}", fix=f"{fix}, or a run that has one"
+        )
+    manifest = Manifest.read(path)
+    if not manifest.is_whole:
+        ranks = sorted({part.rank for part in manifest.files.values()})
+        raise UserError(
+            f"{path} is a part of a checkpoint: the rest is on other hosts",
+            evidence=f"it has the files of rank {', '.join(map(str, ranks))} of {manifest.world_size} ranks; {others}",
+            fix="train to the end, which gathers the parts; checkpoint.copies: 1 does so at every checkpoint",
+        )
+    restore = f"{fix} of another one" if names else "restore these files from a copy"
+    prove(path, manifest.files, others, restore)
+    return path
+
+
+@contextmanager
+def lock_run(run: RunDir) -> Iterator[None]:
+    """Lock the run in the block; a nested call passes. Raises UserError with the pid of another holder.
+
+    Ranks hold .lock-<host> (hold, launch/agent.py), so those of a killed `finlm train` are waited for too.
+    """
+    own = run.path.resolve()
+    if own in _held:
+        yield
+        return
+    with (run.path / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid, host = holder(run)
+            raise UserError(
+                f"{run.path} is running now",
+                evidence=f"process {pid} on {host} holds its lock",
+                fix=f"wait for it, end it with `kill {pid}` on {host}, or start another run with --new",
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} {os.uname().nodename}\n")
+        file.flush()
+        _held.add(own)
+        try:
+            yield
+        finally:
+            _held.remove(own)
+
+
+def holder(run: RunDir) -> tuple[str, str]:
+    """Return (pid, machine's name) of the process that last locked the run, from .lock; ("", "") when nobody did."""
+    try:
+        pid, _, node = (run.path / ".lock").read_text(encoding="utf-8").strip().partition(" ")
+    except FileNotFoundError:
+        return "", ""
+    return pid, node
+
+
+def is_held(run: RunDir) -> bool | None:
+    """Return whether a process of this machine holds the run's lock; None when the files that tell cannot be read."""
+    try:
+        inode = (run.path / ".lock").stat().st_ino
+        return f":{inode} " in Path("/proc/locks").read_text()
+    except OSError:
+        return None
+
+
+class RunFailed(UserError):
+    """Training ended before the last step; exit_code is that of the first rank that failed, 128 + N for signal N.
+
+    host: where it failed, if known. is_final: starting the run again would fail again. is_certain: the cause was
+    measured, so the logs need no search. cause: its id in diagnose/signatures.yaml, empty when the logs show none.
+    is_gone: the host does not answer.
+    """
+
+    cause = ""
+    is_gone = False
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        evidence: str = "",
+        fix: str = "",
+        exit_code: int = 1,
+        host: str = "",
+        is_final: bool = False,
+        is_certain: bool = False,
+    ) -> None:
+        super().__init__(problem, evidence=evidence, fix=fix)
+        self.exit_code, self.host, self.is_final, self.is_certain = exit_code, host, is_final, is_certain
+
+
+def link(directory: Path, target: Path) -> None:
+    """Hard-link, else copy, a checkpoint's listed files and its manifest into target, which is emptied first."""
+    shutil.rmtree(target, ignore_errors=True)
+    for name in [*Manifest.read(directory).files, checkpoints.MANIFEST]:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(directory / name, target / name)
+        except OSError:
+            shutil.copyfile(directory / name, target / name)
+
+
+def tree_hash(root: Path, paths: Iterable[Path]) -> str:
+    """Return the hex sha256 over (relative path, sha256) of the files, independent of their order."""
+    lines = sorted(f"{path.relative_to(root).as_posix()} {files.sha256_file(path)}" for path in paths)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def follow_umask(directory: Path) -> None:
+    """Set the mode of all files below to 0666 less the umask: safetensors writes them for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+
+
+def tree_bytes(directory: Path) -> int:
+    """Return the bytes of all files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
+    """Write env/<host>.env, one NAME=VALUE a line. Values must be single lines; nothing in them is special."""
+    files.write_text(run.env / f"{host}.env", "".join(f"{name}={value}\n" for name, value in sorted(env.items())))
+
+
+def hold(run: RunDir) -> int | None:
+    """Lock this host's lock file, shared, until this rank ends; return its descriptor, or None without file locks.
+
+    Not inherited: DeepSpeed's launcher starts ranks without its descriptors.
+    """
+    try:
+        lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
+
+
+def apply_host_env(run_path: Path) -> None:
+    """Set os.environ from this host's env/<host>.env. The training entry calls it before importing torch."""
+    file = run_path / "env" / f"{host_name()}.env"
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        name, separator, value = line.partition("=")
+        if separator and not name.startswith("#"):
+            os.environ[name.strip()] = value

@@ -1,0 +1,258 @@
+"""Cache prepared data: one directory a step, named after the hash of everything its result depends on.
+
+<cache_dir>/<step>-<first 16 digits of the key>/ appears whole, its manifest.json written last, or not at all; a rerun
+finds it and goes on with the next step, and a changed setting changes only the keys that follow from it. A lock lets
+one process at a time build; the kernel frees it when that process is killed, so whatever temporary directory is then
+found is left over and is removed. A step's files are flushed before its manifest, which holds their lengths; a step
+that does not have them is built again.
+
+Chunks of a step lie in <cache_dir>/chunks under keys of their own, each whole or absent as well: a step that is made
+again, after a kill or for one more source, takes those that are there.
+
+Old steps and chunks are never removed: delete what no recipe needs any more to win the space back.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finlm.base import files, screen, units
+from finlm.base.errors import UserError
+
+_HASH_BLOCK = 16 * 2**20
+_SPACE_TO_SPARE = 16 * 2**20
+
+
+class NotPrepared(Exception):
+    """The error of a step that is missing from a cache that may not build."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A complete step: its directory, full key and manifest, and whether it was in the cache already."""
+
+    path: Path
+    key: str
+    manifest: dict[str, Any]
+    reused: bool
+
+
+class Cache:
+    """The steps below a directory. With build=False nothing is written and a missing step raises NotPrepared."""
+
+    def __init__(self, directory: Path, *, build: bool) -> None:
+        self.directory = directory
+        self.build = build
+        self._fingerprints = directory / "fingerprints.json"
+        self._is_swept = False
+        self.used: list[Path] = []  # the steps that were asked for and are there, in order
+
+    @contextmanager
+    def lock_cache(self) -> Iterator[None]:
+        """Lock the cache directory in the block, waiting for another process; remove what a killed one left unfinished.
+
+        Raises UserError when the directory cannot be written or the disk is full.
+        """
+        with ExitStack() as held:
+            try:
+                held.enter_context(lock_directory(self.directory))
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to data.cache_dir {self.directory}",
+                    evidence=str(error),
+                    fix="set data.cache_dir to a directory that you may write to",
+                ) from None
+            with full_disk_is_a_user_error(self.directory, "prepare"):
+                for unfinished in self.directory.glob(".*.tmp"):
+                    shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+                yield
+
+    def step(
+        self,
+        name: str,
+        depends_on: Mapping[str, Any],
+        make: Callable[[Path], dict[str, Any]],
+        needed_bytes: int | Callable[[], int],
+    ) -> Step:
+        """Return the step of this name and these inputs from the cache, or build it by make(directory) -> manifest.
+
+        A step whose files are damaged is removed and built again, with a notice on stderr. needed_bytes: disk space to
+        check for before building. Raises UserError, and NotPrepared when the step is missing and build is False.
+        """
+        key = files.sha256_json({"step": name, **depends_on})
+        path = self.directory / f"{name}-{key[:16]}"
+        if (path / "manifest.json").is_file():
+            manifest = files.read_json(path / "manifest.json")
+            damage = _damage(path, manifest.get("file_bytes", {}))
+            damage = damage or _damage(self.directory, manifest.get("kept_bytes", {}))
+            if not damage:
+                self.used.append(path)
+                return Step(path, key, manifest, reused=True)
+            if self.build:
+                screen.say(f"{name}: {damage}; made again")
+        if not self.build:
+            raise NotPrepared(name)
+        if not self._is_swept:  # once: there may be a million chunks
+            for unfinished in self.directory.glob("chunks/*/*/.*.tmp"):
+                unfinished.unlink()
+            self._is_swept = True
+        if path.exists():  # damaged, or without a manifest: not ours to trust
+            shutil.rmtree(path)
+        require_space(self.directory, needed_bytes if isinstance(needed_bytes, int) else needed_bytes(), name)
+        with full_disk_is_a_user_error(self.directory, name), new_directory(path) as temporary:
+            manifest = {"step": name, "key": key, **make(temporary), "file_bytes": _flush_files(temporary)}
+            files.write_json(temporary / "manifest.json", manifest)
+        return Step(path, key, manifest, reused=False)
+
+    def chunk(self, name: str, key: str) -> Path:
+        """Return the path, without a suffix, at which a step keeps the chunk with this key."""
+        return self.directory / "chunks" / name / key[:2] / key
+
+    def fingerprints(self, paths: list[Path]) -> dict[Path, str]:
+        """Return the sha256 of each file; files whose path, inode, size and times are known are not read again.
+
+        Stores new hashes in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile,
+        NotPrepared for an unknown file when build is False.
+        """
+        known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
+        states, names = {path: _state(path) for path in paths}, {path: str(path.absolute()) for path in paths}
+        new = [path for path in paths if known.get(names[path], [])[:-1] != states[path]]
+        if new and not self.build:
+            raise NotPrepared("fingerprints")
+        with bar("fingerprints", sum(states[path][0] for path in new), fast_bytes=2_000_000_000) as advance:
+            for path in new:
+                known[names[path]] = [*states[path], _sha256(path, advance)]
+                if _state(path) != states[path]:
+                    raise file_changed(path)
+        if new:
+            files.write_json(self._fingerprints, known)
+        return {path: known[names[path]][-1] for path in paths}
+
+
+def require_space(directory: Path, needed_bytes: int, step: str) -> None:
+    """Raise UserError when the disk has less free space than needed_bytes and a reserve of 16 MiB."""
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes + _SPACE_TO_SPARE:
+        raise UserError(
+            f"not enough disk space for the step {step}",
+            evidence=f"{units.format_bytes(needed_bytes + _SPACE_TO_SPARE)} needed in {directory.resolve()} "
+            f"(an upper estimate), {units.format_bytes(free)} free",
+            fix="free space there, or set data.cache_dir to a larger disk",
+        )
+
+
+@contextmanager
+def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
+    """Turn ENOSPC and EDQUOT of the block into a UserError; its callers remove unfinished files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk is full: {step} was given up and its unfinished files removed",
+            evidence=f"{error.strerror} in {directory.resolve()}",
+            fix="free space there, or set data.cache_dir to a larger disk; finished steps are kept",
+        ) from None
+
+
+@contextmanager
+def bar(description: str, total: int, fast_bytes: int) -> Iterator[screen.Advance]:
+    """Show a progress bar over bytes in the block; none for at most fast_bytes, which take about two seconds."""
+    shown = screen.progress(description, total) if total > fast_bytes else nullcontext(ignore_progress)
+    with shown as advance:
+        yield advance
+
+
+def _flush_files(directory: Path) -> dict[str, int]:
+    """Flush every file below a directory to disk and return {relative path: length in bytes}."""
+    lengths = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            lengths[path.relative_to(directory).as_posix()] = os.fstat(file.fileno()).st_size
+    return lengths
+
+
+def _damage(directory: Path, lengths: Mapping[str, int]) -> str:
+    """Return a sentence about the first file whose length is not the given one, or "" when all match."""
+    for name, wanted in lengths.items():
+        path = directory / name
+        length = path.stat().st_size if path.is_file() else None
+        if length != wanted:
+            return f"{path} {'is gone' if length is None else f'has {length:,} bytes instead of {wanted:,}'}"
+    return ""
+
+
+def ignore_progress(amount: float, description: str | None = None) -> None:
+    """Do nothing: the Advance where no bar is shown."""
+
+
+def _state(path: Path) -> list[int]:
+    """Return inode, size, mtime and ctime of a file; ctime cannot be set, as mtime can (rsync -t, cp -p)."""
+    about = path.stat()
+    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+
+
+def file_changed(path: Path) -> UserError:
+    """Return the error of a file whose bytes changed while, or after, they were hashed."""
+    return UserError(
+        f"{path} changed while it was read",
+        evidence=f"it has {path.stat().st_size:,} bytes now, and other ones than were hashed"
+        if path.exists()
+        else "it is gone",
+        fix="run again when nothing writes to it any more; finished work is kept",
+    )
+
+
+def _sha256(path: Path, advance: screen.Advance) -> str:
+    """Return the hex sha256 of a file; advance gets each block's bytes. Raises UserError when it cannot be opened."""
+    digest = hashlib.sha256()
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}", evidence=str(error), fix="correct its permissions") from None
+    with file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+            advance(len(block))
+    return digest.hexdigest()
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock inside the block; make the directory if it is missing. Raises OSError.
+
+    While another process holds the lock it waits, without a limit, and says so on stderr.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            screen.say(f"waiting for another process that writes in {directory}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside path; rename it to path at the end, or remove it after an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,314 @@
+"""`finlm board`: runs, recipes and hosts as pages in the browser, on starlette and uvicorn.
+
+Listens at 127.0.0.1, and elsewhere or with --allow-actions only behind a token. A page reads what the commands read,
+by their functions; nothing is written without --allow-actions. Runs and recipes are looked up in a listing, so that no
+path is ever made of an address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from finlm.base import language, screen
+from finlm.base.errors import UserError
+from finlm.board import actions, pages
+from finlm.board.pages import Missing, Page
+from finlm.record.report import run_page as report
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+_MOST_BYTES = 2**16  # of what a browser may send
+_STATIC = {
+    "report.css": report.FILES / "report.css",
+    "report.js": report.FILES / "report.js",
+    "board.css": pages.FILES / "board.css",
+    "board.js": pages.FILES / "board.js",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+# Scripts of a report run in an origin of their own, where they reach nothing.
+_REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of the command. token: None where none is needed."""
+
+    board: pages.Board
+    lang: str = "en"
+    host: str = "127.0.0.1"
+    token: str | None = None
+    csrf: str = field(default_factory=secrets.token_urlsafe)  # of this process
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C. Raises UserError for a port or a directory that cannot be had."""
+    if options.runs.exists() and not (options.runs.is_dir() and os.access(options.runs, os.R_OK | os.X_OK)):
+        raise UserError(f"--runs: {options.runs} is no directory that can be read", fix="give a directory of runs")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
+    board = pages.Board(options.runs, options.hostfile, options.allow_actions)
+    settings = Settings(board, language.current(), options.host, _token(options))
+    with _listen(options.host, options.port) as listening:
+        where = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"http://{where}:{listening.getsockname()[1]}/"
+        screen.show(address + (f"?{urlencode({'token': settings.token})}" if settings.token else ""))
+        screen.say("Ctrl-C ends it")
+        threading.Thread(target=pages.list_lines, args=[board], daemon=True).start()  # the first look finds them read
+        screen.flush()
+        config = uvicorn.Config(app(settings), log_level="warning", timeout_graceful_shutdown=2, server_header=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _token(options: argparse.Namespace) -> str | None:
+    """Return the token of --token-file, or a new one where one is needed, or None. Raises UserError for a short one."""
+    if options.token_file is not None:
+        token = options.token_file.read_text(encoding="utf-8").strip()
+        if len(token) < 16 or not token.isascii():
+            raise UserError(
+                f"--token-file: {options.token_file} holds no token",
+                evidence=f"{len(token)} characters",
+                fix="at least 16 ASCII characters; without --token-file a token is made and printed",
+            )
+        return str(token)
+    return secrets.token_urlsafe(24) if options.host not in LOCAL or options.allow_actions else None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address. Raises UserError when it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except (OSError, OverflowError) as error:
+        fix = "give another --port (0 takes any that is free) or --host"
+        raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
+    return listening
+
+
+def app(settings: Settings) -> Starlette:
+    """Return the application: the routes of all pages behind _Site.guard."""
+    site = _Site(settings)
+    routes = [
+        Route("/", site.page(lambda board, ask: pages.runs(board, ask.get("q", "")))),
+        Route("/runs/{name}", site.page(lambda board, ask: pages.run(board, ask["name"], ask["lang"]))),
+        Route("/runs/{name}/report", site.report),
+        Route("/compare", site.page(lambda board, ask: pages.compare(board, ask.getlist("run"), ask["lang"]))),
+        Route("/recipes", site.page(lambda board, ask: pages.recipes(board))),
+        Route("/recipes/plan", site.page(lambda board, ask: pages.plan(board, ask))),
+        Route("/recipes/diff", site.page(lambda board, ask: pages.diff(board, ask.get("a", ""), ask.get("b", "")))),
+        Route("/recipes/view/{name:path}", site.page(lambda board, ask: pages.recipe(board, ask["name"], ask))),
+        Route("/hosts", site.page(lambda board, ask: pages.hosts(board))),
+        Route("/docs/{name}", site.docs),
+        Route("/static/{name}", _static),
+        Route("/recipes/fork", site.fork, methods=["POST"]),
+        Route("/runs/{name}/chat", site.page(lambda board, ask: pages.chat(board, ask["name"]))),
+        Route("/runs/{name}/chat", site.answer, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=site.guard)],
+        exception_handlers={HTTPException: site.refused, Missing: site.missing, Exception: site.failed},
+    )
+
+
+class Asked(dict[str, str]):
+    """What an address asks for: its parameters, the names in its path, and the language."""
+
+    def __init__(self, request: Request, lang: str) -> None:
+        super().__init__(request.query_params)
+        self.update({name: str(value) for name, value in request.path_params.items()}, lang=lang)
+        self.getlist = request.query_params.getlist
+
+
+def _cookie(request: Request) -> str:
+    """Return the name of the token's cookie, with the port: a browser keeps one jar for all ports of a host."""
+    return f"finlm-board-{request.url.port}"
+
+
+class _Site:
+    """Answers requests by the settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.talk = actions.Talk()
+
+    async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Refuse who may not ask, and send the headers that bind the browser."""
+        try:
+            response = self._admit(request) or await call_next(request)
+        except HTTPException as error:
+            response = self.refused(request, error)
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        if request.query_params.get("lang") in ("en", "zh"):
+            response.set_cookie("finlm-lang", request.query_params["lang"], samesite="strict", httponly=True)
+        return response
+
+    def _admit(self, request: Request) -> Response | None:
+        """Return None for an admitted request, or the redirect that sets the token's cookie. Raises HTTPException."""
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        if not self._is_own(host):  # a page elsewhere may have made its name point here
+            raise HTTPException(400, f"this board does not answer to the name {host!r}")
+        site = request.headers.get("sec-fetch-site", "none")
+        if site not in ("none", "same-origin") and request.headers.get("sec-fetch-mode") != "navigate":
+            raise HTTPException(403, "asked by another site")
+        if request.method not in ("GET", "HEAD"):
+            self._check_post(request, site)
+        token = self.settings.token
+        if token is None:
+            return None
+        if "token" in request.query_params and hmac.compare_digest(
+            request.query_params["token"].encode(), token.encode()
+        ):
+            rest = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+            answer = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            answer.set_cookie(_cookie(request), token, httponly=True, samesite="strict")
+            return answer
+        if not hmac.compare_digest(request.cookies.get(_cookie(request), "").encode(), token.encode()):
+            raise HTTPException(401, "open the address with ?token=... that `finlm board` printed")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """Return whether a Host header names this board; digits always do, since no DNS rebinds an address."""
+        if host in LOCAL or self.settings.host in LOCAL:
+            return host in LOCAL
+        try:
+            return bool(ipaddress.ip_address(host))
+        except ValueError:
+            return host.lower() in {
+                name.lower() for name in (self.settings.host, socket.gethostname(), socket.getfqdn())
+            }
+
+    def _check_post(self, request: Request, site: str) -> None:
+        """Raise HTTPException for a POST that does not come from a page of this board."""
+        if not self.settings.board.allow_actions:
+            raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
+        origin = request.headers.get("origin", "")
+        if site != "same-origin" and urlsplit(origin).netloc != request.headers.get("host"):
+            raise HTTPException(403, "asked by another site")
+        if not hmac.compare_digest(request.headers.get("x-csrf", "").encode(), self.settings.csrf.encode()):
+            raise HTTPException(403, "the page is of another start of the board: load it again")
+        if not 0 <= int(request.headers.get("content-length") or -1) <= _MOST_BYTES:
+            raise HTTPException(413, f"at most {_MOST_BYTES:,} bytes")
+
+    def page(self, make: Callable[[pages.Board, Any], Page]) -> Callable[[Request], Response]:
+        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake."""
+
+        def answer(request: Request) -> Response:
+            lang = self._lang(request)
+            try:
+                made, status = make(self.settings.board, Asked(request, lang)), 200
+            except UserError as error:
+                made, status = pages.problem(error), 200 if "part" in request.query_params else 422
+            return self._render(request, made, status, lang)
+
+        return answer
+
+    def _render(self, request: Request, made: Page, status: int, lang: str) -> Response:
+        csrf = self.settings.csrf if status == 200 else ""  # for those alone who were let in
+        text = pages.render(made, self.settings.board, lang, csrf)
+        mark = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
+        if status == 200 and request.headers.get("if-none-match") == mark:
+            return Response(status_code=304, headers={"ETag": mark})
+        return HTMLResponse(text, status, {"ETag": mark})
+
+    def _lang(self, request: Request) -> str:
+        asked = request.query_params.get("lang") or request.cookies.get("finlm-lang")
+        return asked if asked in ("en", "zh") else self.settings.lang
+
+    def refused(self, request: Request, error: Exception) -> Response:
+        """Return the page of an HTTP error."""
+        assert isinstance(error, HTTPException)
+        made = pages.problem(
+            UserError(f"{error.status_code} {HTTPStatus(error.status_code).phrase}", evidence=error.detail)
+        )
+        return self._render(request, made, error.status_code, self._lang(request))
+
+    def missing(self, request: Request, error: Exception) -> Response:
+        """Return the page of a name that is not listed (404)."""
+        return self.refused(request, HTTPException(404, str(error)))
+
+    def failed(self, request: Request, error: Exception) -> Response:
+        """Return the page of a bug (500); its traceback is on the terminal."""
+        fix = "its traceback is on the terminal of `finlm board`"
+        made = pages.problem(UserError("this page could not be made", evidence=type(error).__name__, fix=fix))
+        answer = self._render(request, made, 500, self._lang(request))
+        answer.headers.update(_HEADERS)
+        return answer
+
+    def report(self, request: Request) -> Response:
+        """Return a run's report.html, sandboxed. Raises HTTPException when there is none."""
+        path = pages.find_report(self.settings.board, request.path_params["name"])
+        if path is None:
+            raise HTTPException(404, "this run has no report")
+        return FileResponse(path, media_type="text/html", headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    def docs(self, request: Request) -> Response:
+        """Return a page of docs/ as text. Raises HTTPException when there is none."""
+        path = pages.find_docs(request.path_params["name"], self._lang(request))
+        if path is None:
+            raise HTTPException(404, "no such page")
+        return PlainTextResponse(path.read_text("utf-8"))
+
+    async def fork(self, request: Request) -> Response:
+        """Save a fork of a recipe and return its path as JSON."""
+        form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
+        return await self._act(lambda: {"path": actions.fork(self.settings.board, form)})
+
+    async def answer(self, request: Request) -> Response:
+        """Return a model's answer as JSON."""
+        body, name = await request.body(), request.path_params["name"]
+        return await self._act(lambda: {"text": self.talk.answer(self.settings.board, name, body)})
+
+    async def _act(self, act: Callable[[], dict[str, str]]) -> Response:
+        try:
+            return JSONResponse(await run_in_threadpool(act))
+        except Missing as error:
+            return JSONResponse({"problem": str(error)}, 404)
+        except UserError as error:  # an answer to be read, no failure for a browser to log
+            return JSONResponse({"problem": str(error)})
+        except OSError as error:
+            return JSONResponse({"problem": f"{error.filename}: {error.strerror}"})
+
+
+def _static(request: Request) -> Response:
+    path = _STATIC.get(request.path_params["name"])
+    if path is None:
+        raise HTTPException(404, "no such file")
+    return FileResponse(path, headers={"Cache-Control": "no-cache"})

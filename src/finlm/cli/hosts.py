@@ -1,0 +1,254 @@
+"""Find what the words of a command line name: the hosts of every command, runs and recipes by short names.
+
+                 --hostfile, else               else                   kinds of GPU
+    plan, diff   nothing                        the recipe's hardware  --gpu, else the recipe's hardware
+    doctor       hostfile.txt if it names one   the recipe's hardware  --gpu, else the hosts are asked
+    train        hostfile.txt if it names one   this machine           --gpu, else the hosts are asked; all must answer
+    prepare      hostfile.txt if it names one   this machine           does not matter; workers of data.engine: ray
+    sync         hostfile.txt                   nothing to sync        does not matter
+
+`--local` is this machine for plan, diff and doctor. `train --print` asks no host: another launcher's may have no ssh.
+
+A run is its directory, `latest`, the name of its recipe (then the newest) or the beginning of its own name, in runs/.
+A recipe is its file, a folder of recipes (then pretrain.yaml), `quickstart` or `quickstart/sft`, or a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finlm.base.errors import UserError
+
+if TYPE_CHECKING:
+    from finlm.recipe.cluster import Cluster
+    from finlm.recipe.schema import Recipe
+
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from finlm.base.rundir import RunDir
+from finlm.base.runs import list_runs
+
+
+def hostfile(options: argparse.Namespace) -> str | Path | None:
+    """Return None with --local, else --hostfile, else hostfile.txt where it names a host, else None."""
+    from finlm.recipe import cluster
+
+    if getattr(options, "local", False):
+        return None
+    return options.hostfile or cluster.default_hostfile()
+
+
+def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
+    """Return the hosts of plan and diff, asking none: the hostfile's, this machine (--local) or the recipe's.
+
+    Raises UserError for a host without a known GPU.
+    """
+    from finlm.recipe import cluster
+
+    _declare_kinds(options)
+    if options.hostfile:
+        return cluster.add_hardware(_load(options, options.hostfile, recipe), recipe.hardware)
+    if options.local:
+        return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
+    return cluster.from_hardware(recipe.hardware, options.gpu)
+
+
+def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
+    """Return the hosts of doctor; without a hostfile those that the recipe was written for, as the plan's."""
+    from finlm.doctor import gpus
+    from finlm.recipe import cluster
+
+    _declare_kinds(options)
+    if path := hostfile(options):
+        hosts = _load(options, path, recipe)
+        return hosts if options.gpu else gpus.ask_kinds(recipe, hosts, options.accept_new)
+    if options.local:
+        return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
+    return cluster.from_hardware(recipe.hardware, options.gpu)
+
+
+def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
+    """Return the hosts of train. Raises UserError when one of them does not answer, or options need a hostfile."""
+    from finlm.doctor import gather, gpus
+    from finlm.recipe import cluster
+    from finlm.runs import lineage
+
+    _declare_kinds(options)
+    path = hostfile(options)
+    if path is None:
+        if options.include or options.exclude or options.gpu:
+            raise UserError(
+                "--include, --exclude and --gpu are about a hostfile's hosts, and there is none",
+                evidence="neither --hostfile nor a host in hostfile.txt: this machine alone would train",
+                fix="give --hostfile; on this machine CUDA_VISIBLE_DEVICES=0,1 chooses GPUs",
+            )
+        return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
+    hosts = _load(options, path, recipe, options.include, options.exclude)
+    if options.adapter:
+        return cluster.add_hardware(hosts, recipe.hardware)
+    way_out = functools.partial(lineage.way_out, recipe, None if options.new else Path(options.runs))
+    if options.gpu:
+        gpus.check_reached(gather.gather_hardware(recipe, hosts, options.accept_new), way_out)
+        return hosts
+    return gpus.ask_kinds(recipe, hosts, options.accept_new, way_out)
+
+
+def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
+    """Return the hosts of data.engine: ray; None for another engine, and without a hostfile."""
+    from finlm.recipe import cluster
+
+    path = hostfile(options) if recipe.data.engine == "ray" else None
+    return None if path is None else cluster.load(path, recipe.hardware, access=recipe.hosts)
+
+
+def to_sync(options: argparse.Namespace) -> list[str]:
+    """Return the names of the hosts of sync, none where the hostfile names none. Raises UserError without the file."""
+    from finlm.recipe import cluster
+
+    path = Path(options.hostfile)
+    if path.is_file() and not cluster.entries(path):
+        return []
+    hosts = cluster.load(path)
+    return [host.name for host in (*hosts.hosts, *hosts.spares)]
+
+
+def _load(
+    options: argparse.Namespace, path: str | Path, recipe: Recipe, include: str = "", exclude: str = ""
+) -> Cluster:
+    """Load the hostfile as a Cluster with the recipe's hardware and hosts sections and --gpu. Raises UserError."""
+    from finlm.recipe import cluster
+
+    return cluster.load(path, recipe.hardware, options.gpu, recipe.hosts, include, exclude)
+
+
+def _declare_kinds(options: argparse.Namespace) -> None:
+    """Make the GPU kinds known that `finlm plan --calibrate` measured or that the options of plan describe."""
+    from finlm.plan import gpus
+
+    gpus.declare_calibrated()
+    if "gpu_memory" in options:  # comes second, so that it counts more
+        gpus.declare_described(
+            options.gpu, options.gpu_memory, options.gpu_flops, options.gpu_bandwidth, options.gpu_capability
+        )
+
+
+LATEST = "latest"
+RUNS = Path("runs")
+_TIME = re.compile(r"-\d{8}-\d{6}(\.\d+)?")
+_SHOWN = 6
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Replace short names in the options by paths, in place.
+
+    Raises UserError for a name of several runs, or of nothing.
+    """
+    ways: dict[str, Callable[[Any], Any]] = {
+        "recipe": lambda text: text and str(recipe_file(text)),
+        "parent": recipe_file,
+        "run_dir": lambda text: run_directory(text, must_exist=True),
+        "run_dirs": lambda text: run_directory(text, must_exist=True),
+        "recipes": lambda text: text if options.command == "new" else recipe_or_run(text),
+        **dict.fromkeys(("checkpoint", "contamination"), model_directory),
+        # Of new and admit it may be no directory: a model of the Hub, a model_type.
+        "model": lambda text: text if options.command in ("new", "admit") else model_directory(text),
+        "logs": lambda text: text if text == "-" else str(run_directory(text)),
+    }
+    for name, way in ways.items():
+        value = getattr(options, name, None)
+        if value is not None:
+            setattr(options, name, [way(each) for each in value] if isinstance(value, list) else way(value))
+
+
+def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
+    """Return the run of a short name, else the path as it is. Raises UserError where the name may be several runs."""
+    path = Path(text)
+    where = path.parent if path.parent != Path() else RUNS
+    if path.exists() or (len(path.parts) > 1 and not where.is_dir()):
+        return path
+    runs = sorted(list_runs(where), key=_start_time, reverse=True)
+    names = [run.path.name for run in runs]
+    of_recipe = [name for name in names if _TIME.fullmatch(name.removeprefix(path.name)) and name != path.name]
+    meant = names[:1] if path.name == LATEST else of_recipe[:1] or [n for n in names if n.startswith(path.name)]
+    if len(meant) > 1:
+        raise UserError(
+            f"{text} is the beginning of {len(meant)} runs' names",
+            evidence="\n".join(meant[:_SHOWN]),
+            fix="write more of the name; `latest` is the newest run",
+        )
+    if not meant and (must_exist or path.name == LATEST):
+        raise UserError(
+            f"there is no run {text}",
+            evidence=f"{where}/ has {', '.join(names[:_SHOWN]) or 'no runs'}",
+            fix="`finlm runs` lists them; `latest` is the newest",
+        )
+    return where / meant[0] if meant else path
+
+
+def _start_time(run: RunDir) -> float:
+    """Return when the run began: the modification time of its recipe.yaml."""
+    return float(run.recipe.stat().st_mtime)
+
+
+def model_directory(text: str | Path) -> Path:
+    """Return the run or model directory of a name. Raises UserError, before torch is loaded, where there is none."""
+    path = run_directory(text)
+    if not path.exists():
+        fix = "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
+        raise UserError(f"{text} holds no model", evidence=f"there is no {path.absolute()}", fix=fix)
+    return path
+
+
+def recipe_or_run(text: str | Path) -> Path:
+    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's."""
+    try:
+        path = recipe_file(text)
+    except UserError:
+        path = run_directory(text)
+        if not (path / "plan.json").is_file():
+            raise
+    return path.parent if path.with_name("plan.json").is_file() else path
+
+
+def recipe_file(text: str | Path) -> Path:
+    """Return the recipe of a short name. Raises UserError, with the nearest names, where there is none."""
+    from finlm.recipe import parents
+
+    path = Path(text)
+    if path.name == LATEST or path.parts[:1] == (RUNS.name,):  # else `quickstart` would be its newest run
+        path = run_directory(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        return _choose_recipe(path)
+    below = Path("recipes") / path
+    for guess in (path, below, below.with_name(f"{below.name}.yaml"), below / "pretrain.yaml"):
+        if guess.suffix == ".yaml" and parents.find_shipped(guess).is_file():
+            return guess  # whoever reads it finds what came with finlm
+    known = parents.list_recipes()
+    short = {name.removeprefix("recipes/").removesuffix(".yaml").removesuffix("/pretrain"): name for name in known}
+    close = difflib.get_close_matches(str(text), [*known, *short], n=1)
+    fix = f"did you mean {short.get(close[0], close[0])}?" if close else f"there are {', '.join(sorted(short)[:40])}"
+    raise UserError(f"cannot read the recipe {text}", evidence="there is no such file", fix=fix)
+
+
+def _choose_recipe(folder: Path) -> Path:
+    """Return the recipe in a folder: of a run, pretrain.yaml, or the only one. Raises UserError for none or several."""
+    if (folder / "recipe.yaml").is_file():  # of a run
+        return folder / "recipe.yaml"
+    files = sorted(path for path in folder.glob("*.yaml"))
+    first = [path for path in files if path.name == "pretrain.yaml"] or files
+    if len(first) == 1:
+        return first[0]
+    raise UserError(
+        f"{folder} is a directory with {len(files)} recipes",
+        evidence=", ".join(path.name for path in files) or "no *.yaml in it",
+        fix="name one of them" if files else "recipes are in recipes/<family>/<stage>.yaml",
+    )

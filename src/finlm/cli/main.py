@@ -1,0 +1,417 @@
+"""Run the command line: `finlm COMMAND`. Exit 0 = done, 1 = ran and found a problem, 2 = a mistake of the user.
+
+Each command imports what it needs when it is chosen, so that --help answers in a tenth of a second and `prepare` never
+loads torch. A command's result goes to stdout, what it says on the way to stderr; under --json stdout is one document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gc
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finlm.base import language, runs, screen
+from finlm.base.errors import UserError
+from finlm.cli import hosts as cli_hosts
+from finlm.cli import options as cli_options
+from finlm.cli import recipes
+
+if TYPE_CHECKING:
+    from finlm.record.compare import Comparison
+
+
+# What the system says of a path that somebody gave; any other OSError is a bug, or names no file.
+REFUSED = {
+    errno.ENOENT: "give a file or directory that is there",
+    errno.EEXIST: "give another path: a file is in the way",
+    errno.ENOTDIR: "give a directory: a file is in the way",
+    errno.EISDIR: "give a file: this is a directory",
+    errno.EACCES: "change its owner or permissions, or give another path",
+    errno.EROFS: "give a path on a disk that can be written",
+    errno.ENOSPC: "free space there, or give a path on a larger disk",
+}
+
+
+# Top-level modules of the packages that the extras of pyproject.toml install; `pip install finlm` brings none of them.
+EXTRAS = {
+    "data": "gigatoken awkward zstandard opencc pyarrow huggingface_hub tokenizers",
+    "train": "torch transformers torchao deepspeed accelerate trl datasets peft safetensors",
+    "report": "tensorboard",
+    "board": "starlette uvicorn",
+}
+
+
+def extra_of(module: str) -> str | None:
+    """Return the extra that installs a module, or None for a module of no extra."""
+    root = module.partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if root in modules.split()), None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command of argv (default: sys.argv) and return the process's exit code."""
+    language.use(language.choose(sys.argv[1:] if argv is None else argv))
+    try:
+        options = cli_options.parser().parse_args(argv)
+        screen.send_results(to_stderr=getattr(options, "json", False))
+        return _run(options)
+    finally:
+        screen.flush()
+        screen.send_results(to_stderr=False)
+        language.use("en")
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit code (130: Ctrl-C); user mistakes and missing packages are printed."""
+    gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
+    # DeepSpeed logs to stdout while it is imported, and stdout carries results.
+    logging.getLogger("DeepSpeed").disabled = True
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        cli_hosts.resolve(options)
+        return COMMANDS[options.command](options)
+    except UserError as error:
+        screen.fail(error)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name or "")
+        if extra is None:
+            raise
+        fix = f"pip install 'finlm[{extra}]'; in a checkout: bash scripts/setup.sh"
+        screen.fail(UserError(f"{options.command} needs the package {error.name}", fix=fix))
+        return UserError.exit_code
+    except OSError as error:
+        if error.filename is None or error.errno not in REFUSED:
+            raise
+        screen.fail(UserError(f"{options.command}: {error.filename}: {error.strerror}", fix=REFUSED[error.errno]))
+        return UserError.exit_code
+    except KeyboardInterrupt:
+        screen.say("interrupted")
+        return 130
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 for an error, else 0."""
+    from finlm.doctor import gather, preflight, speed
+    from finlm.hosts import file_trees, sync
+
+    recipe = recipes.load(options).recipe
+    hosts = cli_hosts.to_examine(options, recipe)
+    plan, shards = recipes.make_plan(recipe, hosts)
+    if cli_hosts.hostfile(options):
+        data = shards.directory if shards else None
+        trees = file_trees.trees_to_check(recipe, sync.repository_root(), data)
+    else:
+        hosts, trees = preflight.this_machine(plan), file_trees.trees_to_check(recipe, None, None)
+    facts = gather.gather(recipe, plan, hosts, options.runs, trees=trees, accept_new=options.accept_new)
+    findings = preflight.judge(recipe, plan, hosts, facts, trees)
+    preflight.show_table(plan, hosts, facts, findings)
+    document: dict[str, object] = {}
+    if options.allreduce:
+        slow, links = speed.measure(recipe, plan, hosts, facts, findings)
+        findings = sorted(findings + slow, key=lambda finding: finding.level)
+        document |= {"links": links} if links else {}
+    preflight.show(findings)
+    _print_json(options, {"findings": [finding.to_json() for finding in findings]} | document)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    """Run `finlm diagnose`: name the cause of a failed run from its logs; return the exit code."""
+    from finlm.diagnose import command
+
+    lang = options.lang or ("en" if options.json else language.current())  # the environment changes no JSON
+    return command.run(options.logs, lang, options.json, options.ask)
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Run `finlm train`, or print its steps (--dry-run) or another launcher's command (--print); return exit code.
+
+    Raises UserError for a recipe, model, template, hosts or --runs that cannot be used, before anything is written.
+    """
+    from finlm import dry_run, pipeline
+    from finlm.recipe import derive, weights
+    from finlm.recipe.recipe import load
+    from finlm.runs import lineage
+
+    loaded = derive.load_toy(options.recipe, options.set) if options.toy else recipes.load(options)
+    weights.check_model(loaded.recipe)
+    recipes.check_template(loaded.recipe)
+    hosts = cli_hosts.to_train(options, loaded.recipe)
+    read = derive.load_toy if options.toy else load
+    runs = Path(options.runs)
+    if not (runs.is_dir() or not runs.exists()):
+        raise UserError(f"--runs: {runs} is a file", fix="give a directory, which is made where it is missing")
+    if options.go_on:
+        lineage.check_run_to_extend(loaded.recipe, runs)
+    training = pipeline.Training(loaded, hosts, runs, options.new, options.accept_new, read, options.go_on)
+    screen.send_results(to_stderr=not options.dry_run)  # findings on the way to a run are no result
+    if options.dry_run:
+        dry_run.print_steps(training)
+        return 0
+    if options.adapter:
+        commands = pipeline.adapt(training, options.adapter)
+        screen.send_results(to_stderr=False)
+        screen.write("".join(f"{command}\n" for command in commands))
+        return 0
+    return pipeline.train(training)
+
+
+def _drill(options: argparse.Namespace) -> int:
+    """Run `finlm drill`: break a run on purpose and print how it recovered. Return 0."""
+    from finlm.recipe import cluster
+    from finlm.runs import drill
+
+    kinds, recipe = drill.check_kinds(options.faults), recipes.load(options).recipe
+    path = cli_hosts.hostfile(options)
+    given = [*(["--hostfile", str(path)] if path else []), *(["--gpu", options.gpu] if options.gpu else [])]
+    given += ["--accept-new"] if options.accept_new else []
+    sets = [part for override in (*drill.SETTINGS, *options.set) for part in ("--set", override)]
+    train = [sys.executable, "-m", "finlm", "train", options.recipe, "--new", "--runs", options.runs, *given, *sets]
+    hosts = cluster.load(path, access=recipe.hosts) if path else cluster.local(recipe.train.cpu_ranks)
+    seconds = 60 * options.minutes
+    wanted = drill.Drill(train, recipe.name, hosts, Path(options.runs), kinds, seconds, options.every, options.seed)
+    injuries, share = drill.drill(wanted)
+    drill.show(injuries, share)
+    _print_json(options, drill.to_json(injuries, share))
+    return 0
+
+
+def _admit(options: argparse.Namespace) -> int:
+    """Run `finlm admit`: check that finlm trains a model as transformers does. Return 0 when admitted, else 1."""
+    from finlm.admit import command
+
+    verdict = command.admit(options.model)
+    _print_json(options, asdict(verdict))
+    return 0 if verdict.admitted else 1
+
+
+def _sync(options: argparse.Namespace) -> int:
+    """Run `finlm sync`: copy this repository to every host of the hostfile, or say that it names none. Return 0."""
+    from finlm.hosts import sync
+
+    hosts = cli_hosts.to_sync(options)
+    if hosts:
+        sync.sync(sync.repository_root(), hosts, accept_new=options.accept_new, dry_run=options.dry_run)
+    else:
+        screen.say(f"{options.hostfile} names no host, so runs use this machine: nothing to sync")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    """Run `finlm eval`: measure perplexity, or ask a suite's questions, and print the result. Return 0.
+
+    With --write-lm-eval only writes the task's files and prints their path. Raises UserError for options that do not go
+    together.
+    """
+    keys = ("mode", "shots", "data", "world", "limit", "answers", "contamination")
+    if options.suite == "perplexity":
+        given = [f"--{key.replace('_', '-')}" for key in (*keys, "write_lm_eval") if getattr(options, key) is not None]
+        if given:
+            raise UserError(f"{', '.join(given)}: only questions have that", fix="name them, for example --suite exam")
+        checkpoint = runs.complete_checkpoint(options.checkpoint)  # a wrong path is told before torch is loaded
+        from finlm.evals import suite
+
+        measured = suite.measure_perplexity(checkpoint)
+        suite.show_perplexity(measured)
+        _print_json(options, measured)
+        return 0
+    if options.suite not in ("exam", "recall"):
+        from finlm.evals import questions
+
+        questions.read_questions(options.suite, options.data, None)  # told before torch and the model are loaded
+    from finlm.evals import suite
+
+    wanted = suite.Options(options.suite, **{key: getattr(options, key) for key in keys})
+    if options.write_lm_eval:
+        screen.show(str(suite.write_lm_eval_task(options.checkpoint, wanted, options.write_lm_eval)))
+        return 0
+    result = suite.evaluate(options.checkpoint, wanted)
+    suite.show(result)
+    _print_json(options, result.to_json())
+    return 0
+
+
+def _print_json(options: argparse.Namespace, document: object) -> None:
+    """Print the document where --json was given."""
+    if options.json:
+        screen.print_json(document)
+
+
+def _attempt(options: argparse.Namespace) -> int:
+    """Run `finlm attempt`: generate several answers to each prompt and print pass@k and maj@k. Return 0."""
+    recipe = recipes.load(options).recipe
+    from finlm.evals import attempts
+
+    keys = ("model", "count", "split", "limit", "seed", "best")
+    result = attempts.run(recipe, attempts.Options(**{key: getattr(options, key) for key in keys}))
+    attempts.show(result)
+    _print_json(options, result.to_json())
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Run `finlm export`: write a checkpoint, or its adapters, in Hugging Face format. Return 0."""
+    checkpoint = runs.complete_checkpoint(options.checkpoint)
+    from finlm.inference import export
+
+    if options.adapter:
+        screen.show(str(export.export_adapters(checkpoint, options.out)))
+    else:
+        screen.show(str(export.export(checkpoint, options.out, options.shard_size)))
+    return 0
+
+
+def _import_gguf(options: argparse.Namespace) -> int:
+    """Run `finlm import-gguf`: write a GGUF file as a Hugging Face model directory. Return 0."""
+    from finlm.inference.open import import_gguf
+
+    screen.show(str(import_gguf(options.file, options.out)))
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    """Run `finlm chat`: talk to a model in the terminal; return the exit code."""
+    from finlm.inference import chat
+
+    return chat.run(
+        options.checkpoint, options.system, options.temperature, options.top_p, options.tokens, options.seed
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Run `finlm serve`: serve an OpenAI-compatible endpoint; return the server's exit code."""
+    from finlm.inference import serve
+
+    return serve.run(options.model, options.host, options.port, options.engine)
+
+
+def _board(options: argparse.Namespace) -> int:
+    from finlm.board import server
+
+    return server.run(options)
+
+
+def _sample(options: argparse.Namespace) -> int:
+    """Run `finlm sample`: print the prompt and the model's continuation. Return 0."""
+    from finlm.inference import export
+
+    text = export.generate(options.model, options.prompt, options.tokens, options.seed)
+    screen.write(f"{options.prompt}{text}\n")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Run `finlm report`: write a run's page, or one of several runs side by side; print its path. Return 0."""
+    from finlm.base.rundir import open_run
+    from finlm.record import compare
+    from finlm.record.report import run_page
+
+    runs = [open_run(directory) for directory in options.run_dir]
+    if len(runs) == 1:
+        screen.show(str(run_page.build(runs[0], options.out)))
+    else:
+        screen.show(str(compare.build(runs, options.out or runs[0].path.parent / "side-by-side.html")))
+    return 0
+
+
+def _runs(options: argparse.Namespace) -> int:
+    """Run `finlm runs`: print a table of the runs in a directory. Return 0. Raises UserError when it is a file."""
+    from finlm.record import history
+
+    if options.runs.is_file():
+        raise UserError(f"--runs: {options.runs} is a file", fix="give a directory of runs")
+    listed = history.list_all(options.runs)
+    history.show_runs(listed, options.runs)
+    _print_json(options, {"runs": [vars(run) for run in listed]})
+    return 0
+
+
+def _track(options: argparse.Namespace) -> int:
+    """Run `finlm track`: send a run's metrics to trackers. Return 0."""
+    from finlm.base.rundir import open_run
+    from finlm.record import trackers
+
+    trackers.track(open_run(options.run_dir), options.to, options.follow)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Run `finlm compare`: print how two runs differ. Return 0 when they are equal, else 1."""
+    from finlm.base.rundir import open_run
+    from finlm.record import compare
+
+    one, other = map(open_run, options.run_dirs)
+    return _print_comparison(compare.runs(one, other, options.tolerance), one.path, other.path, options.json)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    """Run `finlm reproduce`: run a finished run again and compare. Return 0 when they are equal, else 1."""
+    from finlm.base.rundir import open_run
+    from finlm.runs import proofs
+
+    run = open_run(options.run_dir)
+    return _print_comparison(proofs.reproduce(run, options.runs, options.tolerance), run.path, "again", options.json)
+
+
+def _verify_resume(options: argparse.Namespace) -> int:
+    """Run `finlm verify-resume`: train with and without kills and compare. Return 0 when equal, else 1."""
+    from finlm.recipe import recipe
+    from finlm.runs import proofs
+
+    recipe.load(options.recipe, options.set)  # a mistake in the recipe is said before anything is trained
+    verdict = proofs.verify_resume(options.recipe, options.set, options.kills, options.runs, options.seed)
+    proofs.show_verdict(verdict)
+    _print_json(options, verdict.to_json())
+    return 0 if verdict.is_equal else 1
+
+
+def _print_comparison(comparison: Comparison, one: Path | str, other: Path | str, as_json: bool) -> int:
+    """Print the comparison, also as JSON when as_json; return 0 when the runs are equal, else 1."""
+    from finlm.record import compare
+
+    for line in compare.show(comparison, (str(one), str(other))):
+        screen.show(line)
+    if as_json:
+        screen.print_json(comparison.to_json())
+    return 0 if comparison.equal else 1
+
+
+COMMANDS = {
+    "new": recipes.new,
+    "diff": recipes.diff,
+    "watch": recipes.watch,
+    "prepare": recipes.prepare,
+    "lint": recipes.lint,
+    "self-qa": recipes.self_qa,
+    "plan": recipes.plan,
+    "doctor": _doctor,
+    "diagnose": _diagnose,
+    "admit": _admit,
+    "train": _train,
+    "drill": _drill,
+    "sync": _sync,
+    "eval": _eval,
+    "attempt": _attempt,
+    "export": _export,
+    "import-gguf": _import_gguf,
+    "chat": _chat,
+    "sample": _sample,
+    "serve": _serve,
+    "report": _report,
+    "runs": _runs,
+    "track": _track,
+    "board": _board,
+    "compare": _compare,
+    "reproduce": _reproduce,
+    "verify-resume": _verify_resume,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

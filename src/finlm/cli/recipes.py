@@ -1,0 +1,355 @@
+"""The commands that start no training: prepare, lint, self-qa, plan, new, diff; and watch, which only reads a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.cli import hosts
+
+if TYPE_CHECKING:
+    from finlm.plan.advice import Advice
+    from finlm.plan.differences import Consequence, Difference
+    from finlm.plan.plan import Plan
+    from finlm.plan.show import Consulted
+    from finlm.recipe.cluster import Cluster
+    from finlm.recipe.recipe import Loaded
+    from finlm.recipe.schema import Recipe
+    from finlm.rows.shards import Shards
+    from finlm.tokens.pretrained import Tokenizer
+
+
+# What `finlm new --model` writes.
+_ROW_TOKENS = 4096
+_BATCH = {"pretrain": 1048576, "sft": 262144}  # tokens a step
+_RATES = {"pretrain": "2.0e-5, min_lr: 2.0e-6", "sft": "1.0e-5"}
+_SOURCES = {
+    "pretrain": "{synthetic: {size: 20MB, held_out_size: 1MB, seed: 1}}",
+    "sft": "{synthetic: {size: 20MB, held_out_size: 1MB, seed: 1, dialogues: true}}",
+}
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of documents, where a chat model ends with its turn
+
+
+def load(options: argparse.Namespace) -> Loaded:
+    """Load the recipe of the command line with its --set values; print its notices on stderr. Raises UserError."""
+    from finlm.recipe import recipe
+
+    loaded = recipe.load(options.recipe, options.set)
+    for sentence in loaded.said:
+        screen.say(sentence)
+    return loaded
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Run `finlm prepare`: turn the sources into shards and print their directory. Return 0."""
+    from finlm import prepare
+    from finlm.recipe import weights
+
+    recipe = load(options).recipe
+    weights.check_judge(recipe)
+    shards = prepare.run(recipe, hosts.to_prepare(options, recipe), accept_new=options.accept_new)
+    if options.show > 0:
+        prepare.show_rows(recipe, shards, options.show)
+    screen.show(str(shards.directory))
+    return 0
+
+
+def lint(options: argparse.Namespace) -> int:
+    """Run `finlm lint`: prepare dialogues, print what is learnt and what is wrong.
+
+    Return 1 for an error in labels, else 0.
+    """
+    from finlm import prepare
+    from finlm.dialogues import lint
+
+    recipe = load(options).recipe
+    if recipe.stage == "pretrain":
+        raise UserError(
+            f"{options.recipe} trains on documents, which have no labels to look at", fix="finlm prepare --show 2"
+        )
+    shards = prepare.run(recipe)
+    lint.print_label_rows(recipe, shards, options.rows)
+    lint.print_summary(recipe, shards, lint.count_labels(recipe, shards))
+    findings = lint.check(recipe, shards)
+    lint.print_findings(findings, shards)
+    if options.json:
+        listed = {"findings": [finding.to_json() for finding in findings], "left_out": lint.rows_left_out(shards)}
+        screen.print_json(listed)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def self_qa(options: argparse.Namespace) -> int:
+    """Run `finlm self-qa`: have a model write questions and answers about the documents; print the file. Return 0."""
+    from finlm.selfqa import ask
+
+    recipe = load(options).recipe
+    if recipe.self_qa is None or recipe.self_qa.endpoint is not None:
+        screen.show(str(ask.run(recipe)))
+        return 0
+    from finlm.inference.chat import LocalModel as Local  # loads torch
+
+    model = Local(Path(recipe.self_qa.model), recipe.self_qa.seed)
+    screen.show(str(ask.run(recipe, model, model.fingerprint)))
+    return 0
+
+
+def check_template(recipe: Recipe) -> None:
+    """Raise UserError for an unknown chat template, before a parent is trained or data are prepared."""
+    from finlm.dialogues import templates
+
+    if recipe.chat is not None:
+        templates.check_name(recipe.chat.template)
+
+
+def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
+    """Return (the recipe's plan, its prepared data or None); with data the plan counts their tokens.
+
+    Raises UserError for a reward model, weights or template that cannot be used, PlanError when nothing fits.
+    """
+    from finlm import prepare
+    from finlm.recipe import weights
+
+    weights.check_judge(recipe)
+    weights.check_weights(recipe)
+    check_template(recipe)
+    shards = prepare.locate(recipe)
+    return prepare.make_plan(recipe, hosts, shards), shards
+
+
+def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
+    """Return (plan, what it means, warnings as sentences). Raises what make_plan raises.
+
+    price: of a GPU's hour, instead of the recipe's.
+    """
+    from finlm import prepare
+    from finlm.plan import show
+    from finlm.recipe import weights
+
+    plan, shards = make_plan(recipe, where)
+    tokens = prepare.epoch_tokens(recipe, shards) if shards else None
+    found = show.consult(recipe, where, plan, tokens, price)
+    return plan, found, [*weights.missing_start(recipe), *prepare.warnings(recipe, shards)]
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Run `finlm plan`: print plan, advice, warnings and the origins of values; with --json one document. Return 0.
+
+    --calibrate measures this machine's GPUs first and keeps the rows, and does no more where no recipe is given. Raises
+    UserError without a recipe, PlanError when nothing fits.
+    """
+    from finlm.plan import gpus, show
+
+    if options.calibrate:
+        show.print_calibrated(gpus.measure(), gpus.user_file())
+        if options.recipe is None:
+            return 0
+    if options.recipe is None:
+        raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
+    loaded = load(options)
+    plan, consulted, warnings = consult(loaded.recipe, hosts.to_plan(options, loaded.recipe), options.price)
+    show.print_plan(plan, loaded)
+    show.print_advice(consulted, plan)
+    failing = _simulate_failures(options, loaded.recipe, plan, consulted.advice) if options.failures else {}
+    for warning in warnings:
+        screen.show(f"warning: {warning}")
+    show.print_origins(loaded)
+    if options.json:
+        screen.print_json(plan.to_json() | consulted.to_json() | failing | {"warnings": warnings})
+    return 0
+
+
+def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
+    """Print how much of the time trains when hosts fail; return it for --json. Raises UserError without a speed."""
+    from finlm.plan import failures
+
+    if plan.tokens_per_second is None or plan.days is None:
+        raise UserError(
+            "how much failures cost cannot be planned: the speed of these ranks is not known",
+            fix="--gpu NAME, or `finlm plan --calibrate` on this machine",
+        )
+    steps = recipe.checkpoint.every_steps or plan.steps
+    interval = steps * plan.tokens_per_step / plan.tokens_per_second
+    failing = failures.Failing(
+        len(plan.hosts),
+        options.failures,
+        interval=min(interval, advised.memory_interval_seconds or interval),
+        stall=advised.checkpoint_stall_seconds,
+        detection=recipe.launch.outage_seconds,
+        restart=options.restart_seconds,
+    )
+    result = failures.forecast(failing, max(plan.days, 30.0) * failures.DAY)
+    screen.show(f"  failures   {failures.sentence(failing, result)}")
+    return {"failures": result.to_json()}
+
+
+def new(options: argparse.Namespace) -> int:
+    """Run `finlm new`: write a recipe from another or for a model, and print the next commands. Return 0."""
+    from finlm import config
+    from finlm.recipe import derive
+
+    if options.model is not None:
+        path = write_for_model(options.name, options.model, options.revision, options.stage, options.recipes)
+        screen.show(str(path))
+        follow = "plan"
+    else:
+        path = derive.fork(options.name, options.parent, options.recipes, options.copy)
+        screen.show(str(path))
+        for written in config.write_page(path, options.parent):
+            screen.say(f"also written: {written}")
+        follow = "diff"
+    screen.say("try next:")
+    screen.say(f"  edit {path}")
+    screen.say_command(f"{screen.program()} {follow} {path}")
+    screen.say_command(config.train_command(path))
+    return 0
+
+
+def write_for_model(name: str, model: str, revision: str | None, stage: str, recipes: Path) -> Path:
+    """Write a first recipe for a model directory or a model of the Hub; return its path. Raises UserError.
+
+    Shape, RoPE and tokenizer are the model's; data, batch, learning rate and hardware are a beginning for the author to
+    change.
+    """
+    from finlm.recipe import derive, parents, recipe
+    from finlm.tokens import pretrained
+
+    path = derive.new_path(name, f"{stage}.yaml", recipes)
+    shape = parents.shape_of(model, revision)
+    directory = Path(model) if Path(model).is_dir() else pretrained.snapshot(model, revision)
+    tokenizer = pretrained.open_tokenizer(directory)
+    rows = min(_ROW_TOKENS, parents.context_tokens(directory))
+    lines = [
+        f"# {'Continued pretraining' if stage == 'pretrain' else 'Fine-tuning'} of {model}, written by `finlm new`.",
+        "# The model's part is its own; everything else is a beginning, chosen by us: change it.",
+        f"name: {name if stage == 'pretrain' else f'{name}-{stage}'}",
+        f"stage: {stage}",
+        "",
+        "hardware:",
+        "  hosts: [{name: node, slots: 8, gpu: A100-80G, memory: 512GiB}]      # what `plan` reckons with",
+        "",
+        "model:",
+        f"  init_from: {model}",
+        *([f"  revision: {revision}"] if revision else []),
+        *(f"  {k}: {str(v).lower() if isinstance(v, bool) else v}" for k, v in shape.items() if stage == "pretrain"),
+        "",
+    ]
+    if stage == "sft":
+        lines += [f"chat: {{template: {template_for(tokenizer)}}}", ""]
+    elif (end := _document_end(tokenizer)) is not None:
+        lines += ["tokenizer:", f"  document_end: {end}      # its {tokenizer.eos[0]} ends a turn of a dialogue", ""]
+    lines += [
+        "data:",
+        f"  sources: [{_SOURCES[stage]}]      # invented text; yours: path: corpus/*.jsonl.gz",
+        *(["  packing: best_fit", "  document_masks: true"] if stage == "pretrain" else []),
+        "",
+        f"batch: {{sequence_length: {rows}, tokens_per_step: {_BATCH[stage]}}}",
+        "",
+        f"optim: {{lr: {_RATES[stage]}, schedule: cosine, warmup_steps: 10}}",
+        "",
+        "train: {steps: 100, seed: 1}",
+        "",
+        "checkpoint: {every_steps: 50, keep_last: 2}",
+        "eval: {every_steps: 50}",
+        "",
+    ]
+    with derive.draft_of(path, "\n".join(lines)) as draft:
+        recipe.load(draft)
+    return path
+
+
+def template_for(tokenizer: Tokenizer) -> str:
+    """Return the chat.template that keeps all of an answer: "model" for the tokenizer's, else one of finlm's.
+
+    Of finlm's the first counts whose tokens the tokenizer has.
+    """
+    from finlm.dialogues import templates
+
+    own = tokenizer.chat_template
+    reasons = tokenizer.id_of("</think>") is not None
+    answer = "<think>\nWhy.\n</think>\n\nThus." if reasons else "Thus."
+    if own is not None:
+        template = templates.Template(own, tokenizer.bos[0] if tokenizer.bos else "", tokenizer.eos[0])
+        try:
+            template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+            return "model"
+        except templates.Refused:
+            pass
+    has = {name for name, tokens in templates.NEEDED.items() if all(map(tokenizer.id_of, tokens))}
+    return next((name for name in ("deepseek-r1", "chatml", "llama3") if name in has), "xuanyuan")
+
+
+def _document_end(tokenizer: Tokenizer) -> str | None:
+    """Return the token that ends a document, where the tokenizer's end token ends a turn; else None."""
+    if tokenizer.eos[0] in _END_OF_TEXT:
+        return None
+    return next((token for token in _END_OF_TEXT if token in tokenizer.control), None)
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Run `finlm diff`: print how two recipes or runs differ, and how their plans do. Return 0.
+
+    A single recipe is compared with its parent. Raises UserError for another number of them, or one that cannot be
+    read.
+    """
+    from finlm.plan import differences
+    from finlm.recipe import derive
+
+    paths = [derive.parent_of(options.recipes[0]), *options.recipes] if len(options.recipes) == 1 else options.recipes
+    if len(paths) != 2:
+        raise UserError(f"{len(paths)} recipes or runs were named", fix="finlm diff A B, or finlm diff FORK")
+    values, follows = compare(paths, options)
+    differences.show((str(paths[0]), str(paths[1])), values, follows)
+    if options.json:
+        plan = [asdict(row) for row in follows] if isinstance(follows, list) else []
+        screen.print_json({"values": [asdict(row) for row in values], "plan": plan})
+    return 0
+
+
+def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Difference], list[Consequence] | str]:
+    """Return (differing values of two recipes or runs, differing keys of their plans).
+
+    Where one of them has no plan, the second part is the reason, a sentence. Raises UserError when one cannot be read.
+    """
+    from finlm.plan import differences
+
+    a, b = (_load_recipe_or_run(path) for path in paths)
+    values = differences.compare_recipes(a, b)
+    try:
+        plans = (_plan_for(path, it, options) for path, it in zip(paths, (a, b), strict=True))
+        return values, differences.compare_plans(*plans)
+    except UserError as error:  # a recipe that fits nowhere has differences too
+        return values, error.problem
+
+
+def _load_recipe_or_run(path: Path) -> Loaded:
+    """Load a recipe file, or the recipe of a run directory with the origins that the run recorded."""
+    from finlm.base import rundir
+    from finlm.recipe import recipe
+
+    if not path.is_dir():
+        return recipe.load(path)
+    run = rundir.open_run(path)
+    return recipe.Loaded(recipe.load(run.recipe).recipe, files.read_json(run.origins), str(path))
+
+
+def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
+    """Return the plan stored in a run directory, or the plan of a recipe for the hosts of the options."""
+    from finlm.base.rundir import RunDir
+    from finlm.plan.plan import Plan
+
+    if path.is_dir():
+        return Plan.read(RunDir(path).plan)
+    return make_plan(loaded.recipe, hosts.to_plan(options, loaded.recipe))[0]
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Run `finlm watch`: show a run's progress from its directory until it ends; return the exit code."""
+    from finlm.base import rundir
+    from finlm.record import live
+
+    return live.watch(rundir.open_run(options.run_dir))

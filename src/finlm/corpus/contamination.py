@@ -1,0 +1,361 @@
+"""Find documents that contain a benchmark's questions, by the share of a question's 6-grams that stand in the document.
+
+A question counts as contained when the document holds at least 65 % of its 6-grams, of letters and digits only. In
+47,493 real finance documents no question of FinanceIQ (7,173, many of them about the laws in the corpus) reaches more
+than 53 %; one printed as an exam does reaches 100 %, with two characters changed three in four are still found. The
+usual test, any 13-gram in common, would drop 289 of these documents, for phrases of law.
+
+A stem that is mostly wording shared with other questions ("下列说法正确的是") says little: there the options, with
+their letters, belong to the question. Of a stem that was shortened or reworded two fifths are enough where the options
+stand beside it, and two rows in a row count as one where each holds a part. Other rewordings and translations are not
+found, nor a question whose halves lie in two chunks of 8 MB.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.step_cache import NotPrepared, Step, file_changed
+from finlm.corpus import documents, ngrams, normalize
+from finlm.corpus.documents import Documents
+from finlm.corpus.read import sources
+from finlm.corpus.workers import Arrays, Context
+from finlm.rows.shards import within
+
+VERSION = 2
+GRAM = 6
+SHARE = 0.65
+_OF_OPTIONS, _OF_STEM = 0.8, 0.4  # shares that together are a question, too
+_OF_A_ROW, _MORE = 0.15, 0.1  # share that each of two rows has of a question that spans them, and adds to the other
+_WORDING = 3  # an n-gram of more questions than this is wording: "以下哪一项是正确的"
+_ENOUGH_OWN = 9  # n-grams of its own that make a stem say what it asks
+_OPTIONS = ("a", "b", "c", "d", "e", "f")
+_TABLE_BITS = 22
+_SPREAD = 0x9E3779B1  # a prime near 2**32 over the golden ratio
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row of a benchmark's CSV file."""
+
+    file: str
+    line: int
+    stem: str
+    options: str
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A question that a document contains."""
+
+    document: int  # in its chunk
+    question: int
+    share: float  # of the question's n-grams
+
+
+def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
+    """Yield the questions of CSV files with a column `question` and options A to F.
+
+    Raises UserError for a file that cannot be read or has no such column.
+    """
+    fix = "data.decontaminate takes CSV files with a column question (and A, B, C, D)"
+    for path in paths:
+        for line, row in read_csv(path, ("question",), fix):
+            yield question(path.name, line, row)
+
+
+def read_csv(path: Path, columns: Sequence[str], fix: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line number, row by lower-case column names) of a CSV file of questions.
+
+    Raises UserError for a file that cannot be read, and with `fix` for one that lacks a column.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            names = [name.strip().lower() for name in next(reader, [])]
+            if missing := [name for name in columns if name not in names]:
+                said = f"no column {', '.join(missing)}; its columns are {', '.join(names) or 'none'}"
+                raise UserError(f"{path} holds no questions", evidence=said, fix=fix)
+            for values in reader:
+                yield reader.line_num, dict(zip(names, values, strict=False))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read {path}", evidence=str(error), fix="give a CSV file in UTF-8") from None
+
+
+def question(file: str, line: int, row: dict[str, str]) -> Question:
+    """Build a question from a row's columns: question, and options a to f where it has them."""
+    options = " ".join(f"{name} {_normalise_question(row[name])}" for name in _OPTIONS if row.get(name))
+    return Question(file, line, _normalise_question(row.get("question", "")), options)
+
+
+def _normalise_question(text: str) -> str:
+    """Return a question's text without HTML, in normal spelling and simplified Chinese."""
+    return normalize.simplify(normalize.normalise(normalize.strip_html(text)))
+
+
+class Index:
+    """The n-grams of all questions, for finding them in many documents at once."""
+
+    def __init__(self, hashes: npt.NDArray[np.uint64], part: npt.NDArray[np.int32], total: npt.NDArray[np.int64]):
+        """Index n-gram hashes (ascending), the part of a question each belongs to, and the n-grams of each part."""
+        self.hashes = hashes  # [entries], ascending; a gram of two questions is there twice
+        self.part = part  # [entries]: 2 i what question i asks, 2 i + 1 its options
+        self.total = total  # [parts], different grams of each
+        self.unique, first = np.unique(hashes, return_index=True)
+        self._first = np.append(first, len(hashes))
+        self._maybe = np.zeros(1 << _TABLE_BITS, dtype=np.uint8)  # eight n-grams a byte
+        place, bit = _places(ngrams.unmix(self.unique).astype(np.uint32))
+        np.bitwise_or.at(self._maybe, place, bit)
+
+    @classmethod
+    def of(cls, questions: Sequence[Question]) -> Index:
+        """Build the index of these questions; a question shorter than an n-gram is not looked for."""
+        stems = _gram_records([question.stem for question in questions])
+        _, of_gram, askers = np.unique(stems["hash"], return_inverse=True, return_counts=True)
+        own_grams = np.bincount(stems["question"][askers[of_gram] <= _WORDING], minlength=len(questions))
+        texts = [
+            question.stem if count >= _ENOUGH_OWN else f"{question.stem} {question.options}"
+            for question, count in zip(questions, own_grams, strict=True)
+        ]
+        pairs = _gram_records(
+            [part for text, question in zip(texts, questions, strict=True) for part in (text, question.options)]
+        )
+        return cls(pairs["hash"], pairs["question"], np.bincount(pairs["question"], minlength=2 * len(questions)))
+
+    def save(self, path: Path) -> None:
+        """Write the index's arrays to an .npz file."""
+        np.savez(path, hashes=self.hashes, part=self.part, total=self.total)
+
+    @classmethod
+    def load(cls, path: Path) -> Index:
+        """Read an index that save() wrote."""
+        with np.load(path) as arrays:
+            return cls(arrays["hashes"], arrays["part"], arrays["total"])
+
+    def find(self, data: bytes, ends: npt.NDArray[np.integer]) -> list[Hit]:
+        """Return the questions contained in each of the documents that end at these bytes of UTF-8 data, sorted by
+        document.
+
+        A question that spans two documents in a row is a hit in both.
+        """
+        document, place = self._look_up(data, ends)
+        alone = self._shares(document, place)
+        hits = {pair: share for pair, share in alone.items() if share >= SHARE}
+        first = {number for number, question in alone if (number + 1, question) in alone}
+        here = np.isin(document, list(first | {number + 1 for number in first}))
+        document, place = document[here], place[here]
+        for shift in (0, 1):  # rows 0 and 1, 2 and 3, ..., then 1 and 2, 3 and 4, ...
+            for (row, question), share in self._shares((document + shift) // 2, place).items():
+                rows = [(2 * row - shift, question), (2 * row - shift + 1, question)]
+                parts = [alone.get(pair, 0.0) for pair in rows]
+                if share >= max(SHARE, max(parts) + _MORE) and min(parts) >= _OF_A_ROW:
+                    hits |= dict.fromkeys(rows, share)
+        return [Hit(document, question, share) for (document, question), share in sorted(hits.items())]
+
+    def _look_up(
+        self, data: bytes, ends: npt.NDArray[np.integer]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+        """Return (document, place among the unique n-grams) of every n-gram of the data that a question has, in order.
+
+        Half of each sum and a table tell first which may be one: 3 to 8 in 100.
+        """
+        numbers, places = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.intp)]
+        for first, here, limits in ngrams.blocks(data, ends):
+            text = ngrams.words_only(ngrams.characters(here, limits))
+            at, bit = _places(ngrams.sums(text.codes, GRAM))
+            maybe = np.flatnonzero(self._maybe[at] & bit)
+            document = np.searchsorted(text.starts, maybe, side="right") - 1
+            inside = maybe + GRAM <= text.starts[document + 1]
+            maybe, document = maybe[inside], document[inside]
+            hashes = ngrams.hash_at(text.codes, maybe, GRAM)
+            place = np.minimum(np.searchsorted(self.unique, hashes), max(0, len(self.unique) - 1))
+            known = self.unique[place] == hashes if len(self.unique) else np.zeros(len(place), dtype=np.bool_)
+            numbers.append(document[known] + first)
+            places.append(place[known])
+        return np.concatenate(numbers), np.concatenate(places)
+
+    def _shares(self, document: npt.NDArray[np.int64], place: npt.NDArray[np.intp]) -> dict[tuple[int, int], float]:
+        """Return {(document, question): share of the question that the document has}, of shares of at least 15 %.
+
+        Options with two fifths of the stem count as the share that makes a hit.
+        """
+        # Each gram once a document, then once for each part that has it.
+        seen = np.unique(document * len(self.unique) + place)
+        document, place = seen // max(1, len(self.unique)), seen % max(1, len(self.unique))
+        times = self._first[place + 1] - self._first[place]
+        part = self.part[np.repeat(self._first[place], times) + within(times)]
+        pair, count = np.unique(np.repeat(document, times) * len(self.total) + part, return_counts=True)
+        share = count / self.total[pair % len(self.total)]
+        asked = pair[share >= _OF_A_ROW] % 2 == 0
+        pair, share = pair[share >= _OF_A_ROW], share[share >= _OF_A_ROW]
+        enough = share >= np.where(self.total[pair % len(self.total)] >= _ENOUGH_OWN, _OF_OPTIONS, np.inf)
+        beside = np.isin(pair, pair[~asked & enough] - 1) & (share >= _OF_STEM)
+        values = zip(
+            pair[asked].tolist(), np.where(beside, np.maximum(share, SHARE), share)[asked].tolist(), strict=True
+        )
+        return {(number // len(self.total), number % len(self.total) // 2): value for number, value in values}
+
+
+def _places(sums: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+    """Return (byte of the table, bit in it) of n-grams, from the lower halves of their sums."""
+    spread = sums * np.uint32(_SPREAD)
+    bit = (spread >> np.uint32(32 - _TABLE_BITS - 3)).astype(np.uint8) & np.uint8(7)
+    return spread >> np.uint32(32 - _TABLE_BITS), np.uint8(1) << bit
+
+
+def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
+    """Return records (hash, question) of the different n-grams of each text, sorted by hash."""
+    encoded = [text.encode() for text in texts]
+    text = ngrams.characters(b"".join(encoded), np.cumsum([len(item) for item in encoded], dtype=np.int64))
+    grams = ngrams.hash_grams(ngrams.words_only(text), GRAM)
+    pairs = np.empty(len(grams.hashes), dtype=[("hash", np.uint64), ("question", np.int32)])
+    order = np.lexsort((grams.document, grams.hashes))  # a tenth of the time that records take to sort
+    pairs["hash"], pairs["question"] = grams.hashes[order], grams.document[order]
+    is_new = np.ones(len(pairs), dtype=np.bool_)
+    is_new[1:] = pairs[1:] != pairs[:-1]
+    distinct: npt.NDArray[Any] = pairs[is_new]
+    return distinct
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chunk of documents and the file of the index to search it with."""
+
+    chunk: Path
+    index: Path
+
+    def reads(self) -> tuple[Path, ...]:
+        """Return the files of the cache that it needs."""
+        return (*documents.chunk_files(self.chunk), self.index)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A hit with the start of its document, as a chunk's result is kept."""
+
+    document: int  # in its chunk
+    question: int
+    share: float
+    start: str
+
+
+def find_hits(task: Task) -> list[Found]:
+    """Return the hits in a chunk. Runs in a worker."""
+    data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
+    bounds = [0, *ends.tolist()]
+    hits = []
+    for hit in _load_index(task.index).find(data, ends):
+        start, end = bounds[hit.document : hit.document + 2]
+        begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
+        hits.append(Found(hit.document, hit.question, round(hit.share, 3), begins))
+    return hits
+
+
+def _keep_hits(task: Task) -> Arrays:
+    """Return the hits in a chunk as JSON bytes, for the cache."""
+    rows = [asdict(found) for found in find_hits(task)]
+    return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
+
+
+@lru_cache(maxsize=1)
+def _load_index(path: Path) -> Index:
+    return Index.load(path)
+
+
+_SAMPLES = 50  # hits a source kept in contaminated.jsonl
+
+
+def check_benchmarks(context: Context) -> None:
+    """Raise UserError for a benchmark file that does not exist; without effect where the cache may not build."""
+    if context.cache.build:
+        _find_files(context, context.data.decontaminate)
+
+
+def find_contaminated(context: Context, read: Documents) -> Step | None:
+    """Run the step `contamination`, which writes documents.npy and samples; None where the recipe names no benchmark.
+
+    Raises UserError for benchmark files that cannot be read or changed since they were hashed.
+    """
+    patterns = context.data.decontaminate
+    if not patterns:
+        return None
+    paths = _find_files(context, patterns)
+
+    def make(directory: Path) -> dict[str, int]:
+        """Write documents.npy and contaminated.jsonl into directory; return the counts of the manifest."""
+        questions = list(read_questions(paths))
+        for path in paths:
+            if files.sha256_file(path) != hashes[path]:
+                raise file_changed(path)
+        index = directory / "questions.npz"
+        Index.of(questions).save(index)
+        asked_about = [VERSION, [hashes[path] for path in paths]]
+        tasks = [(files.sha256_json([asked_about, chunk.key]), Task(chunk.path, index)) for chunk in read.chunks]
+        contaminated: list[int] = []
+        by_source: Counter[str] = Counter()
+        asked: set[int] = set()
+        with (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger:
+            for chunk, made in zip(read.chunks, context.map_kept("contamination", _keep_hits, tasks), strict=True):
+                hits = [Found(**row) for row in json.loads(made["hits"].tobytes())]
+                for hit in hits:
+                    question = questions[hit.question]
+                    asked.add(hit.question)
+                    by_source[chunk.source] += 1
+                    if by_source[chunk.source] <= _SAMPLES:
+                        about = {"source": chunk.source, "file": question.file, "line": question.line}
+                        row = about | {"stem": question.stem, "share": hit.share, "start": hit.start}
+                        ledger.write(json.dumps(row, ensure_ascii=False) + "\n")
+                contaminated += sorted({chunk.rows.start + hit.document for hit in hits})
+        np.save(directory / "documents.npy", np.array(contaminated, dtype=np.int64))
+        return {"questions": len(questions), "documents": len(contaminated), "found": len(asked)}
+
+    hashes = context.cache.fingerprints(paths)
+    depends_on = {
+        "version": VERSION,
+        "documents": read.content,
+        "questions": [[path.name, hashes[path]] for path in paths],
+    }
+    step = context.cache.step("contamination", depends_on, make, 64 * 2**20)
+    context.say(
+        step,
+        f"{step.manifest['documents']:,} documents contain {step.manifest['found']:,} of "
+        f"{step.manifest['questions']:,} benchmark questions",
+    )
+    return step
+
+
+def contaminated_documents(step: Step | None) -> npt.NDArray[np.int64]:
+    """Return the numbers of the contaminated documents, ascending; none without a step."""
+    return np.empty(0, dtype=np.int64) if step is None else np.load(step.path / "documents.npy")
+
+
+def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:
+    """Return the files of these patterns, each once.
+
+    Raises UserError for a pattern without files, NotPrepared when the cache may not build.
+    """
+    paths: list[Path] = []
+    for pattern in patterns:
+        matching = sources.expand(pattern)
+        if not matching and not context.cache.build:
+            raise NotPrepared("contamination")
+        if not matching:
+            raise UserError(
+                f"data.decontaminate: no file matches {pattern}",
+                evidence=f"looked from {Path.cwd()}",
+                fix="correct the path, or take it out of data.decontaminate",
+            )
+        paths += matching
+    return list(dict.fromkeys(paths))

@@ -1,0 +1,418 @@
+"""Run the step `shards`: encode the chosen documents in workers and write their ids in order.
+
+train/<source>-00000.bin and held_out/<source>-00000.bin are flat little-endian uint16 or uint32 streams, each document
+[<s>] ids </s>, cut between documents at data.shard_tokens; the .idx beside each holds where its documents start, and
+the end, as uint64. The bytes depend on the documents and the tokenizer only, not on the number of workers, the chunks
+or the encoder. Memory is a chunk or two per worker. Each worker compares a sample of its chunk between the two encoders
+(tokens/encoders.py).
+
+It does not pack documents into rows (rows/packing.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files, screen, step_cache
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Step
+from finlm.corpus import documents, selection, vocabulary
+from finlm.corpus.documents import Documents
+from finlm.corpus.read import readers
+from finlm.corpus.selection import Selection, ShardEntry
+from finlm.corpus.workers import Arrays, Context
+from finlm.rows.shards import Split, tokenizer_file
+from finlm.tokens import encoders, pretrained, tokenizer_json
+
+VERSION = 1
+SPLITS: dict[Split, int] = {"train": selection.TRAIN, "held_out": selection.HELD_OUT}
+
+
+_COMPARED = 2**18  # bytes of a document that are compared
+_SAMPLED = 64  # one document of so many is encoded by both encoders, and the first of every chunk
+
+
+class Disagreement(Exception):
+    """gigatoken gave other ids than the tokenizer's library; says for which text."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chunk to encode."""
+
+    source: str
+    chunk: Path
+    decisions: selection.Decisions
+    tokenizer: Path
+    tokenizer_sha256: str
+    special: tuple[int | None, int]  # <s> where documents begin with it, </s>
+    dtype: str
+    encoder: str  # "gigatoken", or the name of the library that defines the ids
+
+    def reads(self) -> tuple[Path, ...]:
+        """Return the files of the cache that it needs."""
+        beside = sorted(path for path in self.tokenizer.parent.iterdir() if path.is_file())
+        return (*documents.chunk_files(self.chunk), *beside)
+
+    def key(self) -> str:
+        """Return a key of all that the result depends on; the text enters by the name of its chunk."""
+        used = np.select([self.decisions == code for code in SPLITS.values()], list(SPLITS.values()), 255)
+        digest = hashlib.blake2b(used.astype(np.uint8).tobytes(), digest_size=16).hexdigest()
+        how = [self.tokenizer_sha256, self.special, self.dtype, self.encoder]
+        return files.sha256_json([VERSION, self.chunk.stem, digest, *how])
+
+
+class Encoded(NamedTuple):
+    """The encoded documents of one split of a chunk, in order."""
+
+    ids: npt.NDArray[Any]  # [tokens], <s> and </s> included
+    lengths: npt.NDArray[np.int64]  # tokens of each document
+    text_bytes: npt.NDArray[np.int64]  # bytes of each document
+
+
+def encode_chunk(task: Task) -> Arrays:
+    """Encode a chunk's documents by split into the arrays of Encoded, named <split>.<array>. Runs in a worker.
+
+    Raises Disagreement when gigatoken and the library differ on a sampled document.
+    """
+    encoder = _load_encoder(task.tokenizer, task.encoder)
+    result: Arrays = {}
+    for split, code in SPLITS.items():
+        texts = documents.read_bytes(task.chunk, task.decisions == code)
+        if not texts:
+            continue
+        ids, lengths = _cuts(task.tokenizer).encode(encoder, texts)
+        if task.encoder == "gigatoken":
+            _check_sample(task, texts, ids, lengths)
+        encoded = _join(ids, lengths, texts, task)
+        result |= {f"{split}.{name}": array for name, array in encoded._asdict().items()}
+    return result
+
+
+@cache
+def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
+    """Return the named encoder of a tokenizer, loaded once per process; the file never changes."""
+    return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.reference(tokenizer)
+
+
+@cache
+def _cuts(tokenizer: Path) -> encoders.Cuts:
+    """Return how texts are cut for encoding with this tokenizer, loaded once per process."""
+    return encoders.cuts(tokenizer)
+
+
+def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+    """Raise Disagreement when the library gives other ids than these for a sampled document; of a long one its start.
+
+    ids hold all texts end to end, lengths [texts] how many each has.
+    """
+    reference, encoder = _load_encoder(task.tokenizer, ""), _load_encoder(task.tokenizer, task.encoder)
+    long = [_compared_part(text) for text in texts[::_SAMPLED] if len(text) > _COMPARED]
+    different = encoders.difference(encoder, reference, long) if long else ""
+    places = [place for place in range(0, len(texts), _SAMPLED) if len(texts[place]) <= _COMPARED]
+    expected, wanted = reference([texts[place] for place in places])
+    starts, ends = np.cumsum(lengths) - lengths, np.cumsum(wanted)
+    for place, end, count in zip(places, ends.tolist(), wanted.tolist(), strict=True):
+        here = ids[starts[place] : starts[place] + lengths[place]]
+        if not different and not np.array_equal(here, expected[end - count : end]):
+            different = repr(texts[place][:60].decode("utf-8", errors="replace"))
+    if different:
+        raise Disagreement(f"{different} in {task.chunk.name}")
+
+
+def _compared_part(text: bytes) -> bytes:
+    """Return the part of a sampled text that is compared: at most its first 256 KiB."""
+    return text if len(text) <= _COMPARED else text[:_COMPARED].decode("utf-8", errors="ignore").encode()
+
+
+def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence[bytes], task: Task) -> Encoded:
+    """Return the documents end to end as [<s>] ids </s>, in the task's dtype, with lengths in tokens and bytes."""
+    bos, eos = task.special
+    lengths = lengths + 1 + (bos is not None)
+    ends = np.cumsum(lengths)
+    stream = np.empty(int(ends[-1]), dtype=np.dtype(task.dtype).newbyteorder("<"))
+    is_text = np.ones(len(stream), dtype=np.bool_)
+    stream[ends - 1], is_text[ends - 1] = eos, False
+    if bos is not None:
+        stream[ends - lengths], is_text[ends - lengths] = bos, False
+    stream[is_text] = ids
+    return Encoded(stream, lengths, np.array([len(text) for text in texts], dtype=np.int64))
+
+
+def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_bytes: int) -> list[ShardEntry]:
+    """Encode all chunks and write the shards below directory; return their manifest entries, by split and source.
+
+    Raises Disagreement, and leaves an unfinished directory.
+    """
+    for split in SPLITS:
+        (directory / split).mkdir()
+    streams: dict[tuple[str, Split], _Stream] = {}
+    used = max(1, text_bytes // readers.BLOCK_BYTES)  # a worker takes 0.3 s to start
+    with step_cache.bar("shards", text_bytes, fast_bytes=20_000_000) as advance:
+        kept = context.map_kept("encoded", encode_chunk, [(task.key(), task) for task in tasks], used)
+        for task, arrays in zip(tasks, kept, strict=True):
+            for (source, _), stream in streams.items():
+                if source != task.source:
+                    stream.close()  # its last chunk has come: the tasks are in the order of the sources
+            for split in (split for split in SPLITS if f"{split}.ids" in arrays):
+                encoded = Encoded(*(arrays[f"{split}.{name}"] for name in Encoded._fields))
+                stream = streams.setdefault(
+                    (task.source, split), _Stream(directory, split, task.source, context.data.shard_tokens)
+                )
+                stream.add(encoded)
+                advance(int(encoded.text_bytes.sum()))
+    for stream in streams.values():
+        stream.close()
+    return [entry for split in SPLITS for key, stream in streams.items() if key[1] == split for entry in stream.entries]
+
+
+class _Stream:
+    """The shards of one source and split, written as documents come."""
+
+    def __init__(self, directory: Path, split: Split, source: str, shard_tokens: int) -> None:
+        self.directory = directory
+        self.split = split
+        self.source = source
+        self.shard_tokens = shard_tokens
+        self.entries: list[ShardEntry] = []
+        self._shard: _Shard | None = None
+
+    def add(self, encoded: Encoded) -> None:
+        """Append documents; a document that does not fit opens a new shard, one longer than a shard has its own."""
+        ends = np.cumsum(encoded.lengths)
+        for first, last in self._cuts(ends):
+            if self._shard is None:
+                self._shard = _Shard(self.directory, self.split, self.source, len(self.entries))
+            start = int(ends[first - 1]) if first else 0
+            part = slice(first, last)
+            self._shard.append(
+                encoded.ids[start : int(ends[last - 1])], encoded.lengths[part], encoded.text_bytes[part]
+            )
+
+    def _cuts(self, ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """Yield ranges (first, last) of documents that fit the open shard; closes a shard that has no room left."""
+        first = 0
+        while first < len(ends):
+            used = self._shard.tokens if self._shard else 0
+            start = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, start + self.shard_tokens - used, side="right"))
+            if last <= first and used:
+                self.close()
+                continue
+            last = max(last, first + 1)
+            yield first, last
+            first = last
+
+    def close(self) -> None:
+        """Finish the open shard, if any, and list its entry."""
+        if self._shard is not None:
+            self.entries.append(self._shard.close())
+            self._shard = None
+
+
+class _Shard:
+    """One .bin and .idx being written."""
+
+    def __init__(self, directory: Path, split: Split, source: str, number: int) -> None:
+        """Create the .bin file, empty."""
+        self.split, self.source = split, source
+        self.name = f"{split}/{source}-{number:05d}.bin"
+        self.path = directory / self.name
+        self.tokens = 0
+        self._text_bytes = 0
+        self._lengths: list[npt.NDArray[np.int64]] = []
+        self._sha256 = hashlib.sha256()
+        self._file = self.path.open("wb")
+
+    def append(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]) -> None:
+        """Write the ids of documents and remember their lengths."""
+        data = ids.tobytes()
+        self._file.write(data)
+        self._sha256.update(data)
+        self.tokens += len(ids)
+        self._text_bytes += int(text_bytes.sum())
+        self._lengths.append(lengths)
+
+    def close(self) -> ShardEntry:
+        """Flush the .bin to disk, write the .idx, and return the manifest entry."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths = np.concatenate(self._lengths)
+        index = np.concatenate(([0], np.cumsum(lengths))).astype("<u8").tobytes()
+        self.path.with_suffix(".idx").write_bytes(index)
+        return ShardEntry(
+            source=self.source,
+            split=self.split,
+            file=self.name,
+            sha256=self._sha256.hexdigest(),
+            index_sha256=hashlib.sha256(index).hexdigest(),
+            tokens=self.tokens,
+            documents=len(lengths),
+            text_bytes=self._text_bytes,
+        )
+
+
+def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer: Step) -> Step:
+    """Run the step `shards`, which writes the shards directory.
+
+    Raises UserError for settings the tokenizer does not fit.
+    """
+    dtype = _choose_dtype(context, tokenizer.manifest["vocab_size"])
+    model = tokenizer_file(tokenizer.path)
+    add_bos, bos, eos = _choose_special_ids(context, tokenizer, model)
+    text_bytes = chosen.total["bytes"] + chosen.total["held_out_bytes"]
+
+    sha256, special = tokenizer.manifest["sha256"], (bos if add_bos else None, eos)
+
+    def make(directory: Path) -> dict[str, Any]:
+        """Write shards, tokenizer and documents.json into directory; return the manifest."""
+        decision = chosen.decisions()
+        tasks = [
+            Task(chunk.source, chunk.path, decision[chunk.rows], model, sha256, special, dtype, "")
+            for chunk in read.chunks
+        ]
+        encoder, entries = _encode_documents(context, directory, tasks, model, text_bytes)
+        if encoders.is_json(model):
+            pretrained.copy_files(model.parent, directory / "tokenizer", (*pretrained.COPIED, tokenizer_json.BEFORE))
+        else:
+            shutil.copyfile(model, directory / "tokenizer.model")
+        selection.write_description(directory, entries, read.inputs, chosen.counts)
+        return {
+            "version": VERSION,
+            "dtype": dtype,
+            "vocab_size": tokenizer.manifest["vocab_size"],
+            "bos_id": bos,
+            "eos_id": eos,
+            "add_bos": add_bos,
+            "encoder": encoder,
+            "tokenizer_sha256": tokenizer.manifest["sha256"],
+            "totals": selection.totals(entries),
+            "shards": [entry.to_json() for entry in entries],
+        }
+
+    depends_on = {
+        "version": VERSION,
+        "selection": chosen.key,
+        "tokenizer": tokenizer.manifest["sha256"],
+        "add_bos": add_bos,
+        "dtype": dtype,
+        "shard_tokens": context.data.shard_tokens,
+    }
+    if (bos, eos) != (tokenizer.manifest["bos_id"], tokenizer.manifest["eos_id"]):
+        depends_on["special"] = [bos, eos]
+    step = context.cache.step(
+        "shards", depends_on, make, lambda: _estimate_space(read, chosen, tokenizer, model, dtype)
+    )
+    tokens = {split: sum(row["tokens"] for row in step.manifest["totals"][split].values()) for split in SPLITS}
+    context.say(
+        step,
+        f"{tokens['train']:,} training tokens, {tokens['held_out']:,} held out, {dtype}, "
+        f"{text_bytes / sum(tokens.values()):.2f} bytes a token",
+    )
+    return step
+
+
+def _choose_special_ids(context: Context, tokenizer: Step, model: Path) -> tuple[bool, int, int]:
+    """Return (whether documents begin with a token, its id or -1, the id of the token that ends them).
+
+    Raises UserError when tokenizer.add_bos asks for a <s> that the tokenizer does not have.
+    """
+    begin, end = vocabulary.special_ids(context, model)
+    made, asked = tokenizer.manifest, context.recipe.tokenizer.add_bos
+    bos = made["bos_id"] if begin is None else begin
+    if asked and bos < 0 and not encoders.is_json(model):
+        raise UserError("the tokenizer has no <s>", fix="set tokenizer.add_bos to false")
+    return asked and (begin is not None or made.get("begins", True)), bos, made["eos_id"] if end is None else end
+
+
+def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: Path, dtype: str) -> int:
+    """Return the bytes of disk for shards and their chunks; measures a given tokenizer on held-out documents now."""
+    measured = [(row.bytes, list(row.tokens.values())[-1]) for row in vocabulary.compressions(tokenizer).values()]
+    if not measured:
+        texts = [text.encode() for _, text in vocabulary.sample_texts(read, chosen.decisions())]
+        tokens = int(_cuts(model).encode(_load_encoder(model, ""), texts)[1].sum()) if texts else 0
+        measured = [(sum(map(len, texts)), tokens)]
+    return 2 * needed_bytes(measured, chosen.total, dtype)  # its chunks are kept as well
+
+
+def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], dtype: str) -> int:
+    """Return the disk space for the shards in bytes: a fifth more than the measured pairs (bytes, tokens) give."""
+    tokens = 1.2 * sum(count for _, count in measured)
+    bytes_a_token = sum(size for size, _ in measured) / tokens if tokens else 2
+    documents = total["kept"] + total["held_out"]
+    width = np.dtype(dtype).itemsize
+    return int((total["bytes"] + total["held_out_bytes"]) / bytes_a_token * width) + documents * (2 * width + 8)
+
+
+def _encode_documents(
+    context: Context, directory: Path, tasks: Sequence[Task], model: Path, text_bytes: int
+) -> tuple[str, list[ShardEntry]]:
+    """Encode with gigatoken, or from the beginning with the library where gigatoken differs.
+
+    Returns (name of the encoder that wrote the shards, their entries). Raises UserError where the recipe insists on
+    gigatoken.
+    """
+
+    def write(encoder: str) -> list[ShardEntry]:
+        chosen = [replace(task, encoder=encoder) for task in tasks]
+        return write_shards(context, directory, chosen, text_bytes)
+
+    library, encoder = encoders.reference(model).name, _choose_encoder(context, model)
+    try:
+        return encoder, write(encoder)
+    except Disagreement as error:
+        _refuse_or_say(context, library, str(error))
+    for split in SPLITS:
+        shutil.rmtree(directory / split)
+    return library, write(library)
+
+
+def _choose_encoder(context: Context, model: Path) -> str:
+    """Return the encoder to begin with. Raises UserError when the recipe insists on an encoder that cannot be used."""
+    library, wanted = encoders.reference(model).name, context.data.encoder
+    if wanted == library:
+        return library
+    if wanted not in ("auto", "gigatoken"):
+        raise UserError(
+            f"data.encoder {wanted} does not read {model.name}",
+            fix=f"set data.encoder to auto or {library}",
+        )
+    different = encoders.find_disagreement(model)
+    if not different:
+        return "gigatoken"
+    _refuse_or_say(context, library, different)
+    return library
+
+
+def _refuse_or_say(context: Context, library: str, different: str) -> None:
+    """Raise UserError when the recipe insists on gigatoken, else print that the library is used instead."""
+    if context.data.encoder == "gigatoken":
+        raise UserError(
+            f"gigatoken does not give {library}'s ids with this tokenizer",
+            evidence=different,
+            fix=f"set data.encoder to auto or {library}",
+        )
+    slower = "half" if library == "sentencepiece" else "a tenth of"
+    screen.say(f"shards: encoding with {library}, at {slower} the speed: gigatoken differs ({different})")
+
+
+def _choose_dtype(context: Context, vocab_size: int) -> str:
+    """Return the shards' integer type. Raises UserError when data.token_dtype is too small for the tokenizer."""
+    wanted = context.data.token_dtype
+    if wanted == "uint16" and vocab_size > 65536:
+        raise UserError(
+            f"data.token_dtype uint16 holds ids up to 65,535, the tokenizer has {vocab_size:,} pieces",
+            fix="set data.token_dtype to auto or uint32",
+        )
+    return wanted if wanted != "auto" else "uint16" if vocab_size <= 65536 else "uint32"

@@ -1,0 +1,406 @@
+"""Find near-duplicates from MinHash signatures: candidates of equal bands are verified and dropped for a kept document.
+
+Documents that agree in a band stand in one run of its sorted keys. The first of a run is compared with the others;
+those that are no duplicates of it make a new run with a leader of their own, so work grows with the number of different
+texts in a run, not with its square. The signatures' estimate goes first; what it lets pass is compared by the exact
+Jaccard similarity of the texts' 5-grams, 3 microseconds a pair of 460 characters.
+
+A document is dropped only for a document before it that is kept, is as similar as the threshold, and has all of its
+figures, dates and names (find_facts): announcements of one form, and news that differ in a number, all stay. Documents
+of the held-out world come before all others.
+
+Memory is bounded by parts: keys lie on disk, a file per band, and are sorted a few million at a time; n-grams and
+refused pairs are kept as far as 64 and 32 MB go. Beyond that a document takes 40 bytes: 511 MiB in all for 12 million.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files
+from finlm.base.step_cache import Step
+from finlm.corpus import documents, ngrams, selection
+from finlm.corpus.documents import Documents
+from finlm.corpus.workers import Arrays, Context
+from finlm.rows.shards import mix
+
+Ids = npt.NDArray[np.int64]
+Labels = npt.NDArray[np.uint32]
+Verify = Callable[[Ids, Ids], npt.NDArray[np.bool_]]
+
+_SORTED_AT_ONCE = 4_000_000  # documents: about 100 MB
+_ROUNDS = 6  # in each, those are looked at again whose document was itself dropped
+_LEADERS = 32  # leaders a run has at most; a run of more different texts is a frame (a date, a heading), no duplicate
+
+
+def find_likes(table: ngrams.Table, ranks: Ids, wanted: npt.NDArray[np.bool_], verify: Verify) -> tuple[Labels, int]:
+    """Return (per document the number of the kept document it is dropped for, else its own; pairs compared).
+
+    ranks and wanted are [documents]: the order of preference, lowest first, and which take part. verify(left, right)
+    tells for each pair whether the right document says nothing that the left does not. The result depends on nothing
+    else.
+    """
+    numbers = np.arange(table.documents, dtype=np.uint32)
+    order = np.argsort(ranks, kind="stable").astype(np.uint32)
+    like, is_open, compared = numbers.copy(), wanted.copy(), 0
+    for _ in range(_ROUNDS):
+        taking_part = wanted & (like == numbers)
+        for band in range(ngrams.BANDS):
+            for runs in _runs(table, band, taking_part, ranks, order):
+                compared += _drop_members(runs, like, is_open, verify)
+        orphans = np.flatnonzero(like[like] != like)  # what they were dropped for was dropped later
+        heirs = like[like[orphans]]
+        while not np.array_equal(heirs, like[heirs]):
+            heirs = like[heirs]
+        same = verify(heirs.astype(np.int64), orphans)
+        compared += len(orphans)
+        like[orphans] = np.where(same, heirs, orphans)
+        is_open = np.zeros(table.documents, dtype=np.bool_)
+        is_open[orphans[~same]] = True
+        if not is_open.any():
+            break
+    orphans = np.flatnonzero(like[like] != like)
+    like[orphans] = orphans
+    return like, compared
+
+
+def _runs(
+    table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, order: npt.NDArray[np.uint32]
+) -> Iterator[tuple[Ids, Ids]]:
+    """Yield (documents by rank, start of each run) of the wanted documents that share a band's key with another.
+
+    Reads and sorts a part of the key space at a time.
+    """
+    if not wanted.any():
+        return
+    parts = -(-int(np.count_nonzero(wanted)) // _SORTED_AT_ONCE)
+    for packed in _by_part(table, band, wanted, ranks, parts):
+        packed.sort()
+        equal = (packed[1:] >> np.uint64(32)) == (packed[:-1] >> np.uint64(32))
+        member = np.concatenate((equal, [False])) | np.concatenate(([False], equal))
+        start = np.concatenate(([True], ~equal))[member]
+        documents = order[(packed[member] & np.uint64(2**32 - 1)).astype(np.int64)].astype(np.int64)
+        yield documents, np.flatnonzero(start)
+
+
+def _by_part(
+    table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, parts: int
+) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yield a band's keys of the wanted documents part by part of the key space, as key << 32 | rank, unsorted.
+
+    Reads the band once: splits it into temporary files beside the table, and removes each after yielding it.
+    """
+    paths = [table.directory / f"part-{part}.u64" for part in range(parts)]
+    for first, keys in table.keys(band):
+        chosen = np.flatnonzero(wanted[first : first + len(keys)])
+        packed = keys[chosen].astype(np.uint64) << np.uint64(32) | ranks[chosen + first].astype(np.uint64)
+        part = keys[chosen] % np.uint32(parts)
+        by_part = np.argsort(part, kind="stable")
+        ends = np.searchsorted(part[by_part], np.arange(parts), side="right")
+        for path, piece in zip(paths, np.split(packed[by_part], ends[:-1]), strict=True):
+            with path.open("ab") as file:
+                file.write(piece.tobytes())
+    for path in paths:
+        yield np.fromfile(path, dtype=np.uint64)
+        path.unlink()
+
+
+def _drop_members(runs: tuple[Ids, Ids], like: Labels, is_open: npt.NDArray[np.bool_], verify: Verify) -> int:
+    """Write into `like` the open documents of each run that duplicate an earlier one; return the pairs compared."""
+    documents, starts = runs
+    run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(documents))))
+    compared = 0
+    for _ in range(_LEADERS):
+        in_use = like[documents] == documents
+        documents, run = documents[in_use], run[in_use]
+        if not len(documents):
+            break
+        is_leader = np.concatenate(([True], run[1:] != run[:-1]))
+        leader = documents[is_leader][np.cumsum(is_leader) - 1]
+        leader, documents, run = leader[~is_leader], documents[~is_leader], run[~is_leader]
+        asked = np.flatnonzero(is_open[documents])
+        same = asked[verify(leader[asked], documents[asked])]
+        compared += len(asked)
+        like[documents[same]] = leader[same]
+    return compared
+
+
+# Facts are numbers (1,000.50 is 1000.5) with the direction that stands before them (+ rose, - fell), Chinese numbers
+# with what they count (三季度, 第五次), words in Latin letters (COMEX), the names of companies and funds (what stands
+# before 有限公司, 银行, 基金 and the like) and of persons (after a title, or before 先生 and 女士). Other names, as a
+# share's short one without its code, are not known. Judging a pair by them costs 20 to 100 microseconds a text.
+Facts = frozenset[str]
+
+FACTS_VERSION = 1
+
+_NUMBER = re.compile(
+    r"(?:([涨升增盈高])|([跌降减亏低滑]))?[了幅超逾约近至到为达额损]{0,2}(?<![0-9])((?<![0-9A-Za-z])[-－−+＋])?"
+    r"([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)"
+)
+_CHINESE_NUMBER = re.compile(
+    "第?[〇零一二两三四五六七八九十百千万亿]+(?:年|月|日|季|期|届|次|号|条|章|节|批|轮|成|倍|个|家|名|位|亿|元|股|度|分之)"
+)
+_WORD = re.compile("[A-Z]{2,}|[A-Za-z]{4,}")
+_ORGANISATION = re.compile(
+    "([\u3400-\u9fffA-Za-z]{2,6})(?:股份有限公司|有限责任公司|有限公司|控股集团|集团|银行|证券|信托|保险|基金管理|"
+    "(?:债券|混合|股票|指数|货币)[\u3400-\u9fff]{0,6}基金)"
+)
+_SURNAMES = (
+    "王李张刘陈杨黄赵吴周徐孙马朱胡郭何林罗高郑梁谢宋唐许韩邓冯曹彭曾肖田董潘袁蔡蒋余于杜叶程魏苏吕丁任卢姚沈钟姜崔谭陆"
+    "范汪廖石金韦贾夏付方邹熊白孟秦邱侯江尹薛闫段雷龙黎史陶贺毛郝顾龚邵万覃武钱戴严莫孔向常汤褚卫尤施华戚喻柏章云葛奚"
+)
+_PERSON = re.compile(
+    f"(?:董事长|董事|监事|经理|总监|总裁|行长|主席|秘书|董秘|会计师|代表人|分析师|记者|先后由|聘任|选举|提名)[:：]?\\s?"
+    f"([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})"
+    f"|([{_SURNAMES}][\u4e00-\u9fff]{{1,2}})(?:先生|女士|同志|博士|教授)"
+)
+_SIGNS = {"-": "-", "－": "-", "−": "-", "+": "+", "＋": "+"}
+
+
+def find_facts(text: str) -> Facts:
+    """Return the facts of a text (numbers with direction, words, names; see above), each as a string."""
+    facts = set[str]()
+    for rose, fell, sign, number in _NUMBER.findall(text):
+        plain = number.replace(",", "")
+        plain = (plain.rstrip("0").rstrip(".") if "." in plain else plain).lstrip("0") or "0"
+        facts.add(plain)
+        direction = "+" if rose else "-" if fell else _SIGNS.get(sign, "")
+        if direction:
+            facts.add(direction + plain)
+    facts.update(_CHINESE_NUMBER.findall(text))
+    facts.update(word.lower() for word in _WORD.findall(text))
+    facts.update(f"={name}" for name in _ORGANISATION.findall(text))
+    facts.update(f"@{after or before}" for after, before in _PERSON.findall(text))
+    return frozenset(facts)
+
+
+def covers(left: Facts, right: Facts) -> bool:
+    """Return whether left has all facts of right; a missing direction counts only if left has the opposite."""
+    missing = right - left
+    return all(fact[0] in "+-" and ("-+"[fact[0] == "-"] + fact[1:]) not in left for fact in missing)
+
+
+# An estimate lies this far below the truth once in a million pairs of long documents; of short ones, whose empty bins
+# repeat others, no pair of the real text was lost by it.
+_MARGIN = 0.2
+_PAIRS_AT_ONCE = 8192
+_BYTES_AT_ONCE = 16 * 2**20
+_HUGE = 4 * 2**20  # bytes; the estimate of so long a text needs no second look
+_KEPT_GRAMS = 8 * 2**20
+_KEPT_PAIRS = 2**22
+_KEPT_FACTS = 20_000  # documents: about 40 MB
+_FEW = 4
+
+Grams = npt.NDArray[np.uint64]  # the different n-grams of one document, sorted
+
+
+class Verifier:
+    """Decides for arrays of pairs of documents, in any number and order, whether the right repeats the left.
+
+    Reads the texts from the chunks when needed, and keeps n-grams, facts and refused pairs in bounded caches.
+    """
+
+    def __init__(
+        self,
+        table: ngrams.Table,
+        chunks: Sequence[documents.Chunk],
+        text_bytes: npt.NDArray[np.integer],
+        threshold: float,
+    ) -> None:
+        """Keep the signatures, the chunks with the texts, and the size of each text in bytes: [documents]."""
+        self._table = table
+        self._chunks = chunks
+        self._first = np.array([chunk.rows.start for chunk in chunks])
+        self._bytes = text_bytes
+        self._start = np.concatenate(([0], np.cumsum(text_bytes, dtype=np.int64)))  # as if the chunks were one file
+        self._threshold = threshold
+        self._grams: dict[int, Grams] = {}
+        self._facts: dict[int, Facts] = {}
+        self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
+
+    def __call__(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
+        """Return, as bool [pairs], whether right is as similar as the threshold and has no fact that left lacks."""
+        same = np.zeros(len(left), dtype=np.bool_)
+        for first in range(0, len(left), _PAIRS_AT_ONCE):
+            here = slice(first, first + _PAIRS_AT_ONCE)
+            estimate = self._table.similarity(left[here], right[here])
+            longer = np.maximum(self._bytes[left[here]], self._bytes[right[here]])
+            huge = (longer > _HUGE) & (estimate >= self._threshold)
+            pair = left[here].astype(np.uint64) << np.uint64(32) | right[here].astype(np.uint64)
+            place = mix(pair) % np.uint64(_KEPT_PAIRS)
+            close = (estimate >= self._threshold - _MARGIN) & (self._refused[place] != pair)
+            likely = first + np.flatnonzero(close & (longer <= _HUGE))
+            for some in self._batches(likely, left, right):
+                same[some] = self._compare_pairs(left[some], right[some])
+            for number in (first + np.flatnonzero(huge)).tolist():
+                same[number] = self._says_nothing_new(int(left[number]), int(right[number]))
+            refused = likely[~same[likely]] - first
+            self._refused[place[refused]] = pair[refused]
+        return same
+
+    def _batches(self, pairs: Ids, left: Ids, right: Ids) -> Iterator[Ids]:
+        """Split the pair numbers into groups whose texts together have about 16 MiB."""
+        total = np.cumsum(self._bytes[left[pairs]].astype(np.int64) + self._bytes[right[pairs]])
+        batch = total // _BYTES_AT_ONCE
+        yield from np.split(pairs, np.flatnonzero(np.diff(batch)) + 1) if len(pairs) else ()
+
+    def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
+        """Return, as bool [pairs], which pairs reach the exact threshold and pass _says_nothing_new."""
+        ids = np.unique(np.concatenate((left, right)))
+        if sum(map(len, self._grams.values())) > _KEPT_GRAMS:
+            self._grams.clear()
+        missing = ids[[number not in self._grams for number in ids.tolist()]]
+        if len(missing):
+            data, ends = self._read(missing)
+            grams = ngrams.hash_grams(ngrams.words_only(ngrams.characters(data, ends)), ngrams.SHINGLE)
+            self._grams.update(zip(missing.tolist(), distinct_grams(grams), strict=True))
+        same = np.zeros(len(left), dtype=np.bool_)
+        order = np.argsort(left, kind="stable")
+        for pairs in np.split(order, np.flatnonzero(np.diff(left[order])) + 1):
+            others = [self._grams[number] for number in right[pairs].tolist()]
+            same[pairs] = are_similar(self._grams[int(left[pairs[0]])], others, self._threshold)
+        for number in np.flatnonzero(same).tolist():
+            same[number] = self._says_nothing_new(int(left[number]), int(right[number]))
+        return same
+
+    def _says_nothing_new(self, left: int, right: int) -> bool:
+        """Return whether document left has all facts of document right."""
+        if len(self._facts) > _KEPT_FACTS:
+            self._facts.clear()
+        for number in (left, right):
+            if number not in self._facts:
+                self._facts[number] = find_facts(self._read(np.array([number]))[0].decode("utf-8"))
+        return covers(self._facts[left], self._facts[right])
+
+    def _read(self, ids: Ids) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """Return the texts of documents end to end and where each ends (bytes); ids must ascend."""
+        parts: list[bytes] = []
+        numbers = np.searchsorted(self._first, ids, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            chunk, here = self._chunks[number], ids[numbers == number]
+            first = self._start[chunk.rows.start]
+            with chunk.path.open("rb") as file:
+                for start, size in zip((self._start[here] - first).tolist(), self._bytes[here].tolist(), strict=True):
+                    parts.append(os.pread(file.fileno(), size, start))
+        return b"".join(parts), np.cumsum([len(part) for part in parts])
+
+
+def distinct_grams(grams: ngrams.Grams) -> list[Grams]:
+    """Return the distinct n-gram hashes of each document, sorted, cut to 40 bits."""
+    # A document's number in the upper 24 bits and 40 bits of the hash: one sort of integers groups and orders both.
+    packed = (grams.document.astype(np.uint64) << np.uint64(40)) | (grams.hashes >> np.uint64(24))
+    packed.sort()
+    packed = packed[np.concatenate(([True], packed[1:] != packed[:-1]))] if len(packed) else packed
+    size = np.bincount((packed >> np.uint64(40)).astype(np.int64), minlength=len(grams.count))
+    # Copies: a view would keep the whole batch.
+    return [part.copy() for part in np.split(packed & np.uint64(2**40 - 1), np.cumsum(size)[:-1])]
+
+
+def are_similar(first: Grams, others: Sequence[Grams], threshold: float) -> npt.NDArray[np.bool_]:
+    """Return, as bool [others], whether each other set has at least this exact Jaccard similarity to the first.
+
+    With four others or more, the low bits of the hashes first give an upper bound of the common n-grams.
+    """
+    lengths = np.array([len(other) for other in others])
+    same = np.ones(len(others), dtype=np.bool_)
+    if len(others) >= _FEW:
+        ends = np.uint64(2 ** (len(first).bit_length() + 6) - 1)
+        seen = np.zeros(int(ends) + 1, dtype=np.bool_)
+        seen[first & ends] = True
+        member = np.repeat(np.arange(len(others)), lengths)
+        at_most = np.bincount(member[seen[np.concatenate(others) & ends]], minlength=len(others))
+        same = at_most / np.maximum(len(first) + lengths - at_most, 1) >= threshold
+    for number in np.flatnonzero(same).tolist():
+        common = len(np.intersect1d(first, others[number], assume_unique=True))
+        same[number] = common / max(1, len(first) + int(lengths[number]) - common) >= threshold
+    return same
+
+
+VERSION = 2
+
+
+def find_near_duplicates(
+    context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
+) -> Step | None:
+    """Run the step `near_duplicates`, which writes like.npy (find_likes); None where data.dedup.method is not near.
+
+    settle computes the decisions so far (selection.settle), which depend on `others`.
+    """
+    settings = context.data.dedup
+    if settings.method != "near":
+        return None
+
+    def make(directory: Path) -> dict[str, int]:
+        """Write like.npy into directory; return the counts of the manifest."""
+        table, settled = selection.Table.read(read.chunks), settle()
+        signatures = _sign(context, directory, read.chunks)
+        verify = Verifier(signatures, read.chunks, table.text_bytes, settings.threshold)
+        wanted = (settled <= selection.HELD_OUT) & _find_signed(signatures)
+        ranks = np.empty(len(settled), dtype=np.int64)
+        ranks[np.argsort(settled != selection.HELD_OUT, kind="stable")] = np.arange(len(settled))
+        like, compared = find_likes(signatures, ranks, wanted, verify)
+        signatures.remove()
+        np.save(directory / "like.npy", like)
+        return {"compared": compared, "duplicates": int(np.count_nonzero(like != np.arange(len(like))))}
+
+    depends_on = {
+        "version": [VERSION, FACTS_VERSION, ngrams.SIGNATURE_VERSION],
+        "threshold": settings.threshold,
+        **others,
+    }
+    step = context.cache.step("near_duplicates", depends_on, make, read.count * (5 + 2 * ngrams.BYTES_A_DOCUMENT))
+    context.say(
+        step,
+        f"{step.manifest['duplicates']:,} of {read.count:,} documents are near-duplicates of one that is kept "
+        f"({step.manifest['compared']:,} pairs compared)",
+    )
+    return step
+
+
+def read_likes(step: Step | None) -> npt.NDArray[np.uint32] | None:
+    """Return the step's like.npy, uint32 [documents]; None without a step."""
+    return None if step is None else np.load(step.path / "like.npy")
+
+
+def _sign(context: Context, directory: Path, chunks: Sequence[documents.Chunk]) -> ngrams.Table:
+    """Write the signatures of all chunks to files in directory, computed by the workers, and return their table."""
+    tasks = [(files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]), Task(chunk.path)) for chunk in chunks]
+    writer = ngrams.Writer(directory)
+    for made in context.map_kept("signatures", _sign_chunk, tasks):
+        writer.append(made["signatures"], made["keys"])
+    writer.close()
+    return ngrams.Table(directory, writer.documents)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chunk of documents to sign."""
+
+    chunk: Path
+
+    def reads(self) -> tuple[Path, ...]:
+        """Return the files of the cache that signing reads."""
+        return documents.chunk_files(self.chunk)
+
+
+def _sign_chunk(task: Task) -> Arrays:
+    signatures, keys = ngrams.sign_chunk(task.chunk)
+    return {"signatures": signatures, "keys": keys}
+
+
+def _find_signed(table: ngrams.Table) -> npt.NDArray[np.bool_]:
+    """Return, as bool [documents], which documents have a signature."""
+
+    def blocks() -> Iterator[npt.NDArray[np.bool_]]:
+        for first in range(0, table.documents, 2**18):
+            yield ngrams.has_signature(table.signatures()[first : first + 2**18])
+
+    return np.concatenate([*blocks(), np.empty(0, dtype=np.bool_)])

@@ -1,0 +1,371 @@
+"""Run the chunk tasks of `finlm prepare` as Ray tasks on other hosts: `data.engine: ray`.
+
+The launching host reads the sources, hands blocks of rows to the workers and puts results together, as with processes
+of its own, so the shards have the same bytes. Workers import the launching host's finlm: Ray carries it to them. Before
+work begins every host is held to the launching host's Python and packages and to the files that tasks read outside the
+cache. Where data.cache_dir is one shared directory, chunks are written there; a host that does not share it works in
+its own directory of the same path, is sent what it lacks and sends back what it makes, by key.
+
+Ray does a task again whose worker or host died, three times; a chunk is whole or absent, so doing it twice changes
+nothing. An exception of a task comes back as it is. The launching host is never replaced: the next run takes up the
+chunks that were finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import importlib.util
+import io
+import os
+import platform
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.corpus import workers
+from finlm.corpus.workers import Mapper, Result, Task
+
+RETRIES = 3
+INSTALL = ".venv/bin/pip install -r requirements-ray.lock"
+_DECIDING = ("numpy", "sentencepiece", "tokenizers", "gigatoken", "opencc", "pyarrow", "zstandard", "pyahocorasick")
+_LOOK_SECONDS = 5.0  # between two looks at the hosts while a result is waited for
+
+
+def check_installed() -> None:
+    """Raise UserError where the package ray is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("data.engine ray needs the package ray, which is not installed", fix=INSTALL)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a host has to have: packages and files as (name, version) and (path, sha256); `token` names a shared cache.
+
+    seen_from: the launching host's name.
+    """
+
+    seen_from: str
+    cache: Path
+    token: str
+    packages: tuple[tuple[str, str], ...]
+    files: tuple[tuple[Path, str], ...]
+
+    @property
+    def token_file(self) -> Path:
+        """The file of the cache that a host sees when it shares the cache; removed with what a killed run leaves."""
+        return self.cache / f".ray-{self.token}.tmp"
+
+
+def list_packages() -> tuple[tuple[str, str], ...]:
+    """Return (name, version) of Python and of each package that decides bytes, "missing" for one that is not here."""
+    found = [("python", platform.python_version())]
+    for name in _DECIDING:
+        try:
+            found.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((name, "missing"))
+    return tuple(found)
+
+
+def check_host(expected: Expected) -> bool:
+    """Return whether this host shares the launching host's cache; looked at once per worker process.
+
+    Raises UserError, naming the host, for other packages, for a file that is missing or another one, and for a cache
+    directory that cannot be written.
+    """
+    return _check_once(expected)
+
+
+@lru_cache(maxsize=4)
+def _check_once(expected: Expected) -> bool:
+    """Do the work of check_host."""
+    host = os.uname().nodename
+    here = dict(list_packages())
+    other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]
+    if other:
+        raise UserError(
+            f"{host} has other packages than {expected.seen_from}, and could make other bytes",
+            evidence="\n".join(other),
+            fix=f"install the same on {host}: bash scripts/setup.sh, then {INSTALL}",
+        )
+    for path, sha256 in expected.files:
+        if not path.is_file():
+            raise UserError(f"{path} is missing on {host}", fix=f"copy it from {expected.seen_from} to the same path")
+        if files.sha256_file(path) != sha256:
+            raise UserError(f"{path} on {host} is not that of {expected.seen_from}", fix="copy it to the same path")
+    is_shared = expected.token_file.is_file()
+    try:
+        expected.cache.mkdir(parents=True, exist_ok=True)
+        probe = expected.cache / f".ray-{expected.token}-{host}-{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{host} cannot write to data.cache_dir {expected.cache}",
+            evidence=str(error),
+            fix="mount the same directory on every host, or let this user make it there",
+        ) from None
+    return is_shared
+
+
+class Answer(NamedTuple):
+    """What a task gave, on which host, and the files it made there where the cache is not shared."""
+
+    host: str
+    value: Any
+    made: dict[Path, bytes]
+
+
+@dataclass(frozen=True)
+class Order(Generic[Task]):
+    """A call for a worker, with the files of the cache that it reads and may write."""
+
+    function: Callable[[Task], Any]
+    task: Task
+    reads: tuple[Path, ...]
+    writes: tuple[Path, ...]
+
+
+def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
+    """Do an order in a Ray worker and return its Answer.
+
+    store: handle of the launching host's Store, for a host without the shared cache. Raises UserError for a full disk,
+    and what the function raises.
+    """
+    host, is_shared = os.uname().nodename, check_host(expected)
+    try:
+        for path in order.reads if not is_shared else ():
+            if not path.is_file():
+                import ray
+
+                files.write_bytes(path, ray.get(store.read.remote(path)))
+        value = order.function(order.task)
+        made = {path: path.read_bytes() for path in order.writes if path.is_file()} if not is_shared else {}
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk of {host} is full",
+            evidence=f"{error.strerror} in {expected.cache}",
+            fix="free space there, or set data.cache_dir to a larger disk; finished chunks are kept",
+        ) from None
+    return Answer(host, value, made)
+
+
+class Store:
+    """An actor on the launching host that hands out files of its cache."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    def read(self, path: Path) -> bytes:
+        """Return a file's bytes. Raises ValueError for one that is not in the cache."""
+        return files.within(self._cache, path.relative_to(self._cache).as_posix()).read_bytes()
+
+
+class RayEngine:
+    """Ray workers on all hosts of a cluster, from their first use to the end of the block; see Engine.
+
+    open_cluster: starts or finds a cluster and yields its address. reads: files outside the cache that tasks read.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        num_proc: int,
+        open_cluster: Callable[[], AbstractContextManager[str]],
+        reads: Iterable[Path] = (),
+    ) -> None:
+        self._cache, self._num_proc, self._open_cluster, self._reads = cache, num_proc, open_cluster, tuple(reads)
+        self._held = ExitStack()
+        self._run: _Connection | None = None
+
+    def __enter__(self) -> RayEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the cluster; it ends where it was started for this engine."""
+        self._held.close()
+
+    @contextmanager
+    def start(self, at_most: int) -> Iterator[Mapper]:
+        """Yield the Mapper of the cluster's workers; of this process where one worker is enough. See Engine.start."""
+        if at_most <= 1:
+            yield partial(workers.map_in_order, None, 1)
+            return
+        if self._run is None:
+            address = self._held.enter_context(self._open_cluster())
+            self._run = self._held.enter_context(_connect(address, self._cache, self._num_proc, self._reads))
+        yield self._run.map_in_order
+
+
+@contextmanager
+def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
+    """Connect to the Ray cluster and check its hosts; print at the end how many chunks each one did."""
+    import ray
+
+    import finlm
+
+    hashes = tuple((path, files.sha256_file(path)) for path in reads)
+    expected = Expected(os.uname().nodename, cache, secrets.token_hex(8), list_packages(), hashes)
+    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # Ray's own default is without end
+    try:
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level="error",
+            runtime_env={"py_modules": [str(Path(finlm.__file__).parent)]},
+            **({} if address == "auto" else {"_node_ip_address": os.environ.get("RAY_NODE_IP_ADDRESS") or None}),
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the Ray cluster at {address} cannot be used from this machine",
+            evidence=str(error)[:600],
+            fix="this machine has to be a node of it (`ray start --address`), with the same Python and Ray",
+        ) from None
+    files.write_text(expected.token_file, "")
+    connection = _Connection(expected, num_proc)
+    try:
+        with redirect_stdout(_RaysWords()):
+            try:
+                connection.check_hosts()
+                yield connection
+            finally:
+                ray.shutdown()
+    finally:
+        expected.token_file.unlink(missing_ok=True)
+        if connection.done:
+            screen.say(f"chunks by host: {', '.join(f'{host} {n:,}' for host, n in sorted(connection.done.items()))}")
+
+
+class _RaysWords(io.TextIOBase):
+    """What Ray prints on stdout, where only a command's result belongs: of pages about a lost worker one line."""
+
+    def write(self, text: str, /) -> int:
+        """Print a line for a task that Ray does again, and nothing for the rest."""
+        for left in re.findall(r"There are (\d+) retries remaining", text):
+            screen.say(f"a worker was lost; its chunk is done again ({left} more times at most)")
+        return len(text)
+
+
+class _Connection:
+    """A Pool of a Ray cluster's workers."""
+
+    def __init__(self, expected: Expected, num_proc: int) -> None:
+        import ray
+
+        self._expected, self._num_proc, self._lost = expected, num_proc, set[str]()
+        self.done: Counter[str] = Counter()  # tasks by host
+        self._store: Any = None
+        self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
+
+    def check_hosts(self) -> None:
+        """Hold every host with workers to this one, print what there is, and open the Store where one needs it."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = self._find_nodes()
+        asked = [
+            ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(check_host)
+            for node in nodes
+        ]
+        shared = [_get(ask.remote(self._expected), "checking the hosts") for ask in asked]
+        if not all(shared):
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._store = ray.remote(num_cpus=0, scheduling_strategy=here)(Store).remote(self._expected.cache)
+        apart = [name for (name, _), is_shared in zip(nodes.values(), shared, strict=True) if not is_shared]
+        screen.say(
+            f"Ray: {self.count} workers on {', '.join(name for name, _ in nodes.values())}"
+            + (f"; chunks of {', '.join(apart)}, which do not share data.cache_dir, are sent here" if apart else "")
+        )
+
+    @property
+    def count(self) -> int:
+        """Workers there are now: one a CPU of the cluster, data.num_proc a host at most."""
+        return sum(min(self._num_proc, cores) for _, cores in self._find_nodes().values())
+
+    def _find_nodes(self) -> dict[str, tuple[str, int]]:
+        """Return {id: (name, CPUs)} of the hosts with workers that are alive; print those lost since the last call.
+
+        Raises UserError when none is left.
+        """
+        import ray
+
+        alive = {}
+        for node in ray.nodes():
+            name, cores = node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0))
+            if node["Alive"] and cores:
+                alive[node["NodeID"]] = name, cores
+            elif not node["Alive"] and node["NodeID"] not in self._lost and self.done:
+                self._lost.add(node["NodeID"])
+                screen.say(f"{name} is lost; its chunks are done again by the others")
+        if not alive:
+            raise UserError(
+                "no host of the Ray cluster is left", fix="see to the hosts and run again; finished chunks are kept"
+            )
+        return alive
+
+    def map_in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield function(task) for every task, in order; twice as many are in flight as there are workers."""
+        return workers.map_in_order(self, 2 * self.count, function, tasks)
+
+    def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:
+        """Have a worker call function(task)."""
+        order = Order(function, task, workers.files_read(task), workers.files_written(task))
+        return _Pending(self, self._work.remote(order, self._expected, self._store), task)
+
+    def receive(self, reference: Any, task: object) -> Any:
+        """Wait for a task, write the files that it sends, and return what its function gave."""
+        import ray
+
+        while not ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
+            self._find_nodes()
+        answer = _get(reference, str(task))
+        for path, data in answer.made.items():
+            files.write_bytes(path, data)
+        self.done[answer.host] += 1
+        return answer.value
+
+
+class _Pending(Generic[Result]):
+    """A task that Ray has."""
+
+    def __init__(self, connection: _Connection, reference: Any, task: object) -> None:
+        self._connection, self._reference, self._task = connection, reference, task
+
+    def result(self) -> Result:
+        """Wait for the task and return what it gave, or raise what it raised."""
+        value: Result = self._connection.receive(self._reference, self._task)
+        return value
+
+
+def _get(reference: Any, place: str) -> Any:
+    """Return a task's result. Raises what it raised, or UserError when Ray could not do it; both say the place."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise UserError(cause.problem, evidence=f"{cause.evidence}\nat {place}".strip(), fix=cause.fix) from None
+        if error.cause is None:
+            raise
+        with suppress(AttributeError):
+            error.cause.add_note(f"at {place}")
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise UserError(
+            f"a worker was lost {RETRIES + 1} times on the same chunk, or its host has no memory",
+            evidence=f"at {place}\n{type(error).__name__}: {str(error).strip()[:400]}",
+            fix="take the rows from there out and run again; if the kernel log says out of memory, lower data.num_proc",
+        ) from None

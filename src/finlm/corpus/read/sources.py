@@ -1,0 +1,371 @@
+"""Find the files that a recipe reads: expand globs and data sets of the Hugging Face Hub, recognise formats, and answer
+every mistake with the names nearby.
+
+A JSON-lines file is a source of its own in counts and in held-out perplexity, named after itself; under a name that the
+recipe gives, and always of text, parquet or Arrow, the files of one entry are one source together. Nothing is read here
+but directories and the first bytes of files.
+
+Of a data set on the Hub only files of the kinds that prepare reads are fetched, once. A branch or tag moves, so the
+recipe must name the commit; with the files in the Hub's cache no network is needed (HF_HUB_OFFLINE=1).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch, fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.base.step_cache import NotPrepared
+from finlm.recipe import parents
+from finlm.recipe.schema_data import Source
+
+# "share": a share of the documents is held out; the embedded corpus brings a held-out file of its own instead.
+Split = Literal["train", "held_out", "share"]
+Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
+_SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
+_LOOKED_AT = 10_000  # entries of a directory that was given instead of its files
+READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
+
+
+@dataclass(frozen=True)
+class Input:
+    """The files of one source and how their rows are read."""
+
+    source: str
+    paths: tuple[Path, ...]
+    split: Split
+    format: Format = "jsonl"
+    text_field: str = "text"
+    meta: Mapping[str, str] = field(default_factory=dict)  # fields whose values are counted, by name
+    encoding: str = "auto"
+    null_text: str = "broken"
+    expected: str = ""  # the sha256 or the revision that the recipe names
+    sha256: tuple[str, ...] = ()  # of each file
+    entry: str = ""  # its place in the recipe, for messages
+
+    def identity(self) -> list[Any]:
+        """Return everything that the input's documents depend on, for step keys."""
+        how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
+        return [self.source, self.split, *how, *self.sha256]
+
+    def files_with_hashes(self) -> Iterator[tuple[Path, str]]:
+        """Yield (file, its SHA-256) of every file; "" where the files are not hashed."""
+        return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
+
+    def file_entries(self) -> list[dict[str, str]]:
+        """Return {source, split, file, sha256} of every file, for manifests and reports."""
+        return [
+            {"source": self.source, "split": self.split, "file": path.name, "sha256": sha256}
+            for path, sha256 in zip(self.paths, self.sha256, strict=True)
+        ]
+
+
+def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
+    """Return the inputs of a recipe's entry. `key` is its place in the recipe, for messages.
+
+    Raises UserError when no file matches. Without `fetch` nothing is downloaded: NotPrepared for files of the Hub that
+    are not in its cache.
+    """
+    if source.dataset is not None:
+        paths, expected = hub_files(source, key, fetch=fetch), f"{source.dataset}@{source.revision}"
+    else:
+        assert source.path is not None
+        paths, expected = expand(source.path, source.split), source.sha256 or ""
+    if not paths:
+        _check_directory(Path(str(source.path)), key)
+        raise UserError(
+            f"{key}: no file matches {source.path}",
+            evidence=_similar_names(str(source.path)),
+            fix=f"correct {key}.path",
+        )
+    by_format: dict[Format, list[Path]] = {}
+    for path in paths:
+        by_format.setdefault(_format(path, source), []).append(path)
+    together = source.dataset or str(source.path)
+    inputs = []
+    for kind, members in by_format.items():
+        groups = [[path] for path in members] if kind == "jsonl" and source.name is None else [members]
+        for group in groups:
+            alone = len(by_format) == len(groups) == 1
+            file_name = stem(group[0]) if len(group) == 1 and kind != "arrow" else _common_name(together)
+            name = _source_name(source.name, file_name, alone)
+            inputs.append(
+                Input(
+                    *(name, tuple(group), "share", kind, source.text_field, source.meta, source.encoding),
+                    null_text=source.null_text,
+                    expected=expected,
+                    entry=key,
+                )
+            )
+    return inputs
+
+
+def expand(pattern: str, split: str = "train") -> list[Path]:
+    """Return the files of a path or glob, sorted by name; `**` spans directories and links, hidden files are left out.
+
+    A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`. Raises
+    UserError for a name that is not UTF-8 (no manifest could hold it), and for directories and links that cannot be
+    read.
+    """
+    paths = _matching(pattern, split)
+    for path in paths:
+        name = os.fsencode(path)
+        try:
+            name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(
+                "the name of a file is not UTF-8",
+                evidence=f"{name.decode('utf-8', 'backslashreplace')}\nas GBK {name.decode('gb18030', 'replace')}",
+                fix="rename it; for many: convmv -f gbk -t utf8 --notest -r DIRECTORY",
+            ) from None
+    return paths
+
+
+def _matching(pattern: str, split: str) -> list[Path]:
+    """Return the files that expand() returns, with names of any encoding."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        path = path / split
+    if (path / "state.json").is_file():
+        return [path / item["filename"] for item in files.read_json(path / "state.json")["_data_files"]]
+    if path.is_symlink() and not path.exists():
+        raise _dead_link_error(path)
+    fixed = list(itertools.takewhile(lambda part: not set(part) & set("*?["), path.parts))
+    rest = path.parts[len(fixed) :]
+    if not rest:
+        return []
+    paths = sorted(file for file in _glob(Path(*fixed), rest) if file.is_file() and not file.name.startswith("."))
+    return list({file.resolve(): file for file in reversed(paths)}.values())[::-1] if "**" in rest else paths
+
+
+def _glob(directory: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yield the paths that Path.glob yields, and those in linked directories below `**`; nothing is passed over.
+
+    Raises UserError for a directory that cannot be listed, and for a link that leads nowhere.
+    """
+    if not parts:
+        yield directory
+    elif parts[0] == "**":
+        for inner in _below(directory):
+            yield from _glob(inner, parts[1:])
+    elif directory.is_dir():
+        for path in _entries(directory):
+            if fnmatchcase(path.name, parts[0]) and (len(parts) == 1 or path.is_dir()):
+                yield from _glob(path, parts[1:])
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Yield the directory and all below it, each once: directories before linked ones, which may lead in a circle."""
+    waiting, links, seen = [directory] * directory.is_dir(), list[Path](), set[Path]()
+    while waiting or links:
+        here = waiting.pop() if waiting else links.pop(0)
+        if here.resolve() in seen:
+            continue
+        seen.add(here.resolve())
+        yield here
+        for inner in _entries(here):
+            if inner.is_dir() and inner.name != "lost+found":  # root's alone, on every ext4
+                (links if inner.is_symlink() else waiting).append(inner)
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Return the paths in a directory, sorted. Raises UserError if it cannot be listed or has a visible dead link."""
+    try:
+        paths = sorted(directory.iterdir())
+        for path in paths:
+            if path.is_symlink() and not path.exists() and not path.name.startswith("."):
+                raise _dead_link_error(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot look into {directory}",
+            evidence=str(error),
+            fix="correct its permissions or mount, or name the files so that it does not belong to them",
+        ) from None
+    return paths
+
+
+def _dead_link_error(link: Path) -> UserError:
+    """Return the UserError for a link that leads nowhere."""
+    return UserError(
+        f"{link} leads nowhere",
+        evidence=f"a link to {link.readlink()}, which is not there",
+        fix="mount or fetch what it stands for, or remove the link",
+    )
+
+
+def is_readable(name: str) -> bool:
+    """Return whether a file of this name is of a kind that prepare reads."""
+    return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
+
+
+def _check_directory(path: Path, key: str) -> None:
+    """Raise UserError for a directory that was given instead of files, and suggest the glob of most files in it."""
+    directory = path.expanduser()
+    if not directory.is_dir():
+        return
+    inside = itertools.islice(directory.rglob("*"), _LOOKED_AT)
+    names = [(file.parent == directory, suffix(file)) for file in inside if is_readable(file.name) and file.is_file()]
+    counts = Counter(names).most_common()
+    is_here, kind = next((found for found, _ in counts if found[0]), counts[0][0] if counts else (True, ""))
+    raise UserError(
+        f"{key}: {path} is a directory",
+        evidence=_similar_names(str(path / "*")).partition("\n")[2],
+        fix=f"name its files: {path / ('' if is_here else '**') / f'*{kind}'}"
+        if counts
+        else f"name a directory's files; it holds none that prepare reads ({', '.join(READABLE)})",
+    )
+
+
+def check_names(inputs: list[Input]) -> list[Input]:
+    """Return the inputs unchanged. Raises UserError when two share a name and a split."""
+    counts = Counter((item.source, item.split) for item in inputs)
+    for (name, split), count in counts.items():
+        if count > 1:
+            same = [item for item in inputs if (item.source, item.split) == (name, split)]
+            raise UserError(
+                f"{count} sources are named {name}",
+                evidence="\n".join(str(item.paths[0]) for item in same),
+                fix=_other_names(same),
+            )
+    return inputs
+
+
+def _other_names(same: Sequence[Input]) -> str:
+    """Return the fix to suggest for inputs of one name."""
+    entries = Counter(item.entry for item in same)
+    if len(entries) == len(same):
+        return "give each a name of its own: data.sources[i].name"
+    again = [item for item in same if entries[item.entry] > 1]
+    if any("@" in item.expected for item in again):
+        return f"write an entry for each instead of {again[0].entry}, with files and a name of its own"
+    paths = [item.paths[0] for item in again]
+    if len({path.parent for path in paths}) == len(paths):
+        paths = [path.parent / f"*{suffix(path)}" for path in paths]
+    example = ", ".join(f"{{path: {path}, name: {chr(ord('a') + at)}}}" for at, path in enumerate(paths[:2]))
+    what = "directory" if "*" in paths[0].name else "file"
+    more = ", ..." if len(paths) > 2 else ""
+    return (
+        f"one name for all: {again[0].entry}.name; or "
+        f"one entry a {what} instead of {again[0].entry}, each with a name: --set 'data.sources=[{example}{more}]'"
+    )
+
+
+def verify_hashes(item: Input, sha256: Sequence[str]) -> Input:
+    """Return the input with the hashes of its files.
+
+    Raises UserError when the recipe names another for its only file.
+    """
+    if item.expected and "@" not in item.expected and item.expected.lower() != sha256[0]:
+        raise UserError(
+            f"{item.paths[0]} is not the file that the recipe names",
+            evidence=f"sha256 {sha256[0]}\nthe recipe says {item.expected}",
+            fix="fetch the file again, or correct data.sources[i].sha256",
+        )
+    return replace(item, sha256=tuple(sha256))
+
+
+def stem(path: Path) -> str:
+    """Return a file's name without its kind and compression: news.jsonl.gz -> news."""
+    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", path.name) or path.name
+
+
+def suffix(path: Path) -> str:
+    """Return the kind and compression of a file's name: news.jsonl.gz -> .jsonl.gz."""
+    return path.name.removeprefix(stem(path))
+
+
+def safe_name(name: str) -> str:
+    """Return the name with every character replaced by _ that does not belong in a file name."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+def _format(path: Path, source: Source) -> Format:
+    """Return the format of a file: the recipe's, or that of its suffix (default jsonl)."""
+    if source.format != "auto":
+        return source.format
+    name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    return _SUFFIXES.get(Path(name).suffix, "jsonl")
+
+
+def _source_name(given: str | None, file_name: str, alone: bool) -> str:
+    """Return a source's name: the file's without a given name, else the given one, with the file's if not alone."""
+    return safe_name(file_name if given is None else given if alone else f"{given}-{file_name}")
+
+
+def _common_name(pattern: str) -> str:
+    """Return a name for several files: the last part of their path that is no glob."""
+    parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
+    return stem(Path(parts[-1])) if parts else "files"
+
+
+def _similar_names(pattern: str) -> str:
+    """Return, for messages, the nearest existing directory of a path and the names in it most like the wanted one."""
+    wanted = Path(pattern).expanduser()
+    directory = next(parent for parent in wanted.absolute().parents if parent.is_dir())
+    names = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
+    closest = difflib.get_close_matches(wanted.name, names, n=10, cutoff=0)
+    more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
+    return f"looked for {wanted.absolute()}\n{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
+
+
+def hub_files(source: Source, key: str, *, fetch: bool) -> list[Path]:
+    """Return the chosen files of source.dataset at source.revision, sorted; downloads them with `fetch`.
+
+    Raises UserError when they cannot be had; without `fetch`, for files that are not in the cache, NotPrepared.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    assert source.dataset is not None
+    if not re.fullmatch("[0-9a-f]{40}", source.revision or ""):
+        raise UserError(
+            f"{key}: {source.dataset} needs the commit to read",
+            evidence=f"revision: {source.revision}",
+            fix=f"set {key}.revision to the 40 digits under 'Files and versions' of huggingface.co/datasets/"
+            f"{source.dataset}",
+        )
+    if fetch:
+        screen.say(f"{source.dataset} at {source.revision}")
+    problem = f"{key}: {source.dataset} at {source.revision} cannot be fetched"
+    with parents.hub_errors(
+        problem, "check the id, the commit and the network; a set behind a licence needs `hf auth login`"
+    ):
+        try:
+            snapshot = snapshot_download(
+                source.dataset,
+                repo_type="dataset",
+                revision=source.revision,
+                allow_patterns=source.files or [f"*{suffix}" for suffix in READABLE],
+                local_files_only=not fetch,
+            )
+        except LocalEntryNotFoundError:
+            if fetch:
+                raise
+            raise NotPrepared("sources") from None
+    root = Path(snapshot)
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and is_readable(path.name))
+    chosen = [path for path in paths if source.files is None or fnmatch(str(path.relative_to(root)), source.files)]
+    named = [path for path in chosen if re.search(rf"(^|[^a-z]){re.escape(source.split)}([^a-z]|$)", path.name)]
+    if source.files is None and named:
+        chosen = named
+    if not chosen and not fetch:
+        raise NotPrepared("sources")
+    if not chosen:
+        listed = ", ".join(str(path.relative_to(root)) for path in paths[:10])
+        raise UserError(
+            f"{key}: {source.dataset} has no file to read",
+            evidence=f"files {source.files}, split {source.split}; it holds {listed or 'none that prepare reads'}",
+            fix=f"set {key}.files to a glob such as data/*.parquet",
+        )
+    return chosen

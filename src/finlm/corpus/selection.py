@@ -1,0 +1,444 @@
+"""Decide which documents are used and which are held out: one reason a document, after everything is read.
+
+Exact duplicates are found over all sources by the 128-bit hash of the normalised text, near-duplicates by near.py; the
+first in the sources' order stays. Held out of a file source is a share of what is then left, chosen by hash; the
+embedded corpus brings its own. No training document equals a held-out one, whatever the settings, or says nothing that
+one does not say where near-duplicates are looked for.
+
+The lowest hashes would move with the size of a source, and documents that were held out of a small one would be trained
+on in a large one. So the whole share is kept out of training, and beyond held_out_documents it is only reserved.
+
+Samples of what is left out are kept for people to look at, and documents.json says lengths, reasons and frequent
+origins of the prepared data. In memory: about 80 bytes a document, 1 GB for 12 million.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Step
+from finlm.corpus import documents
+from finlm.recipe.schema_data import Data
+from finlm.rows.shards import Split
+
+VERSION = 4
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+(
+    TRAIN,
+    HELD_OUT,
+    TOO_SHORT,
+    DUPLICATE,
+    EQUALS_HELD_OUT,
+    NEAR_DUPLICATE,
+    NEAR_HELD_OUT,
+    PERPLEXITY,
+    CONTAMINATED,
+    RESERVED,
+) = range(10)
+NAMES = (
+    "kept",
+    "held_out",
+    "too_short",
+    "duplicate",
+    "equals_held_out",
+    "near_duplicate",
+    "near_held_out",
+    "perplexity",
+    "contaminated",
+    "reserved",
+)
+_READ = ("rows", "broken", "cleaned")  # counted where rows are read
+
+Decisions = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Per-document columns of all documents in order: arrays [documents]."""
+
+    source: npt.NDArray[np.int32]  # number of the input, ascending
+    characters: npt.NDArray[np.uint32]
+    text_bytes: npt.NDArray[np.int64]
+    hash: npt.NDArray[np.uint64]  # [documents, 2]
+
+    @classmethod
+    def read(cls, chunks: Sequence[documents.Chunk]) -> Table:
+        """Read the index of every chunk."""
+        indexes = [documents.read_index(chunk.path) for chunk in chunks] or [np.empty(0, dtype=documents.INDEX)]
+        counts = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
+        return cls(
+            np.repeat(np.array([chunk.input for chunk in chunks], dtype=np.int32), counts),
+            np.concatenate([index["characters"] for index in indexes]),
+            np.concatenate([np.diff(index["end"].astype(np.int64), prepend=0) for index in indexes]),
+            np.concatenate([index["hash"] for index in indexes]),
+        )
+
+    def rows_of(self, number: int) -> slice:
+        """Return the range of an input's documents."""
+        return slice(*np.searchsorted(self.source, [number, number + 1]).tolist())
+
+
+def decide(
+    table: Table, splits: Sequence[str], settings: Data, prompts: npt.NDArray[np.uint64] | None = None
+) -> Decisions:
+    """Return a code (TRAIN, HELD_OUT, ...) per document, where neither near-duplicates nor other steps decide about it.
+
+    `splits` has the split of each input; `prompts` [documents, 2] are hashes of the part that training and held-out
+    rows may not share, None where that is the whole text.
+    """
+    return hold_out(table, splits, settings, settle(table, splits, settings, prompts=prompts), prompts=prompts)
+
+
+def settle(
+    table: Table,
+    splits: Sequence[str],
+    settings: Data,
+    dropped: Decisions | None = None,
+    prompts: npt.NDArray[np.uint64] | None = None,
+) -> Decisions:
+    """Return the decisions before near-duplicates are looked for: TRAIN and HELD_OUT for documents still in use.
+
+    `dropped` [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps refuse, else TRAIN; splits and
+    prompts are those of decide().
+    """
+    decision = np.full(len(table.source), TRAIN, dtype=np.uint8)
+    is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)[table.source]
+    decision[is_world] = HELD_OUT
+    if dropped is not None:
+        decision[dropped != TRAIN] = dropped[dropped != TRAIN]
+    decision[table.characters < max(1, settings.min_characters)] = TOO_SHORT
+    equal = equal_texts(table.hash)
+    if settings.dedup.method != "none":
+        decision[_find_repeats(equal, decision)] = DUPLICATE
+    together = equal if prompts is None else equal_texts(prompts)
+    of_world = _in_group_of(together, decision == HELD_OUT) & ~is_world
+    decision[of_world & np.isin(decision, (TRAIN, DUPLICATE))] = EQUALS_HELD_OUT
+    return decision
+
+
+def hold_out(
+    table: Table,
+    splits: Sequence[str],
+    settings: Data,
+    settled: Decisions,
+    like: npt.NDArray[np.uint32] | None = None,
+    prompts: npt.NDArray[np.uint64] | None = None,
+) -> Decisions:
+    """Return the settled decisions less near-duplicates, with a share of each source held out whose split is "share".
+
+    `like` [documents] is the document in whose favour a near-duplicate is dropped, else its own number (near.py).
+    """
+    decision, equal = settled.copy(), equal_texts(table.hash)
+    together, hashes = (equal, table.hash) if prompts is None else (equal_texts(prompts), prompts)
+    if like is not None:
+        repeats = np.flatnonzero(like != np.arange(len(like)))
+        of_world = (settled[like[repeats]] == HELD_OUT) & (settled[repeats] != HELD_OUT)
+        decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
+    for number, split in enumerate(splits):
+        if split == "share":
+            here = np.flatnonzero(decision[table.rows_of(number)] == TRAIN) + table.rows_of(number).start
+            decision[here] = _split_source(equal[here], hashes[here, 0], settings)
+    # Without dedup, one source's held-out document may stand in another source; a prompt may in any case.
+    apart = _in_group_of(together, np.isin(decision, (HELD_OUT, RESERVED)))
+    decision[(decision == TRAIN) & apart] = EQUALS_HELD_OUT
+    return decision
+
+
+def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """Return the number of the first document with the same hash as each: [documents].
+
+    `hashes` is [documents, 2]. Of many, a 64th is sorted at a time.
+    """
+    first = np.empty(len(hashes), dtype=np.uint32)
+    part = (hashes[:, 0] >> np.uint64(58)).astype(np.uint8)
+    for number in range(64 if len(hashes) > 2**20 else 1):
+        here = np.flatnonzero(part == number) if len(hashes) > 2**20 else np.arange(len(hashes))
+        here = here[np.lexsort((hashes[here, 1], hashes[here, 0]))]  # stable: equal texts stay in order
+        starts = np.ones(len(here), dtype=np.bool_)
+        starts[1:] = (hashes[here[1:]] != hashes[here[:-1]]).any(axis=1)
+        first[here] = here[starts][np.cumsum(starts) - 1]
+    return first
+
+
+def write_decisions(directory: Path, decision: Decisions) -> None:
+    """Write decisions.npy into directory: one byte per document, in the documents' order."""
+    np.save(directory / "decisions.npy", decision)
+
+
+SourceCounts = dict[str, dict[str, int]]  # {source: {reason or what: number}}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The manifest of the selection step: counts by source and in all."""
+
+    sources: SourceCounts
+    total: dict[str, int]
+
+
+class Selection:
+    """A finished selection step."""
+
+    def __init__(self, step: Step) -> None:
+        self.path, self.key = step.path, step.key
+        self.counts = Counts(step.manifest["sources"], step.manifest["total"])
+        self.total = self.counts.total
+
+    def decisions(self) -> Decisions:
+        """Return the code of each document, from decisions.npy."""
+        decision: Decisions = np.load(self.path / "decisions.npy")
+        return decision
+
+
+def count_decisions(table: Table, decision: Decisions, inputs: Sequence[documents.InputRead]) -> SourceCounts:
+    """Return {source: {rows, broken, cleaned, a count for each of NAMES, bytes, held_out_bytes}}."""
+    counts: dict[str, dict[str, int]] = {}
+    for number, item in enumerate(inputs):
+        here = table.rows_of(number)
+        row = counts.setdefault(item.source, dict.fromkeys((*_READ, *NAMES, "bytes", "held_out_bytes"), 0))
+        row["rows"] += item.rows
+        row["broken"] += item.broken
+        row["cleaned"] += sum(item.dropped.values())
+        for code, name in enumerate(NAMES):
+            row[name] += int(np.count_nonzero(decision[here] == code))
+        row["bytes"] += int(table.text_bytes[here][decision[here] == TRAIN].sum())
+        row["held_out_bytes"] += int(table.text_bytes[here][decision[here] == HELD_OUT].sum())
+    return counts
+
+
+def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping[str, str]) -> list[str]:
+    """Return the sources that have nothing left to train on; `entries` is {source: its place in the recipe}.
+
+    One of several files of an entry may be empty, or repeat the others. Raises UserError for an entry whose sources are
+    all empty.
+    """
+    empty = [source for source, row in counts.items() if row["kept"] == 0]
+    used = {entries[source] for source in counts if source not in empty}
+    for source in empty:
+        if entries[source] not in used:
+            reasons = ", ".join(f"{counts[source][name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
+            raise UserError(
+                f"source {source} has no document to train on",
+                evidence=reasons,
+                fix=f"take {entries[source]} out, or look at data.clean, data.dedup, data.decontaminate, "
+                "data.min_characters and data.held_out_fraction",
+            )
+    return empty
+
+
+def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return {name: sum over all sources} of the counts."""
+    rows = list(counts.values())
+    return {name: sum(row[name] for row in rows) for name in rows[0]}
+
+
+def _find_repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
+    """Return which documents still in use repeat another of their group: bool [documents].
+
+    In each group the first held-out document stays, or the first of all when none is held out.
+    """
+    number = np.arange(len(group), dtype=np.uint64)
+    order = number + (np.uint64(2**32) * (decision != HELD_OUT))
+    in_use = decision <= HELD_OUT
+    first = np.full(len(group), 2**64 - 1, dtype=np.uint64)
+    np.minimum.at(first, group[in_use], order[in_use])
+    repeats: Bools = in_use & (first[group] != order)
+    return repeats
+
+
+def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
+    """Return which documents share a group with a chosen document: bool [documents]."""
+    groups = np.zeros(len(group), dtype=np.bool_)
+    groups[group[chosen]] = True
+    return groups[group]
+
+
+def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], settings: Data) -> Decisions:
+    """Return TRAIN, HELD_OUT or RESERVED for each document of a source, in order.
+
+    texts numbers equal documents alike; hashes [documents] is of the part that they may not share with training (text
+    or prompt). Documents with hashes in the lowest held_out_fraction of all hashes are kept out of training, of every
+    source with two different hashes at least one and never all. Those with the lowest hashes, held_out_documents at
+    most, are held out; of equal documents (dedup: none) the first.
+    """
+    decision = np.full(len(hashes), TRAIN, dtype=np.uint8)
+    lowest, place = np.unique(hashes, return_inverse=True)
+    if len(lowest) < 2 or settings.held_out_fraction == 0 or settings.held_out_documents < 1:
+        return decision
+    limit = np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
+    # The lowest of the first two, three, ... hashes: each was held out when the source ended there.
+    second = int(np.argmax(hashes != hashes[0]))
+    apart = (hashes <= limit) | np.isin(hashes, np.minimum.accumulate(hashes)[second:])
+    apart &= hashes < lowest[-1]
+    decision[apart] = RESERVED
+    _, first = np.unique(texts, return_index=True)
+    order = first[np.argsort(place[first], kind="stable")]
+    chosen = order[apart[order] & (hashes[order] <= max(limit, lowest[0]))][: settings.held_out_documents]
+    decision[np.isin(hashes, hashes[chosen])] = TRAIN  # what equals a held-out one gets that reason
+    decision[chosen] = HELD_OUT
+    return decision
+
+
+_SAMPLES = 20  # of each source and reason
+_EXCERPT = 120  # characters
+
+
+def write_samples(
+    path: Path,
+    chunks: Sequence[documents.Chunk],
+    decision: Decisions,
+    like: npt.NDArray[np.uint32] | None,
+) -> None:
+    """Write samples of the documents left out: JSON lines {source, reason, document, start}.
+
+    Near-duplicates also have {like, like_start}, the document that they were dropped for.
+    """
+    samples = list(_samples(chunks, decision, like))
+    wanted = np.unique(
+        [number for sample in samples for number in (sample.document, sample.like) if number is not None]
+    )
+    starts = dict(_read_starts(chunks, wanted.astype(np.int64)))
+    with path.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            row = sample._asdict() | {"start": starts[sample.document]}
+            if sample.like is None:
+                del row["like"]
+            else:
+                row["like_start"] = starts[sample.like]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class _Sample(NamedTuple):
+    source: str
+    reason: str
+    document: int
+    like: int | None
+
+
+def _samples(
+    chunks: Sequence[documents.Chunk], decision: Decisions, like: npt.NDArray[np.uint32] | None
+) -> Iterator[_Sample]:
+    """Yield the first 20 left-out documents of each source and reason, and of near-duplicates the kept one."""
+    taken: dict[tuple[str, int], int] = {}
+    for chunk in chunks:
+        here = decision[chunk.rows]
+        for code in np.unique(here[here > HELD_OUT]).tolist():
+            left = _SAMPLES - taken.get((chunk.source, code), 0)
+            chosen = (np.flatnonzero(here == code)[:left] + chunk.rows.start).tolist()
+            taken[chunk.source, code] = taken.get((chunk.source, code), 0) + len(chosen)
+            for number in chosen:
+                is_near = code in (NEAR_DUPLICATE, NEAR_HELD_OUT) and like is not None
+                yield _Sample(
+                    chunk.source, NAMES[code], number, int(like[number]) if is_near and like is not None else None
+                )
+
+
+def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+    """Yield (number, first 120 characters) of the documents with these ascending numbers."""
+    for chunk in chunks:
+        here = numbers[slice(*np.searchsorted(numbers, [chunk.rows.start, chunk.rows.stop]))]
+        if len(here):
+            wanted = np.zeros(chunk.rows.stop - chunk.rows.start, dtype=np.bool_)
+            wanted[here - chunk.rows.start] = True
+            for number, text in zip(here.tolist(), documents.read_texts(chunk.path, wanted), strict=True):
+                yield number, text[:_EXCERPT]
+
+
+EDGES = (0, *(2**power for power in range(5, 18)))  # tokens; the last class is open
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """A shard in the manifest of a shards directory."""
+
+    source: str
+    split: Split
+    file: str
+    sha256: str
+    index_sha256: str
+    mask_sha256: str | None = None  # of dialogues
+    tokens: int
+    documents: int
+    text_bytes: int
+    learnt: int | None = None  # tokens of dialogues that are learnt from
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return the entry as manifest.json has it, without fields that are None."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def totals(entries: Sequence[ShardEntry]) -> dict[str, SourceCounts]:
+    """Return {split: {source: {tokens, documents, text_bytes, and of dialogues learnt}}}."""
+    sums: dict[str, SourceCounts] = {split: {} for split in SPLITS}
+    for entry in entries:
+        counts = {name: getattr(entry, name) for name in ("tokens", "documents", "text_bytes", "learnt")}
+        row = sums[entry.split].setdefault(entry.source, {})
+        for name, count in counts.items():
+            if count is not None:
+                row[name] = row.get(name, 0) + count
+    return sums
+
+
+def write_description(
+    directory: Path, entries: Sequence[ShardEntry], inputs: Sequence[documents.InputRead], counts: Counts
+) -> None:
+    """Write documents.json into a shards directory: counts by source and in all, files, lengths, reasons, values."""
+    about = {
+        **asdict(counts),
+        "files": [file for item in inputs for file in item.files],
+        "pinned": {item.source: item.pinned for item in inputs if item.pinned},
+        "lengths": {source: asdict(lengths) for source, lengths in _measure_lengths(directory, entries)},
+        "cleaned": sum_by_source((item.source, item.dropped) for item in inputs),
+        "values": {item.source: item.values for item in inputs if item.values},
+    }
+    files.write_json(directory / "documents.json", about)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens of the training documents of a source."""
+
+    documents: int
+    tokens: int
+    median: int
+    longest: int
+    histogram: list[list[int]]  # [from tokens, documents, tokens]
+
+
+def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
+    """Yield (source, lengths of its training documents) from the shards' .idx files, for each source that has any."""
+    for source in dict.fromkeys(entry.source for entry in entries):
+        parts = [
+            np.diff(np.fromfile((directory / entry.file).with_suffix(".idx"), dtype="<u8").astype(np.int64))
+            for entry in entries
+            if entry.source == source and entry.split == "train"
+        ]
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        if not len(lengths):
+            continue
+        kind = np.searchsorted(EDGES, lengths, side="right") - 1
+        numbers = np.bincount(kind, minlength=len(EDGES)).tolist()
+        tokens = np.bincount(kind, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()
+        classes = [list(each) for each in zip(EDGES, numbers, tokens, strict=True) if each[1]]
+        median, longest = int(np.median(lengths)), int(lengths.max())
+        yield source, Lengths(len(lengths), int(lengths.sum()), median, longest, classes)
+
+
+def sum_by_source(counted: Iterable[tuple[str, Mapping[str, int]]]) -> SourceCounts:
+    """Return {source: summed counts} of pairs (source, counts), without sources that have none."""
+    sums: dict[str, Counter[str]] = {}
+    for source, counts in counted:
+        sums.setdefault(source, Counter()).update(counts)
+    return {source: dict(counts) for source, counts in sums.items() if counts}

@@ -1,0 +1,272 @@
+"""Run the steps `sources`, `documents` and `selection`: hashed files, clean documents, a decision per document.
+
+The embedded corpus is generated before its files are hashed. A setting is named in the first step that it changes, and
+nowhere else; the next step depends on the key of the one before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from finlm.base import files, step_cache, units
+from finlm.base.errors import UserError
+from finlm.base.step_cache import NotPrepared, Step
+from finlm.corpus import clean, contamination, documents, near, ngrams, perplexity, selection, vocabulary
+from finlm.corpus.documents import Documents
+from finlm.corpus.read import parsing, readers, sources
+from finlm.corpus.read.sources import Input, Split
+from finlm.corpus.selection import Selection
+from finlm.corpus.workers import Context
+from finlm.recipe import parents
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_data import Source, Synthetic
+from finlm.rows import packing
+
+SYNTHETIC_SPLITS: tuple[Split, ...] = ("train", "held_out")
+_ALONE_BYTES = 30_000_000
+
+
+class _Part(NamedTuple):
+    """A file of the embedded corpus."""
+
+    source: str
+    directory: Path
+    size_bytes: int
+    seed: int
+    split: str
+    part: int
+
+
+def list_inputs(context: Context) -> list[Input]:
+    """Return every file of every source as an Input with hashes, in the recipe's order; generates the embedded corpus.
+
+    Raises UserError, also for weights of an unknown source, and NotPrepared for missing files if the cache may not
+    build.
+    """
+    inputs: list[Input] = []
+    for number, source in enumerate(context.data.sources):
+        key = f"data.sources[{number}]"
+        if source.synthetic is None:
+            if not context.cache.build and source.path is not None and not _has_files(source):
+                raise NotPrepared("sources")
+            inputs += sources.find_inputs(source, key, fetch=context.cache.build)
+            continue
+        step = make_synthetic(context, source.synthetic)
+        prefix = f"{source.name}-" if source.name else ""
+        for name in step.manifest["files"]["train"]:
+            for split in SYNTHETIC_SPLITS:
+                paths = tuple(step.path / split / file for file in step.manifest["files"][split][name])
+                inputs.append(Input(sources.safe_name(f"{prefix}{name}"), paths, split, entry=key))
+    _check_weights(context.recipe, [item.source for item in sources.check_names(inputs) if item.split != "held_out"])
+    hashes = context.cache.fingerprints([path for item in inputs for path in item.paths])
+    return [sources.verify_hashes(item, [hashes[path] for path in item.paths]) for item in inputs]
+
+
+def _has_files(source: Source) -> bool:
+    """Return whether the files of a source can be found on this machine."""
+    try:
+        return bool(sources.expand(str(source.path), source.split))
+    except UserError:  # a disk that is not mounted here
+        return False
+
+
+def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
+    """Raise UserError for a weight of no source; which sources have no text is known only when they are read."""
+    weights = {"tokenizer.sample_weights": recipe.tokenizer.sample_weights}
+    for number, stage in enumerate(recipe.data.mixture):
+        weights |= {f"data.mixture[{number}].{name}": getattr(stage, name) for name in ("weights", "to", "tokens")}
+    for key, given in weights.items():
+        packing.of_each(given or {}, dict.fromkeys(names, 1), key)
+
+
+def make_synthetic(context: Context, settings: Synthetic) -> Step:
+    """Run the step `synthetic`, which writes the embedded corpus: documents, dialogues, exams or preference pairs."""
+    kind = "dialogues" if settings.dialogues else "documents"
+    if context.recipe.stage in parents.PREFERENCE:
+        kind = "pairs"
+    if settings.about != "exam":
+        kind = settings.about
+
+    def make(directory: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+        """Write the corpus's files below directory; return their names by split and source."""
+        from finlm.world import post, writer  # only recipes without files of their own need them
+
+        sizes = {"train": settings.size, "held_out": settings.held_out_size}
+        sources = writer.SOURCES if kind == "documents" else post.SOURCES[kind]
+        count_parts = writer.count_parts if kind == "documents" else post.count_parts
+        tasks = [
+            _Part(source, directory / split, size, settings.seed, split, part)
+            for split, size in sizes.items()
+            for source in sources
+            for part in range(count_parts(source, size))
+        ]
+        # Starting workers takes as long as one process needs for a small corpus.
+        with context.local.start(1 if settings.size < _ALONE_BYTES else len(tasks)) as run:
+            names = list(run(_generate_file, tasks))
+        names_by_split: dict[str, dict[str, list[str]]] = {split: {source: [] for source in sources} for split in sizes}
+        for task, name in zip(tasks, names, strict=True):
+            names_by_split[task.split][task.source].append(name)
+        return {"files": names_by_split}
+
+    depends_on = {
+        "generator": [files.sha256_file(path) for path in generator_files()],
+        "size": settings.size,
+        "held_out_size": settings.held_out_size,
+        "seed": settings.seed,
+    } | ({} if kind == "documents" else {"kind": kind})
+    step = context.cache.step("synthetic", depends_on, make, settings.size + settings.held_out_size)
+    context.say(step, f"{units.format_bytes(settings.size)} about fictional companies, seed {settings.seed}")
+    return step
+
+
+def generator_files() -> list[Path]:
+    """Return the files that the embedded corpus is made by: code, phrases and names."""
+    world = Path(__file__).parents[1] / "world"
+    return sorted(path for path in world.rglob("*") if path.suffix in (".py", ".txt", ".toml"))
+
+
+def _generate_file(part: _Part) -> str:
+    """Generate a file of the embedded corpus and return its name. Runs in a worker."""
+    from finlm.world import post, writer
+
+    write_part = writer.write_part if part.source in writer.SOURCES else post.write_part
+    return write_part(*part).name
+
+
+def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
+    """Run the step `documents`, which cleans all inputs. Raises UserError when too many rows of a source are broken.
+
+    Raises NotPrepared for a missing keyword list when the cache may not build.
+    """
+    allowed, keep = context.data.max_broken_fraction, context.cache.directory
+
+    rules = context.data.clean
+    words = rules.bad_keywords
+    if words is not None:  # a worker may have another working directory
+        rules = rules.model_copy(update={"bad_keywords": str(Path(words).expanduser().absolute())})
+
+    def make(directory: Path) -> Documents:
+        _check_all_steps(context, inputs)
+        return documents.write(directory, inputs, rules, context.engine, allowed, keep)
+
+    if words is not None and not context.cache.build and not Path(words).expanduser().is_file():
+        raise NotPrepared("documents")
+    depends_on = {
+        "version": documents.VERSION,
+        "clean": clean.depends_on(context.data.clean),
+        "inputs": [item.identity() for item in inputs],
+    }
+    # The disk is looked at before any row is read.
+    step = context.cache.step("documents", depends_on, lambda directory: make(directory).to_json(), 0)
+    read = Documents.of(step)
+    if context.cache.build:
+        parsing.check_broken_rows(step.path, read.inputs, allowed, keep)
+    dropped = sum(sum(item.dropped.values()) for item in read.inputs)
+    context.say(
+        step,
+        f"{sum(item.rows for item in read.inputs):,} rows of {len({item.source for item in read.inputs})} sources, "
+        f"{sum(item.broken for item in read.inputs):,} broken, {dropped:,} dropped, "
+        f"{units.format_bytes(sum(item.bytes for item in read.inputs))}"
+        f"{readers.describe_cut(documents.list_cut_files(step.path, read.inputs))}",
+    )
+    return read
+
+
+class _Sample(NamedTuple):
+    """Shares of text in the first rows of the inputs, as an estimate for all rows."""
+
+    text_share: float  # of a file's bytes once it is unpacked, at most 1
+    text_bytes: float  # of a document
+
+
+def _sample_rows(inputs: Sequence[Input]) -> _Sample:
+    """Measure the first 200 rows of up to 31 inputs, evenly spread."""
+    raw = text = rows = 0
+    for item in inputs[:: max(1, len(inputs) // 16)]:
+        block = next(readers.blocks(item, step_cache.ignore_progress), None)
+        for row in itertools.islice(parsing.parse_block(block, item), 200) if block else ():
+            raw, text, rows = raw + len(row.raw), text + len(row.text.encode("utf-8", "replace")), rows + 1
+    return _Sample(min(1.0, text / raw), max(1.0, text / rows)) if text else _Sample(1.0, 100.0)
+
+
+def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
+    """Raise UserError for too little disk or memory for any later step, before hours of reading."""
+    settings, sample = context.recipe.tokenizer, _sample_rows(inputs)
+    text_bytes = int(readers.estimate_bytes(inputs, packed=3) * sample.text_share)
+    count = int(text_bytes / sample.text_bytes)
+    rows = 0 if context.recipe.model.vocab_size == "auto" else context.recipe.model.vocab_size
+    token_bytes = 4 if context.data.token_dtype == "uint32" or (settings.pieces or rows) > 65536 else 2
+    # A Chinese tokenizer has 4 bytes of text a token, kept in chunks and in shards; each document has an index of 28
+    # bytes, and 24 with its tokens.
+    needed = text_bytes + 2 * text_bytes * token_bytes // 4 + count * (28 + 2 * 24)
+    if context.data.dedup.method == "near":
+        needed += 2 * count * ngrams.BYTES_A_DOCUMENT
+    step_cache.require_space(context.cache.directory, needed, "documents to shards")
+    if settings.pieces is not None:
+        vocabulary.check_memory(min(settings.sample_bytes, text_bytes))
+
+
+def select_documents(context: Context, read: Documents, inputs: Sequence[Input]) -> Selection:
+    """Run the step `selection` (and those it needs): a decision per document, in decisions.npy.
+
+    Raises UserError for an entry of data.sources that has nothing left to train on.
+    """
+    contamination_step = contamination.find_contaminated(context, read)
+    perplexity_step = perplexity.measure_perplexity(context, read)
+    splits = [item.split for item in read.inputs]
+
+    def settle() -> selection.Decisions:
+        """Return the decisions before near-duplicates are looked for."""
+        table = selection.Table.read(read.chunks)
+        dropped = np.full(len(table.source), selection.TRAIN, dtype=np.uint8)
+        if perplexity_step is not None:
+            dropped[perplexity.surprising_documents(perplexity_step, context.data.clean)] = selection.PERPLEXITY
+        dropped[contamination.contaminated_documents(contamination_step)] = selection.CONTAMINATED
+        return selection.settle(table, splits, context.data, dropped)
+
+    others = {
+        "documents": read.content,
+        "contamination": contamination_step and contamination_step.key,
+        "perplexity": perplexity_step and [perplexity_step.key, perplexity.limit(context.data.clean, perplexity_step)],
+        "dedup": context.data.dedup.method,
+        "min_characters": context.data.min_characters,
+    }
+    near_step = near.find_near_duplicates(context, read, others, settle)
+
+    def make(directory: Path) -> selection.Counts:
+        """Write decisions.npy and dropped.jsonl into directory; return the counts."""
+        table, like = selection.Table.read(read.chunks), near.read_likes(near_step)
+        decision = selection.hold_out(table, splits, context.data, settle(), like)
+        counts = selection.count_decisions(table, decision, read.inputs)
+        selection.write_decisions(directory, decision)
+        selection.write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
+        return selection.Counts(counts, selection.total_counts(counts))
+
+    depends_on = {
+        "version": selection.VERSION,
+        "read": read.key,
+        "near_duplicates": near_step and near_step.key,
+        "held_out_fraction": context.data.held_out_fraction,
+        "held_out_documents": context.data.held_out_documents,
+        **others,
+    }
+    step = context.cache.step("selection", depends_on, lambda directory: asdict(make(directory)), read.count)
+    chosen = Selection(step)
+    total = chosen.total
+    dropped = ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in selection.NAMES[2:] if total[name])
+    context.say(
+        step,
+        f"{dropped or 'nothing'} dropped; {total['held_out']:,} held out, kept {total['kept']:,} "
+        f"({units.format_bytes(total['bytes'])})",
+    )
+    if context.cache.build:
+        empty = selection.find_empty_sources(chosen.counts.sources, {item.source: item.entry for item in inputs})
+        if empty:
+            context.say(step, f"nothing to train on in {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}")
+    return chosen

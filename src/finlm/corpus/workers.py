@@ -1,0 +1,337 @@
+"""Run work in worker processes, as many as this machine can really hold, with results in the order of their tasks.
+
+The number asked for is bounded by the cores this process may use (affinity and cgroup), memory (1 GiB stays free, half
+a GiB per worker) and open files; the limit that binds is printed. Of that memory two workers took 454 MiB in all on 1
+GB of text; a document of 100 MB takes a worker up to 3.8 GB, which no limit knows. Spawned, never forked: a fork copies
+locks that other threads hold. Starting a worker costs 0.2 s, so one worker means none: the work runs in this process.
+
+A Context gives every step of `finlm prepare` the recipe, the cache and an Engine: these processes, or Ray's on other
+hosts (ray_engine.py). Tasks are taken one by one with a few in flight, so memory does not grow with their number. Here
+nothing is retried: a worker that dies ends the step, and the next run takes up the chunks that were finished.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import files, machine, screen, units
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Cache, Step
+from finlm.recipe.schema import Recipe
+
+Arrays = dict[str, npt.NDArray[Any]]
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Made = TypeVar("Made", covariant=True)
+
+_GIB = 2**30
+_FILES_PER_WORKER = 4  # its pipes and sentinel; the parent holds three of them, and a spawn opens two more for a moment
+_FILES_IN_RESERVE = 24  # queues, the step's own files, modules being imported
+
+
+def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
+    """Return how many workers to use, at least 1, and a sentence on the binding limit ("" when `asked` are used).
+
+    `limits` is {reason: workers at most}.
+    """
+    reason, limit = min(limits.items(), key=lambda item: item[1])
+    used = max(1, min(asked, limit))
+    return used, "" if used == asked else f"{asked} workers asked, {used} used: {reason}"
+
+
+def limits(asked: int) -> dict[str, int]:
+    """Return {reason: workers at most} of this process now, by cores, memory and open files.
+
+    Raises the soft limit of open files as far as the `asked` workers need.
+    """
+    cores = available_cores()
+    free = machine.available_bytes()
+    open_files = _allow_open_files(_FILES_IN_RESERVE + _count_open_files() + _FILES_PER_WORKER * min(asked, cores))
+    return {
+        f"this process may use {cores} core{'s' * (cores != 1)}": cores,
+        f"{units.format_bytes(free)} of memory are available": int((free - _GIB) // (_GIB // 2)),
+        f"this process may open {open_files:,} files": (open_files - _FILES_IN_RESERVE - _count_open_files())
+        // _FILES_PER_WORKER,
+    }
+
+
+def available_cores() -> int:
+    """Return the cores this process may use: its affinity, and the cgroup's CPU quota rounded down, at least 1."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for directory in _cgroups():
+        quota = _read_words(directory / "cpu.max") or [
+            *_read_words(directory / "cpu.cfs_quota_us"),
+            *_read_words(directory / "cpu.cfs_period_us"),
+        ]
+        if len(quota) == 2 and quota[0].isdigit():  # "max" or -1 = no quota
+            cores = min(cores, int(quota[0]) / int(quota[1]))
+    return max(1, int(cores))
+
+
+@contextmanager
+def open_pool(count: int) -> Iterator[Executor | None]:
+    """Start `count` spawned workers and end them after the block; yields None for a count of 1: work in this process.
+
+    Raises UserError when workers cannot be started, and when one is killed while the block runs.
+    """
+    if count == 1:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")
+    try:
+        executor = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare_worker)
+    except OSError as error:  # its semaphores are files there
+        raise UserError(
+            "worker processes cannot be started: /dev/shm is missing, full or read-only",
+            evidence=str(error),
+            fix="mount it (docker run --shm-size=1g), or set data.num_proc to 1, which needs none",
+        ) from None
+    try:
+        yield executor
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was killed",
+            evidence=f"{error}\n"
+            f"{count} workers, {units.format_bytes(machine.available_bytes())} of memory available now",
+            fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
+        ) from None
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+class Pending(Protocol[Made]):
+    """A task that was submitted, such as a Future."""
+
+    def result(self) -> Made:
+        """Wait for the task and return what it gave, or raise what it raised."""
+
+
+class Pool(Protocol):
+    """Workers that take tasks, such as an Executor."""
+
+    def submit(self, function: Callable[[Task], Result], task: Task, /) -> Pending[Result]:
+        """Have a worker call function(task)."""
+
+
+def map_in_order(
+    executor: Pool | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
+) -> Iterator[Result]:
+    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process."""
+    if executor is None:
+        yield from map(function, tasks)
+        return
+    rest = iter(tasks)
+    waiting = deque(_submit(executor, function, task) for task in itertools.islice(rest, count + 2))
+    while waiting:
+        result = waiting.popleft().result()
+        waiting.extend(_submit(executor, function, task) for task in itertools.islice(rest, 1))
+        yield result
+
+
+def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
+    """Submit a task and return what it is awaited by.
+
+    Raises BrokenProcessPool also when a worker died while others still started.
+    """
+    try:
+        return executor.submit(function, task)
+    except OSError as error:  # its pipe is closed
+        raise BrokenProcessPool(str(error)) from None
+
+
+def _prepare_worker() -> None:
+    """Set up a worker: ignore Ctrl-C, which the parent handles, and exit when the parent process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        """Exit the process when its parent has ended."""
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _allow_open_files(wanted: int) -> int:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard limit; return the limit now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _cgroups() -> list[Path]:
+    """Return every directory of cgroup v1 and v2 that may limit this process, from its group up to the root."""
+    root = Path("/sys/fs/cgroup")
+    directories = []
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = root / controllers if controllers else root
+        group = top / path.lstrip("/")
+        directories += [group, *[parent for parent in group.parents if parent.is_relative_to(top)]]
+    return [directory for directory in dict.fromkeys([*directories, root]) if directory.is_dir()]
+
+
+def _read_words(path: Path) -> list[str]:
+    return _read_text(path).split()
+
+
+def _read_text(path: Path) -> str:
+    """Return a file's text, "" when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+class Mapper(Protocol):
+    """Workers that are running."""
+
+    def __call__(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield function(task) for every task, in order."""
+
+
+class Engine(Protocol):
+    """Where workers run; which one it is changes no result.
+
+    A task that reads or writes files of the cache lists them by the methods reads() and writes(), for workers whose
+    disk is another; the function calls them by the same path there.
+    """
+
+    def start(self, at_most: int) -> AbstractContextManager[Mapper]:
+        """Have at most `at_most` workers during the block."""
+
+
+class LocalEngine:
+    """Processes of this machine. asked: workers at most. is_shown: print the limit that binds."""
+
+    def __init__(self, asked: int, *, is_shown: bool = False) -> None:
+        self._asked, self._is_shown = asked, is_shown
+
+    @cached_property
+    def count(self) -> int:
+        """How many workers there may be; computed once, and prints the limit that binds."""
+        count, sentence = limit_workers(self._asked, limits(self._asked))
+        if sentence and self._is_shown:
+            screen.say(sentence)
+        return count
+
+    @contextmanager
+    def start(self, at_most: int) -> Iterator[Mapper]:
+        """Start the workers and yield their Mapper; they end with the block."""
+        used = max(1, min(self.count, at_most))
+        with open_pool(used) as pool:
+            yield partial(map_in_order, pool, used)
+
+
+@dataclass(frozen=True)
+class Kept(Generic[Task]):
+    """A task whose arrays go to a file of the cache."""
+
+    function: Callable[[Task], Arrays]
+    task: Task
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def reads(self) -> tuple[Path, ...]:
+        """Return the files of the cache that the task reads."""
+        return files_read(self.task)
+
+    def writes(self) -> tuple[Path, ...]:
+        """Return the file that it makes."""
+        return (self.path,)
+
+
+def files_read(task: object) -> tuple[Path, ...]:
+    """Return the files of the cache that a task says it reads."""
+    return tuple(task.reads()) if hasattr(task, "reads") else ()
+
+
+def files_written(task: object) -> tuple[Path, ...]:
+    """Return the files of the cache that a task says it may write."""
+    return tuple(task.writes()) if hasattr(task, "writes") else ()
+
+
+def _compute_and_save(work: Kept[Task]) -> None:
+    """Compute a task's arrays and write them to its path as .npz, whole or not at all. Runs in a worker."""
+    packed = io.BytesIO()
+    np.savez(packed, **work.function(work.task))  # type: ignore[arg-type]  # of names that are no argument
+    files.write_bytes(work.path, packed.getvalue())
+
+
+def _load(path: Path) -> Arrays:
+    """Read all arrays of an .npz file into memory."""
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+class Context:
+    """A recipe, the cache, and the engine whose workers its steps use; `local` has those of this machine."""
+
+    def __init__(self, recipe: Recipe, cache: Cache, engine: Engine | None = None) -> None:
+        self.recipe = recipe
+        self.data = recipe.data
+        self.cache = cache
+        self.local = LocalEngine(recipe.data.num_proc, is_shown=cache.build)
+        self.engine = engine or self.local
+
+    def map_kept(
+        self,
+        name: str,
+        function: Callable[[Task], Arrays],
+        tasks: Sequence[tuple[str, Task]],
+        at_most: int | None = None,
+    ) -> Iterator[Arrays]:
+        """Yield the arrays that function makes of every (key, task), in order; those in the cache are not made again.
+
+        New arrays are written to the cache under `name` and the key. Prints how many there are to make when some are
+        kept.
+        """
+        paths = [self.cache.chunk(name, key).with_suffix(".npz") for key, _ in tasks]
+        missing = [not path.is_file() for path in paths]
+        if any(missing) and not all(missing):
+            screen.say(f"{name}: {sum(missing):,} of {len(tasks):,} chunks to do, the others are kept")
+        of_all = [Kept(function, task, path) for path, (_, task) in zip(paths, tasks, strict=True)]
+        work = list(itertools.compress(of_all, missing))
+        with self.engine.start(min(len(work), at_most or len(work))) as run:
+            made = run(_compute_and_save, work)
+            for each, is_new in zip(of_all, missing, strict=True):
+                if is_new:
+                    next(made)
+                try:
+                    yield _load(each.path)
+                except (BadZipFile, ValueError, OSError):  # damaged since
+                    _compute_and_save(each)
+                    yield _load(each.path)
+
+    def say(self, step: Step, text: str) -> None:
+        """Print a line about a step, unless the cache may not build (then steps are only looked up)."""
+        if self.cache.build:
+            screen.say(f"{step.manifest['step']}: {text}{' (reused)' if step.reused else ''}")

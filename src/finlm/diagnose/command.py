@@ -1,0 +1,349 @@
+"""`finlm diagnose LOG...`: the cause of a failed run from its logs, what it means and what ends it.
+
+A log of a machine without finlm comes through standard input: `ssh HOST cat LOG | finlm diagnose -`.
+
+Of a run directory all logs are read together, and the first step of a fix has the run's own values (fixes.py).
+
+With `--ask ENDPOINT` a language model is asked about a log whose cause no signature knows. ENDPOINT speaks OpenAI's
+protocol (vLLM, SGLang, llama.cpp, a hosted service). It is given the exceptions and the last lines, cut down, with
+secrets, paths, addresses and names masked; without the option nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.diagnose.findings import Finding, Former, diagnose, exceptions, former_launches
+from finlm.diagnose.fixes import Program, concrete
+from finlm.diagnose.lines import clean
+from finlm.diagnose.read import Log, scan
+from finlm.diagnose.signatures import Signatures
+
+__all__ = ["Finding", "of_logs", "of_run", "run"]
+
+
+def of_logs(
+    paths: Sequence[str],
+    lang: str = "en",
+    standard_input: BinaryIO = sys.stdin.buffer,
+    since: Mapping[str, int] | None = None,
+) -> list[Finding]:
+    """The findings of logs taken together, the most probable cause first. `-` is standard input.
+
+    since: how many lines of a path are not looked at. Raises OSError when one cannot be read.
+    """
+    return diagnose(_read(paths, standard_input, since), _signatures(), lang)
+
+
+def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None, *, keep: bool = True) -> list[Finding]:
+    """The findings of all logs of a run directory, fixes made concrete by its recipe and plan.
+
+    since: lines of each log that former launches wrote, which then count for nothing. keep: in diagnosis.json. Raises
+    OSError when a log cannot be read.
+    """
+    return _of_run(_read_run(run, since), run, lang, keep)
+
+
+def _of_run(logs: Sequence[Log], run: Path, lang: str, keep: bool = True) -> list[Finding]:
+    findings = concrete(diagnose(logs, _signatures(), lang, Program()), run, lang)
+    if keep:
+        keep_findings(findings, run)
+    return findings
+
+
+def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
+    return _read([str(path) for path in run_logs(run)], since=since)
+
+
+def _read(
+    paths: Sequence[str], standard_input: BinaryIO = sys.stdin.buffer, since: Mapping[str, int] | None = None
+) -> list[Log]:
+    """The logs, each once, however often it is named."""
+    prefilter, logs = _signatures().prefilter, []
+    for path in dict.fromkeys(paths):
+        if path == "-":
+            logs.append(scan(standard_input, "-", prefilter))
+            continue
+        with Path(path).open("rb") as file:
+            former = sum(1 for _ in islice(file, since.get(path, 0))) if since else 0
+            logs.append(scan(file, path, prefilter, 1 + former))
+    return logs
+
+
+@lru_cache(maxsize=1)
+def _signatures() -> Signatures:
+    return Signatures()
+
+
+def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = None) -> int:
+    """Diagnose and print; 0 = nothing fatal, 1 = a fatal cause, 2 = a file that cannot be read, or nothing to read.
+
+    endpoint: of a language model that is asked where the cause is unknown.
+    """
+    findings: list[Finding] = []
+    logs: list[Log] = []
+    files = []
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        return _print_refusal(f"--ask {endpoint} is no address", "an endpoint begins with http:// or https://")
+    try:
+        for path in paths:
+            if path == "-" or not Path(path).is_dir():
+                files.append(path)
+            elif own := _read_run(Path(path)):
+                findings += _of_run(own, Path(path), lang)
+                logs += own
+        given = _read(files)
+    except OSError as error:
+        return _print_refusal(f"cannot read {error.filename or paths[0]}", error.strerror or str(error))
+    findings += diagnose(given, _signatures(), lang)
+    logs += given
+    if not any(log.lines for log in logs):
+        ends = ", ".join(f"*{suffix}" for suffix in LOG_SUFFIXES)
+        return _print_refusal(
+            f"no logs in {', '.join(paths)}", f"{len(logs)} empty files; of a directory {ends} are read"
+        )
+    answer = _ask(endpoint, logs, lang) if endpoint and findings and findings[0].cause == "unknown" else None
+    former = [launch for log in logs for launch in former_launches(log, _signatures(), lang)]
+    show(Shown(findings, former, answer, len(logs), sum(log.lines for log in logs)), lang, as_json)
+    return 1 if any(finding.fatal for finding in findings) else 0
+
+
+def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:
+    try:
+        return ask(endpoint, logs, lang)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        print(f"warning: {endpoint} gave no answer: {error}", file=sys.stderr)
+        return None
+
+
+def _print_refusal(problem: str, evidence: str) -> int:
+    fix = "give log files, - for standard input, or a run directory"
+    screen.fail(UserError(problem, evidence=evidence, fix=fix))
+    return 2
+
+
+LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
+
+
+def run_logs(run: Path) -> list[Path]:
+    """All logs of a run directory, or of a plain directory of logs."""
+    directory = run / "logs" if (run / "logs").is_dir() else run
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in LOG_SUFFIXES)
+
+
+def keep_findings(findings: Sequence[Finding], path: Path) -> None:
+    """Write diagnosis.json for the report, where path is a run directory that can be written."""
+    if not (path / "recipe.yaml").exists():
+        return
+    text = json.dumps({"findings": [vars(finding) for finding in findings]}, ensure_ascii=False, indent=1)
+    partial = path / "diagnosis.json.partial"
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(str(partial), str(path / "diagnosis.json"))
+    except OSError:
+        return  # a read-only copy can be diagnosed too
+
+
+_WORDS = {
+    "en": {
+        "nothing": "{logs} log(s), {lines:,} line(s), nothing fatal",
+        "evidence": "evidence",
+        "fix": "fix",
+        "confirm": "confirm",
+        "doctor": "found before launch by `finlm doctor`, check",
+        "threads": "see",
+        "also": "also possible",
+        "former": "former launches in the same file",
+        "no error": "no error",
+        "answer": "answer of {model}, a language model; nobody has checked it",
+        "at": "line",
+    },
+    "zh": {
+        "nothing": "{logs} 份日志，{lines:,} 行，没有发现致命问题",
+        "evidence": "证据",
+        "fix": "处理",
+        "confirm": "确认",
+        "doctor": "启动前可由 `finlm doctor` 的这项检查发现",
+        "threads": "参考",
+        "also": "其他可能",
+        "former": "同一文件中更早的启动",
+        "no error": "没有错误",
+        "answer": "语言模型 {model} 的回答，未经核实",
+        "at": "行",
+    },
+}
+
+
+@dataclass
+class Answer:
+    """What a model said; nobody has checked it."""
+
+    endpoint: str
+    model: str
+    text: str
+
+
+@dataclass
+class Shown:
+    """What a diagnosis prints."""
+
+    findings: Sequence[Finding]
+    former: Sequence[Former]
+    answer: Answer | None
+    logs: int
+    lines: int
+
+    def text(self, lang: str) -> str:
+        """The first finding in full, the others, the answer and former launches in a line each."""
+        words = _WORDS[lang]
+        shown = _finding_text(self.findings, words)
+        if not self.findings:
+            shown = [words["nothing"].format(logs=self.logs, lines=self.lines)]
+        if self.answer:
+            shown += ["", words["answer"].format(model=self.answer.model) + ":", *_indent(self.answer.text)]
+        if self.former:
+            shown += ["", f"{words['former']}:"]
+        for launch in self.former:
+            what = f"{launch.cause}: {launch.title}" if launch.cause else words["no error"]
+            shown.append(f"  {launch.file}, {words['at']} {launch.first}-{launch.last}: {what}")
+        return "\n".join(shown)
+
+    def to_json(self) -> str:
+        """The contract's key first; the others where there is something to say."""
+        document: dict[str, Any] = {"findings": [vars(finding) for finding in self.findings]}
+        if self.former:
+            document["former"] = [vars(launch) for launch in self.former]
+        if self.answer:
+            document["answer"] = vars(self.answer)
+        return json.dumps(document, ensure_ascii=False)
+
+
+def _finding_text(findings: Sequence[Finding], words: Mapping[str, str]) -> list[str]:
+    if not findings:
+        return []
+    first = findings[0]
+    shown = [f"{first.title}  [{first.cause}]", "", first.explanation, ""]
+    shown += [f"{words['evidence']}: {where(first, words['at'])}", *_indent(first.evidence)]
+    shown += [f"{words['fix']}:", *(f"  {i}. {step}" for i, step in enumerate(first.fix.splitlines(), 1))]
+    shown += [f"{words['confirm']}: {first.confirm}"] if first.confirm else []
+    shown += [f"{words['doctor']}: {first.doctor}"] if first.doctor else []
+    shown += [f"{words['threads']}: {' '.join(first.threads)}"] if first.threads else []
+    if len(findings) > 1:
+        shown += ["", f"{words['also']}:"]
+        shown += [f"  {other.cause}: {other.title} ({where(other, words['at'])})" for other in findings[1:]]
+    return shown
+
+
+def where(finding: Finding, line: str = "line") -> str:
+    """File, line, host and rank of a finding's evidence."""
+    place = f"{finding.file}, {line} {finding.line}"
+    place += f", {finding.host}" if finding.host else ""
+    return place if finding.rank is None else f"{place}, rank {finding.rank}"
+
+
+def _indent(block: str) -> list[str]:
+    return [f"  {line}" for line in block.splitlines()]
+
+
+def show(shown: Shown, lang: str, as_json: bool) -> None:
+    """Text to stdout, or JSON to stdout and the text to stderr. A reader that stops early (`| head -1`) is no error."""
+    try:
+        print(shown.text(lang), file=sys.stderr if as_json else sys.stdout)
+        if as_json:
+            print(shown.to_json())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own last flush fails
+
+
+LAST_LINES = 40
+SENT_CHARACTERS = 6000
+SECONDS = 60
+
+_PROMPT = {
+    "en": "A distributed training run failed. From these lines of its logs, name the most probable cause and one "
+    "fix, in at most 80 words. Say that it cannot be told where the lines do not show it.",
+    "zh": "一次分布式训练失败了。请根据日志中的这些行，用不超过 120 字指出最可能的原因和一个处理办法；"
+    "如果这些行看不出原因，请直接说明。",
+}
+_MASKS = [  # what must not leave the machine, and what stands for it
+    (re.compile(r"://[^/\s:@]+:[^/\s@]+@"), "://***@"),
+    (
+        re.compile(
+            r"(?i)([\w-]*(?:key|token|secret|passw\w*|credential)[\w-]*[\"']?\s*[:= ]\s*[\"']?)(?!\d+\b)[^\s\"']{8,}"
+        ),
+        r"\1***",
+    ),
+    (re.compile(r"(?i)\b(bearer|basic)\s+\S{8,}"), r"\1 ***"),
+    (re.compile(r"\b(?:hf|sk|pk|gh[opsu]|glpat|xox[abp]|AKIA|eyJ)[-_]?[\w-]{12,}"), "***"),
+    (re.compile(r"\b(?=\w*\d)(?=\w*[A-Za-z])\w{32,}\b"), "***"),
+    (re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+"), "<mail>"),
+    (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
+    (
+        re.compile(r"\b(?:[0-9a-f]{1,4}:){4,7}[0-9a-f]{1,4}\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE),
+        "<address>",
+    ),
+    (re.compile(r"(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])*(?=(?:site|dist)-packages[/\\])"), ".../"),
+    (re.compile(r"(?<![\w.])(?:~|\.\.?)?(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\",<>]+[/\\])+(?=[^\s/\\:'\",<>]*)"), ".../"),
+]
+
+
+def mask(text: str, names: Sequence[str] = ()) -> str:
+    """A text without secrets, directories, addresses, mail addresses and the given names."""
+    people = re.findall(r"/(?:home|Users|users)/([\w.-]{3,})", text)
+    for expression, stand_in in _MASKS:
+        text = expression.sub(stand_in, text)
+    for name in sorted({*people, *filter(None, names)}, key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
+    return text
+
+
+def evidence(logs: Sequence[Log]) -> str:
+    """The exceptions of the last launch and the last lines of each log, masked and cut down."""
+    parts = []
+    for log in (log.launch(-1) for log in logs):
+        shown = [
+            line for raised in exceptions(log)[-3:] for line in (raised.frame, raised.hit.text, *raised.message[:3])
+        ]
+        last = [clean(line)[0][:300] for line in log.tail.decode("utf-8", errors="replace").splitlines()[-LAST_LINES:]]
+        parts += [*shown, "--", *last]
+    hosts = {hit.host for log in logs for hit in log.hits}
+    return mask("\n".join(filter(None, parts)), sorted(hosts))[-SENT_CHARACTERS:]
+
+
+def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
+    """Send the evidence and return the answer. Raises OSError or ValueError when the endpoint gives none."""
+    base = endpoint.rstrip("/")
+    models = _call(f"{base}/models", None)["data"]
+    if not models:
+        raise ValueError("the endpoint serves no model")
+    model = str(models[0]["id"])
+    messages = [{"role": "system", "content": _PROMPT[lang]}, {"role": "user", "content": evidence(logs)}]
+    reply = _call(
+        f"{base}/chat/completions", {"model": model, "messages": messages, "temperature": 0, "max_tokens": 400}
+    )
+    return Answer(endpoint, model, str(reply["choices"][0]["message"]["content"]).strip())
+
+
+def _call(url: str, body: dict[str, object] | None) -> dict[str, list[dict[str, dict[str, str]]]]:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        reply = json.load(response)
+    if not isinstance(reply, dict):
+        raise ValueError(f"{url} did not answer with a JSON object")
+    return reply

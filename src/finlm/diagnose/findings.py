@@ -1,0 +1,453 @@
+"""Rank what was matched in logs: which cause explains the ending, and which lines are its echoes.
+
+Of a log only the last launch counts. Findings are ordered by the level of their pattern, then by time: the first
+failure over all hosts. A hit after which training goes on is no failure. An exception that no signature explains comes
+before a cause read from a line that is itself no error; a log that ends in one, or whose launcher reports a death, is
+never without a finding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from finlm.diagnose.fixes import Program, program_of
+from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, clean, kind, moment, speaker
+from finlm.diagnose.read import Hit, Log
+from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
+
+LEVELS = ("cause", "symptom", "remark", "echo", "unknown", "hint")
+MAX_FINDINGS = 5
+GOES_ON_STEPS = 3  # different progress lines after a hit that prove it harmless; a bar flushed late is one
+
+DIED = re.compile(
+    rb"exits with return code = -?[1-9]|exitcode\s*: -?[1-9]|exited with (?:exit )?code -?[1-9]|ChildFailedError|"
+    rb"terminate called after|Fatal Python error|[Ss]egmentation fault|core dumped|srun: error|death signal|^Killed$|"
+    rb"^(?:\S{0,40}\s)?(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ",
+    re.MULTILINE,
+)
+ENDED_WELL = re.compile(
+    rb"exits successfully|train_runtime|Training completed|\*\*\* train metrics|Successfully completed\.|"
+    rb"'status': 'finished'"
+)
+SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
+_WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
+_GOES_ON = re.compile(
+    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b"
+)  # says itself what it does instead
+_ERROR = re.compile(
+    r"(?i)error|exception|fatal|abort|NCCL WARN|terminate|kill|assert|traceback|segmentation|not found|denied|"
+    r"fail|timed? ?out|what\(\)|unable|cannot|refused|unreachable|mismatch|"
+    r"^\[?[EF]\d{3}"
+)
+LAST_LINES = 4
+_SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+@dataclass
+class Finding:
+    """A cause found in logs. `fatal` = the run ended, or stood still, because of it."""
+
+    cause: str
+    fatal: bool
+    title: str
+    explanation: str
+    evidence: str
+    file: str
+    line: int
+    host: str
+    rank: int | None
+    fix: str
+    confirm: str
+    confidence: str
+    doctor: str | None = None
+    threads: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Former:
+    """A launch before the last one of a log."""
+
+    file: str
+    first: int
+    last: int
+    cause: str
+    title: str
+
+
+@dataclass
+class _Candidate:
+    signature: Signature
+    pattern: Pattern
+    hit: Hit
+    facts: dict[str, str]
+    length: int
+    raised: Raised | None = None
+
+
+_UNKNOWN = Pattern("unknown", re.compile(""), "unknown")
+
+
+def diagnose(
+    logs: Sequence[Log], signatures: Signatures, lang: str = "en", program: Program | None = None
+) -> list[Finding]:
+    """What went wrong in the last launch of these logs, the most probable cause first; empty when nothing did.
+
+    program: whose words a fix is said in; by default the one that the logs name.
+    """
+    logs = [log.launch(-1) for log in logs]
+    shown = [raised for log in logs for raised in exceptions(log)]
+    candidates = _candidates(logs, signatures, shown)
+    open_ends = [c.raised for c in candidates if c.raised and not c.raised.derived]
+    died = {c.hit.rank for c in candidates if c.signature.id == "unknown" and c.pattern.level == "symptom"} - {None}
+    several = len(logs) > 1
+    levels = {id(c): LEVELS.index(_level(c, died, shown, open_ends)) for c in candidates}
+    candidates.sort(key=lambda c: (levels[id(c)], *_order(c, several)))
+    first: dict[str, _Candidate] = {}
+    for candidate in candidates:
+        first.setdefault(candidate.signature.id, candidate)
+    kept = [c for c in first.values() if c.pattern.level not in ("hint", "unknown")] or list(first.values())
+    program = program or program_of(logs)
+    findings = [_finding(candidate, candidates, program, lang) for candidate in kept[:MAX_FINDINGS]]
+    for finding, candidate in zip(findings, kept, strict=False):
+        if finding.confidence == "high" and not _explains_ending(candidate, open_ends):
+            finding.confidence = "medium"
+    if findings and findings[0].confidence == "high":
+        findings = [finding for finding in findings if finding.cause != "unknown"]
+    return findings
+
+
+def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[Former]:
+    """What the launches before the last one of a log ended of; cause and title are empty where nothing was fatal."""
+    former = []
+    for index, (_, first) in enumerate(log.launches[:-1]):
+        found = diagnose([log.launch(index)], signatures, lang)
+        top = (found[0].cause, found[0].title) if found else ("", "")
+        former.append(Former(log.name, first, log.launches[index + 1][1] - 1, *top))
+    return former
+
+
+def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Raised]) -> list[_Candidate]:
+    """All hits that count. What a signature explains is not unknown, and neither is what training left behind."""
+    found = signatures.matches(logs)
+    by_name = {log.name: log for log in logs}
+    candidates: list[_Candidate] = []
+    unknown = signatures.all["unknown"]
+    for signature in signatures.all.values():
+        if signature is not unknown:
+            candidates += _counting(signature, found, by_name)
+    explained = {(c.hit.source, c.hit.line) for c in candidates}
+    rest = [c for c in _counting(unknown, found, by_name) if (c.hit.source, c.hit.line) not in explained]
+    raised_lines = {(r.hit.source, r.hit.line) for r in shown}
+    rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
+    for raised in shown:
+        if any(raised.covers(c.hit) for c in candidates) or _harmless(
+            raised.hit, by_name[raised.hit.source], "unknown"
+        ):
+            continue
+        level = "unknown" if raised.derived else "symptom"
+        pattern = replace(_UNKNOWN, level=level)
+        facts = {"message": raised.hit.text.partition(": ")[2][:200] or raised.hit.text[:200]}
+        rest.append(_Candidate(unknown, pattern, raised.hit, facts, len(raised.hit.text), raised))
+    candidates += rest
+    if not candidates and len(by_name) == 1:
+        candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
+    return [c for c in candidates if not _superseded(c, candidates, by_name[c.hit.source])]
+
+
+def _last_words(log: Log) -> list[Hit]:
+    """The error in the last lines of a log that ended in nothing else, as far as the program says nothing after it."""
+    if log.last_match(ENDED_WELL) >= 0:
+        return []
+    lines = [(number, offset, clean(line)[0]) for number, offset, line in _tail_lines(log) if line.strip()]
+    lines = [line for line in lines if not line[2].startswith("wandb:")]  # what it says at the end of any run
+    said: list[Hit] = []
+    for number, offset, text in lines[-LAST_LINES:]:
+        if LAST_WORDS.search(text) and not _WARNING.search(text) and not re.search(r"(?i)retry", text):
+            said.append(Hit(log.name, number, offset, text, "", None, None, last=offset))
+        elif GOES_ON_AFTER.search(text) or log.steps_after(offset - 1):
+            said.clear()
+    return said
+
+
+def _superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
+    """Whether training went on after a hit, and died later of something else."""
+    if candidate.pattern.lasting or log.steps_after(candidate.hit.last) < GOES_ON_STEPS:
+        return False
+    later = [
+        c.hit
+        for c in candidates
+        if c.hit.source == log.name
+        and c.hit.offset > candidate.hit.last
+        and c.pattern.level in ("cause", "symptom")
+        and not (c.raised and c.raised.derived)
+    ]
+    return any(log.steps_between(candidate.hit.last, hit.offset) >= GOES_ON_STEPS for hit in later)
+
+
+def _level(candidate: _Candidate, died: Set[int | None], shown: Sequence[Raised], open_ends: Sequence[Raised]) -> str:
+    """The pattern's, or less: an echo's where the rank waited for one of those that died of an exception of their own;
+    a remark's where the line is no error and an unexplained exception follows it."""
+    hit, level = candidate.hit, candidate.pattern.level
+    if candidate.signature.waits and hit.rank is not None and died - {hit.rank}:
+        return "echo"
+    if level in ("cause", "symptom") and candidate.signature.id != "unknown" and not _ERROR.search(hit.text):
+        later = any(raised.hit.source == hit.source and raised.hit.line > hit.line for raised in open_ends)
+        if later and not any(raised.covers(hit) for raised in shown):
+            return "remark"
+    if candidate.signature.id != "unknown" and any(r.covers(hit) and _is_outlived(r, open_ends) for r in shown):
+        return "remark"
+    return level
+
+
+def _is_outlived(caught: Raised, open_ends: Sequence[Raised]) -> bool:
+    """Whether its speaker went on after an exception, to one that neither follows from it nor is explained."""
+    who = (caught.hit.source, caught.hit.host, caught.hit.rank)
+    later = [r for r in open_ends if (r.hit.source, r.hit.host, r.hit.rank) == who and not r.chained]
+    return any(r.first > caught.hit.line + CAUGHT_LINES for r in later)
+
+
+def _explains_ending(candidate: _Candidate, open_ends: Sequence[Raised]) -> bool:
+    """Whether no exception that nothing explains comes after a hit."""
+    hit = candidate.hit
+    return not any(raised.hit.source == hit.source and raised.hit.line > hit.line for raised in open_ends)
+
+
+def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:
+    hit = candidate.hit
+    moment = hit.time if several and hit.time is not None else float("inf")
+    return moment, hit.line, -candidate.length
+
+
+def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> Iterator[_Candidate]:
+    """The hits of a signature that meet its conditions."""
+    for pattern in signature.patterns:
+        if any(regex not in found for regex in pattern.all) or any(regex in found for regex in pattern.none):
+            continue
+        having = {hit.host for hit, _ in found.get(pattern.lacks, ())} if pattern.lacks else set()
+        for hit, match in found.get(pattern.regex.pattern, ()):
+            log = by_name[hit.source]
+            if hit.kind and not (pattern.source and hit.kind == "source"):
+                continue
+            if pattern.lacks and (not having or not hit.host or hit.host in having):
+                continue
+            if (pattern.hosted and not hit.host) or (pattern.library and "-packages" not in frame_before(hit)):
+                continue
+            if (
+                pattern.last is not None
+                and sum(map(bool, map(str.strip, log.rest(hit.last).splitlines()))) > pattern.last
+            ):
+                continue
+            level = pattern.level if signature.id != "unknown" else "unknown"
+            if pattern.lasting or not _harmless(hit, log, level):
+                facts = {name: value.strip() for name, value in match.groupdict().items() if value}
+                facts = {name: value.format(**facts) for name, value in pattern.says} | facts
+                yield _Candidate(signature, pattern, hit, facts, match.end() - match.start())
+
+
+def _harmless(hit: Hit, log: Log, level: str) -> bool:
+    """Whether training went on, or ended well, after a hit; for a warning and a hint one step is enough."""
+    steps, ended_well = log.steps_after(hit.last), log.is_followed_by(ENDED_WELL, hit.last)
+    warning = bool(_WARNING.search(hit.text))
+    if warning and level == "echo":
+        return True  # connections close at the end of a healthy run too; a rank that failed also prints an error
+    if level == "hint" or warning:
+        return steps > 0 or ended_well
+    if level == "unknown" and IGNORED.search(_lines_before(log, hit)):
+        return True
+    if level != "cause" and log.last_match(SERVES) > max(hit.last, log.last_match(DIED)):
+        return True  # one request failed, and the server answers the next
+    if log.is_followed_by(DIED, hit.last):  # what counts then is whether training outlived that too
+        death = log.last_match(DIED)
+        steps, ended_well = log.steps_after(death), log.is_followed_by(ENDED_WELL, death)
+    enough = 2 if level == "unknown" or _GOES_ON.search(hit.text) else GOES_ON_STEPS
+    return steps >= enough or (ended_well and (steps > 1 or level == "unknown"))  # the summary line counts as one
+
+
+def _lines_before(log: Log, hit: Hit, lines: int = 25) -> str:
+    """The text between the traceback's own start and the line before it."""
+    ignored = [other for other in log.hits if hit.line - lines < other.line < hit.line and IGNORED.search(other.text)]
+    return ignored[-1].text if ignored else ""
+
+
+def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: Program, lang: str) -> Finding:
+    signature, hit = candidate.signature, candidate.hit
+    level = candidate.pattern.level if signature.id != "unknown" else "unknown"
+    text = signature.unsure if level == "symptom" else signature.text
+    title, explain, confirm = (each.get(lang, each["en"]) for each in (text.title, text.explain, text.confirm))
+    own = [candidate, *(c for c in candidates if c.signature.id == signature.id)]
+    facts: dict[str, str] = {}
+    for other in own:
+        facts = other.facts | facts
+    _add_facts(signature.facts, hit, facts)
+    _add_foreign_memory(facts)
+    fix = [_fill_sentence(program.speak(step, lang), facts) for step in text.fix.get(lang, text.fix["en"])]
+    return Finding(
+        cause=signature.id,
+        fatal=True,
+        title=_fill_sentence(title, facts) or title,
+        explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in _SENTENCE.split(explain)))),
+        evidence="\n".join(_evidence(candidate, own if level == "unknown" else ())),
+        file=hit.source,
+        line=hit.line,
+        host=hit.host,
+        rank=hit.rank,
+        fix="\n".join(filter(None, fix)),
+        confirm=_fill_sentence(program.speak(confirm, lang), facts) or "",
+        confidence={"cause": "high", "symptom": "medium"}.get(level, "low"),
+        doctor=signature.doctor if program.is_finlm else None,
+        threads=signature.threads,
+        facts=facts,
+    )
+
+
+def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:
+    """The line with its frame and the rest of its message; for an unknown cause up to four other lines too."""
+    raised, hit = candidate.raised, candidate.hit
+    evidence = [hit.text.strip()[:400]]
+    frame = raised.frame if raised else frame_before(hit)
+    lines = [frame] if frame else []
+    if raised:
+        lines += [line.strip()[:400] for line in raised.message[:4] if line.strip()]
+    lines += [text for _, _, text in sorted({(c.hit.source, c.hit.line, c.hit.text.strip()[:400]) for c in others})][:5]
+    for line in lines:
+        if line not in evidence:
+            evidence.append(line)
+    return evidence[:6]
+
+
+def _add_facts(expressions: Sequence[str], hit: Hit, facts: dict[str, str]) -> None:
+    """Add what the lines around a hit say, the hit's own line first."""
+    lines = [hit.text, *(clean(line)[0] for line in re.split("[\r\n]", hit.around.decode("utf-8", errors="replace")))]
+    for regex in expressions:
+        match = next(filter(None, (re.search(regex, line) for line in lines)), None)
+        for name, value in match.groupdict().items() if match else ():
+            if value:
+                facts.setdefault(name, value.strip())
+
+
+def _add_foreign_memory(facts: dict[str, str]) -> None:
+    """Add what other processes hold of a GPU, from its total, what is free and what this process has."""
+    total, free, mine = (_gibibytes(facts.get(name, "")) for name in ("total", "free", "mine"))
+    if total and free is not None and mine is not None and total - free - mine > 2:  # below: this process's context
+        facts["foreign"] = f"{total - free - mine:.1f} GiB"
+
+
+def _gibibytes(text: str) -> float | None:
+    match = re.match(r"([\d.]+) ?(MiB|GiB|MB|GB)$", text)
+    return float(match[1]) / (1024 if match[2][0] == "M" else 1) if match else None
+
+
+def _fill_sentence(sentence: str, facts: dict[str, str]) -> str:
+    """A sentence with the numbers of the log; empty when it asks for one that the log does not give."""
+    if any(name not in facts for name in PLACEHOLDER.findall(sentence)):
+        return ""
+    return PLACEHOLDER.sub(lambda match: facts[match[1]], sentence).strip()
+
+
+CUT_LINES = 60  # within so many lines of its end a log is cut inside a traceback
+CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker shows that it had caught the last
+MESSAGE_LINES = 12  # of a message over several lines, what signatures may explain
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:\(\w+\))?(?:: (?P<message>.*)|:?)$")
+_NO_ERROR = re.compile(r"^(?:\w+\.)*(?:KeyboardInterrupt|SystemExit: 0|\w*Warning)\b")
+# Where a message over several lines ends at the latest: another speaker's line.
+_SPEAKS = re.compile(
+    r"^(?:srun|slurmstepd|sbatch|salloc): |^\[?[EWI]\d{3,4} |^(?:ERROR|WARNING|INFO|DEBUG)\b|^\[?\d{4}-\d\d-\d\d|"
+    r"^Killing subprocess|^={20}|^torch\.distributed\.elastic"
+)
+# What only says that another process, or an exception shown before, ended this one.
+DERIVED = re.compile(
+    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|SignalException|SystemExit|CalledProcessError|"
+    r"DatasetGenerationError|RendezvousConnectionError|ProcessRaisedException|ProcessExitedException|BrokenProcessPool|"
+    r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
+    r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
+    r"subprocesses has abruptly died|returned non-zero exit status|^EOFError$"
+)
+
+
+@dataclass
+class Raised:
+    """An exception's line, the frame it was raised in, and the lines of its message."""
+
+    hit: Hit
+    frame: str
+    first: int  # line that its traceback begins with
+    message: list[str] = field(default_factory=list)
+    chained: bool = False  # raised while another one was handled, which is its cause
+    is_cut: bool = False  # the log ends inside its traceback, before the exception's own line
+
+    @property
+    def derived(self) -> bool:
+        """Whether it only reports the death of another process."""
+        return self.is_cut or bool(DERIVED.search(self.hit.text))
+
+    def covers(self, hit: Hit) -> bool:
+        """Whether a line is this exception's, or one of its traceback or message."""
+        return hit.source == self.hit.source and self.first <= hit.line <= self.hit.line + len(self.message)
+
+
+def exceptions(log: Log) -> list[Raised]:
+    """The exceptions in the kept end of a log, in the order of their lines."""
+    shown: list[Raised] = []
+    traceback: dict[tuple[str, int | None], tuple[str, int, int]] = {}  # by speaker: frame, first line, lines since
+    told: Raised | None = None  # whose message may go on
+    chained: set[tuple[str, int | None]] = set()  # speakers whose next exception follows from their last
+    number = 0
+    for number, offset, line in _tail_lines(log):
+        text, said = clean(line)
+        who = speaker(text, said)
+        text = re.sub(r"^\s*(?:\| )+", "", text)  # an ExceptionGroup's branches
+        if "another exception occurred:" in text or "direct cause of the following" in text:
+            chained.add(who)
+        frame = FRAME.match(text)
+        if frame or "Traceback (most recent call last)" in text:
+            begin = traceback[who][1] if frame and who in traceback else number
+            traceback[who] = (text.strip() if frame else "", begin, 0)
+            told = None
+        elif who in traceback:
+            place, begin, between = traceback[who]
+            match = _RAISED.match(text)
+            if match and (between == 0 or match["name"][:1].isupper()) and not _NO_ERROR.match(text):
+                del traceback[who]
+                hit = Hit(log.name, number, offset, text, *who, moment(line), last=offset)
+                told = Raised(hit, place, begin, chained=who in chained)
+                chained.discard(who)
+                shown.append(told)
+            elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
+                traceback[who] = (place, begin, between + 1)
+                if between > 40:
+                    del traceback[who]
+        elif told and len(told.message) < MESSAGE_LINES and not _SPEAKS.match(text):
+            if number == told.hit.line + len(told.message) + 1:
+                told.message.append(text)
+        else:
+            told = None
+    for who, (place, begin, between) in traceback.items():
+        if place and not between and number - begin < CUT_LINES:
+            hit = Hit(log.name, begin, log.size, place, *who, None, last=log.size)
+            shown.append(Raised(hit, place, begin, is_cut=True))
+    return shown
+
+
+def _tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
+    """Number, byte offset and text of the lines in the kept end of a log."""
+    offset, number = log.size - len(log.tail), log.tail_line
+    for raw in log.tail.split(b"\n"):
+        yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
+        number += 1
+        offset += len(raw) + 1
+
+
+def frame_before(hit: Hit) -> str:
+    """The last frame of the traceback that ends in a line; "" without one."""
+    before = hit.around.partition(hit.text.encode())[0].decode("utf-8", errors="replace").splitlines()[-12:]
+    cleaned = [clean(line)[0] for line in before]
+    for i in range(len(cleaned) - 1, -1, -1):
+        if FRAME.match(cleaned[i]):
+            return cleaned[i].strip()
+        if cleaned[i][:1].strip() and not kind(cleaned[i], cleaned[:i]):
+            return ""
+    return ""

@@ -1,0 +1,145 @@
+"""One line of a log: its text without colours and the prefixes of launchers and loggers, what those said, its kind.
+
+A kind says that a line is no statement of the program: a traceback's source line, pip's chatter, a scheduler's report,
+the help text of a command. Signatures are not held against such lines. Other lines say where one launch ends and the
+next begins in a log that several were appended to.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+_PREFIX = re.compile(
+    r"""^\s*(?:
+        \[?(?:default|rank\s?)?(?P<rank>\d+)\]:?(?:\[rank\d+\]:?)?(?=[\s\[]|\w)(?!\])   # [rank3]:  [default3]:  [3]:
+      | \[?std(?:err|out)(?:\]|:(?=\s))                                                # accelerate test, wrappers
+      | (?P<task>\d{1,4}):(?=\s)                                                        # srun --label
+      | \((?P<actor>\w+)\s+pid=\d+(?:,\s*ip=(?P<ip>[\w.:-]+))?\)                        # Ray, vLLM
+      | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
+      | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
+      | (?!python|pip|gcc|g\+\+|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
+        (?P<host>(?:[\dx]{1,3}\.){3}[\dx]{1,3}|[A-Za-z][\w-]*[-\d][\w.-]*):(?=\s)         # pdsh
+      | \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(?:Z|[+-]\d\d:?\d\d)?(?:\s(?:stdout|stderr)\s[FP])?(?=\s)  # containers
+      | ERROR\s\d\d-\d\d\s\d\d:\d\d:\d\d(?:\.\d+)?\s\[[\w./]+:\d+\]                     # vLLM
+      | \d{4}-\d\d-\d\d\s\d\d:\d\d:\d\d[.,\d]*\s(?:-\s)?\|?\s?(?:ERROR|CRITICAL)\s*\|\s\S+:\d+\s-  # loguru
+      | (?:ERROR|CRITICAL):[\w.]+:(?=\s?\S)                                             # logging
+      | \[?\d{4}-\d\d-\d\d[T\s]\d\d:\d\d:\d\d[.,\d]*\]?\s[^"']{0,80}?(?<=[\s\]])  # a parent about its child
+        (?=Traceback\s\(most|\s*File\s"|\[rank\d+\]:|(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?::\s|$))
+    )[ ]?""",
+    re.VERBOSE,
+)
+_NCCL_HOST = re.compile(r"^(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\]")
+_RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
+_DATE = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+_GLOG = re.compile(r"(?:^|[\s\[])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,6})")
+
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<at>\d+)(?:, in (?P<function>.+))?$')
+_BOX = re.compile(r"^\s*[│┃|]\s*(?:❱\s*)?\d*\s*[│┃|]")  # of rich's tracebacks
+_CODE = re.compile(r"^    +(?:from [\w.]+ import |raise |return |assert |import \w)")
+_PIP = re.compile(
+    r"^\s*(?:Requirement already satisfied|Collecting \S|Downloading \S+\.(?:whl|tar|metadata)|Using cached |"
+    r"Attempting uninstall|Installing collected|Successfully (?:un)?installed|WARNING: Ignoring invalid distribution|"
+    r"ERROR: pip's dependency)|"
+    r"^\s*\S+ \S+ (?:requires|depends on) \S.*(?:but you have|which is not installed|incompatible)"
+)
+_SCHEDULER = re.compile(r"^(?:Started|Terminated|Results reported) at \w{3} |^\s*#(?:SBATCH|BSUB|PBS|\$) |^export \w+=")
+_HELP = re.compile(r"^usage: |^\s+\[-")
+
+
+def clean(text: str) -> tuple[str, dict[str, str]]:
+    """A line without colours and launchers' prefixes, and what those prefixes said."""
+    text = _ANSI.sub("", text).rstrip()
+    said: dict[str, str] = {}
+    for _ in range(5):
+        match = _PREFIX.match(text)
+        if not match or match.end() == 0:
+            break
+        said.update({key: value for key, value in match.groupdict().items() if value})
+        text = text[match.end() :]
+    return text, said
+
+
+def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
+    """Host and rank that a cleaned line names; "" and None where it names none."""
+    nccl = _NCCL_HOST.match(text)
+    host = said.get("ip") or said.get("host") or said.get("tag") or said.get("pod") or (nccl["host"] if nccl else "")
+    named = _RANK.search(text)
+    rank = said.get("rank") or said.get("task") or (named and (named[1] or named[2]))
+    return host, int(rank) if rank else None
+
+
+def kind(text: str, before: list[str]) -> str:
+    """`source`, `pip`, `scheduler`, `help`, or "" for a statement; before: the lines before it as they are."""
+    if _BOX.match(text) or _CODE.match(text):
+        return "source"
+    if text.startswith("    "):
+        for line in (clean(line)[0] for line in reversed(before[-12:])):
+            if FRAME.match(line):
+                return "source"
+            if not line.startswith("    "):
+                break
+    for name, expression in (("pip", _PIP), ("scheduler", _SCHEDULER), ("help", _HELP)):
+        if expression.search(text):
+            return name
+    return ""
+
+
+def moment(text: str) -> float | None:
+    """Seconds since the start of the year, for ordering only; the zone is the host's."""
+    match = _DATE.search(text) or _GLOG.search(text)
+    if match is None:
+        return None
+    month, day, hour, minute, second = (int(match[i]) for i in range(1, 6))
+    return (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + float("0." + (match[6] or "0"))
+
+
+def of_name(name: str) -> tuple[str, int | None]:
+    """Host and rank of logs/<host>.<rank>.log."""
+    match = re.match(r"(.+)\.(\d+)\.log$", Path(name).name)
+    return (match[1], int(match[2])) if match else ("", None)
+
+
+# What only a launcher, or a program that could not even begin, prints: a new launch once the former has ended.
+_BEGINS = re.compile(
+    r"runner\.py:\d+:main\] cmd = |nohup: ignoring input|Setting OMP_NUM_THREADS environment variable for each|"
+    r"INFO:root:Using nproc_per_node|Initializing \d+ distributed tasks at|Started a local Ray instance|"
+    r"values were not passed to `accelerate launch`|vLLM API server version|run sh: `|"
+    r"^(?:Job (?:started|begins)|Start(?:ing|ed)? (?:job|training|run)\b|SLURM_JOB_?ID)"
+)
+_NEVER_BEGAN = re.compile(r"^usage: |SyntaxError|IndentationError|can't open file '")
+# What a rank prints when it begins: a new launch only when the launcher itself had reported the end of the former.
+_RANK_BEGINS = re.compile(r"get_accelerator\] Setting ds_accelerator|checkpoint shards: +0%\|")
+_LAUNCHER_ENDS = re.compile(
+    r"ChildFailedError|exits with return code = |exits successfully|Exited with exit code|output \(if any\) is above|"
+    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|train_runtime|Training completed\. Do not forget"
+)
+_RANK_ENDS = re.compile(
+    r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b|: error: |command not found|"
+    r"core dumped|Segmentation fault|^Killed$"
+)
+MARKS = (_BEGINS.pattern, _NEVER_BEGAN.pattern, _RANK_BEGINS.pattern, _LAUNCHER_ENDS.pattern)
+
+
+def begins_launch(text: str, end: str) -> bool:
+    """Whether a cleaned line begins a launch after a line that ended the former; end: that line, "" for any."""
+    if _NEVER_BEGAN.search(text):
+        return not re.search(r"SyntaxError|IndentationError|: error: |can't open", end)  # each rank prints it
+    return bool(_BEGINS.search(text) or (_RANK_BEGINS.search(text) and (not end or ends_launch(end) == "launcher")))
+
+
+def ends_launch(text: str) -> str:
+    """`launcher` or `rank` by who reports the end of a launch in this line, or ""."""
+    if _LAUNCHER_ENDS.search(text):
+        return "launcher"
+    return "rank" if _RANK_ENDS.search(text) else ""
+
+
+# The last words of a log that no exception ends: level names, and what shells, launchers and allocators print.
+LAST_WORDS = re.compile(
+    r"(?:^|[\s\[|:(])(?:ERROR|FATAL|CRITICAL|PANIC)\b|^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|"
+    r": (?:fatal|error): |\b[Aa]bort(?:ed|ing)\b|command not found|[Tt]raining (?:failed|aborted)|_InactiveRpcError|"
+    r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable|uncaught exception)"
+)
+GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|(?i:\bdone\b|complete|finished|success|saved)")

@@ -1,0 +1,384 @@
+"""Reads logs of any size: finds the lines that hold a signature's words, cleans them, notes rank, host and time.
+
+One combined search over raw blocks picks candidate lines; only those are decoded and matched, and of lines that differ
+in digits only the first few. That makes 500 MB a matter of seconds, and bounds memory whatever the log holds.
+
+A file that several launches were appended to (nohup >>, Slurm, LSF) is one log with several launches: a launch begins
+at a line that only launchers and starting programs print, once the former launch has ended.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, BinaryIO
+
+import ahocorasick
+
+from finlm.diagnose.lines import begins_launch, clean, ends_launch, kind, moment, of_name, speaker
+
+BLOCK_BYTES = 1 << 22
+LINE_BYTES = 4096  # of a longer line this much on either side of the match is looked at
+HEAD_BYTES = 1 << 16
+TAIL_BYTES = 1 << 18
+SAME_SHAPE = 4  # lines alike but for their digits that are kept
+SAME_WORD = 500  # lines looked at for one literal
+GRAM_BITS, GRAM_BYTES, GRAM_FACTOR = (
+    18,
+    1 << 18,
+    2654435761,
+)  # of a table of four bytes in a row; blocks that fit a cache
+SHAPES = 500_000  # hashes of line shapes remembered
+AROUND_BYTES = 6000  # text on either side of a hit that may lend numbers to its explanation
+
+_NUMBERS = b"0123456789abcdefABCDEF.:-_"  # what tells lines of one shape apart: decimal and hexadecimal numbers
+_COMMON = " etaonirs0123456789lcd:.'hpumg,/-[]()fywbNCLIFOE_v=\"kTSARDPM"  # from frequent to rare in logs
+_CLOCK = re.compile(rb"\d:\d\d:\d\d")
+_TEXT = re.compile(rb"[\t -~\x80-\xf4]{12,}|\n")
+_MARKS = (b"loss", b"Loss", b"it/s", b"s/it", b"step")
+_STEP = re.compile(
+    r"""(?:train_)?[Ll]oss['"]?\s*[:=]\s*['"]?-?\d[\d.e+-]* | \b\d+/\d+\s+\[[\d:]+<[^\]]*(?:it/s|s/it)
+      | \b[Ss]tep[\s:=]+\d+ | \bloss\s\d+\.\d+""",
+    re.VERBOSE,
+)
+_PREPARING = re.compile(
+    r"(?i)\b(load|map|generat|tokeni|download|fetch|resolv|filter|sav|pack|writ|creat|convert|add|truncat|apply|shard)"
+)
+
+
+@dataclass
+class Hit:
+    """A line that holds the words of a pattern."""
+
+    source: str
+    line: int
+    offset: int
+    text: str
+    host: str
+    rank: int | None
+    time: float | None
+    kind: str = ""  # what the line is when it is no statement of the program: see lines.kind
+    last: int = 0  # byte offset of the last line of this shape
+    around: bytes = b""
+
+
+@dataclass
+class Log:
+    """What one log told: candidate lines in order, how often each shape came, and its end."""
+
+    name: str
+    hits: list[Hit] = field(default_factory=list)
+    size: int = 0
+    lines: int = 0
+    steps: list[tuple[int, str]] = field(default_factory=list)  # byte offset and text of training progress, the last
+    head: bytes = b""
+    tail: bytes = b""
+    tail_line: int = 1  # number of the line that the tail begins with
+    launches: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])  # first byte offset and line of each
+    ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
+
+    def rest(self, offset: int) -> str:
+        """The text behind the line at a byte offset, as far as the kept tail reaches back."""
+        behind = self.tail[max(0, offset - (self.size - len(self.tail))) :]
+        if offset >= self.size - len(self.tail):
+            behind = behind.partition(b"\n")[2]
+        return behind.decode("utf-8", errors="replace")
+
+    def last_match(self, expression: re.Pattern[bytes]) -> int:
+        """The byte offset at which an expression's last match in the tail ends, or -1."""
+        if expression not in self.ends:
+            first = self.size - len(self.tail)
+            self.ends[expression] = max((first + match.end() for match in expression.finditer(self.tail)), default=-1)
+        return self.ends[expression]
+
+    def is_followed_by(self, expression: re.Pattern[bytes], offset: int) -> bool:
+        """Whether an expression matches in rest(offset). The tail, long as it is, is searched once for all offsets."""
+        first = self.size - len(self.tail)
+        newline = self.tail.find(b"\n", offset - first) if offset >= first else -1
+        behind = first + newline + 1 if newline >= 0 else self.size if offset >= first else first
+        return self.last_match(expression) > behind
+
+    def launch(self, index: int) -> Log:
+        """One launch of this log as a log of its own; -1 is the last."""
+        index %= len(self.launches)
+        start = self.launches[index][0]
+        end = self.launches[index + 1][0] if index + 1 < len(self.launches) else self.size
+        first = self.size - len(self.tail)
+        return replace(
+            self,
+            hits=[hit for hit in self.hits if start <= hit.offset < end],
+            steps=[step for step in self.steps if start <= step[0] < end],
+            tail=self.tail[max(0, start - first) : max(0, end - first)],
+            size=end,
+            tail_line=self.launches[index][1] if start > first else self.tail_line,
+            launches=[self.launches[index]],
+            ends={},
+        )
+
+    def steps_between(self, first: int, last: int) -> int:
+        """Different progress lines between two byte offsets."""
+        return len({text for place, text in self.steps if first < place < last})
+
+    def steps_after(self, offset: int) -> int:
+        """Different progress lines behind a byte offset; a bar redrawn in place counts once."""
+        return len({text for place, text in self.steps if place > offset})
+
+
+class Prefilter:
+    """One search for every literal, whose time does not grow with their number."""
+
+    def __init__(self, literals: set[str]) -> None:
+        self.automaton: Any = ahocorasick.Automaton()
+        for literal in literals:
+            word = literal.encode("utf-8").decode("latin-1")  # it searches text; so every byte is a character
+            self.automaton.add_word(word, word)
+        self.automaton.make_automaton()
+        self.count: dict[str, int] = {}  # lines looked at for each literal, of the launch being read
+        self.windows = {_rare_window(literal.encode("utf-8")) for literal in literals}
+        self.varied = False  # whether the last block had few lines of known shapes
+        self._known: Any = None
+
+    def near(self, block: bytes) -> tuple[list[int], list[int]]:
+        """Where the lines that may hold a literal begin and end: those with the rarest bytes of one, up to eight.
+
+        For text in which every line differs, numpy looks for these bytes many times as fast as the automaton.
+        """
+        import numpy as np
+
+        if self._known is None:
+            table = np.zeros(1 << GRAM_BITS, dtype=np.bool_)
+            firsts = np.frombuffer(b"".join(window[:4] for window in self.windows), "<u4")
+            table[(firsts * np.uint32(GRAM_FACTOR)) >> np.uint32(32 - GRAM_BITS)] = True
+            sizes = sorted({len(window) for window in self.windows})
+            whole = {n: b"".join(w.ljust(8, b"\0") for w in self.windows if len(w) == n) for n in sizes}
+            masks = {n: np.uint64(256**n - 1) for n in sizes}
+            self._known = table, [(masks[n], np.unique(np.frombuffer(whole[n], "<u8"))) for n in sizes]
+        table, windows = self._known
+        padded = block + b"\0" * 8
+        eights = np.ndarray((len(block),), "<u8", buffer=padded, strides=(1,))
+        places = []
+        for begin in range(0, len(block), GRAM_BYTES):
+            size = min(GRAM_BYTES, len(block) - begin)
+            here = np.ndarray((size,), "<u4", buffer=padded, offset=begin, strides=(1,))
+            hits = begin + np.flatnonzero(table[(here * np.uint32(GRAM_FACTOR)) >> np.uint32(32 - GRAM_BITS)])
+            values = eights[hits]
+            places.append(hits[np.logical_or.reduce([np.isin(values & mask, known) for mask, known in windows])])
+        newlines = np.flatnonzero(np.frombuffer(block, np.uint8) == 10)
+        lines = np.unique(np.searchsorted(newlines, np.concatenate([*places, np.zeros(0, np.intp)])))
+        self.varied = len(lines) * 2 < len(newlines)
+        starts, ends = np.append(0, newlines + 1)[lines], np.append(newlines, len(block))[lines]
+        return starts.tolist(), ends.tolist()
+
+    def words(self, text: str) -> set[str]:
+        """The literals that a text holds."""
+        found = self.automaton.iter(text.encode("utf-8").decode("latin-1"))
+        return {word.encode("latin-1").decode("utf-8") for _, word in found}
+
+    def places(self, lines: Sequence[bytes]) -> dict[int, list[tuple[int, str]]]:
+        """Of each line that holds literals its index, with where they begin and which they are."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        ends = [sum_ + i for i, sum_ in enumerate(accumulate(map(len, lines)), 1)]
+        index = 0
+        for last, word in self.automaton.iter(b"\n".join(lines).decode("latin-1")):
+            while ends[index] <= last:
+                index += 1
+            found.setdefault(index, []).append((last + 1 - len(word) - (ends[index] - len(lines[index]) - 1), word))
+        return found
+
+
+def _rare_window(literal: bytes) -> bytes:
+    """The bytes in a row of a literal, eight or as many as it has, whose first four are rarest in logs."""
+    ranks = [(_COMMON + chr(byte)).index(chr(byte)) for byte in literal]
+    first = max(range(max(1, len(literal) - 7)), key=lambda i: sum(ranks[i : i + 4]))
+    return literal[first : first + 8]
+
+
+def rarity(literal: str) -> tuple[int, str]:
+    """How rare a literal is by its rarest character, and the literal from there on; -100 below four bytes."""
+    if len(literal.encode("utf-8")) < 4:
+        return -100, literal
+    places = range(max(1, len(literal) - 5))
+    rank, cut = max(
+        (((_COMMON + literal[i]).index(literal[i]), literal[i:]) for i in places), key=lambda place: place[0]
+    )
+    return (rank if len(literal) > 5 else rank - 30), cut
+
+
+def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log:
+    """Read a log to its end; first: the number of the line it is at.
+
+    Never raises on content: binary, endless lines, UTF-16 and broken UTF-8 are all bytes.
+    """
+    log = Log(name, launches=[(0, first)])
+    seen: set[int] = set()
+    kept: dict[int, list[Hit]] = {}
+    host, rank = of_name(name)
+    prefilter.count.clear()
+    tail, ended, former = b"", None, 0
+    for block, offset, line in _blocks(file, first):
+        counted = 0
+        log.head = log.head or block[:HEAD_BYTES]
+        for start, end, shape in _candidates(block, seen, kept, offset, prefilter):
+            line += block.count(b"\n", counted, start)
+            counted = start
+            hit = _hit(name, block[start:end], block[max(0, start - 2048) : start], host, rank)
+            hit.line, hit.offset, hit.last = line, offset + start, offset + start
+            if ended and hit.host == ended.host and begins_launch(hit.text, ended.text):
+                log.launches.append((hit.offset, line))
+                for known in (seen, kept, prefilter.count):  # its lines are looked at anew
+                    known.clear()
+                for before in log.hits[former:]:
+                    before.around = b""
+                ended, former = None, len(log.hits)
+            if ends_launch(hit.text) and not (ended and ends_launch(ended.text) == "launcher"):
+                ended = hit
+            hit.around = (
+                block[max(0, start - AROUND_BYTES) : end + AROUND_BYTES] if len(log.hits) - former < 500 else b""
+            )
+            kept.setdefault(shape, []).append(hit)
+            log.hits.append(hit)
+        log.size = offset + len(block)
+        log.lines += block.count(b"\n")
+        tail = (tail + block)[-TAIL_BYTES:]
+    log.steps, log.tail = _progress(tail, log.size - len(tail)), tail
+    log.tail_line = first + log.lines - tail.count(b"\n")
+    log.lines += bool(tail) and not tail.endswith(b"\n")
+    return log
+
+
+def _blocks(file: BinaryIO, line: int) -> Iterator[tuple[bytes, int, int]]:
+    """Blocks of whole lines with their byte offset and first line number; an endless line comes in pieces."""
+    rest, offset, decoder = b"", 0, None
+    while True:
+        read = file.read(BLOCK_BYTES)
+        if not offset and not rest:
+            decoder = _utf16(read)
+        if decoder:  # PowerShell's > writes UTF-16
+            text = decoder.decode(read, not read)
+            read = text.encode("utf-8", errors="replace") or (b"\n" if read else b"")
+        data = rest + read
+        if not data:
+            return
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not read:
+            end = len(data)
+        elif not end:
+            end = max(0, len(data) - LINE_BYTES)
+        yield data[:end], offset, line
+        line += data.count(b"\n", 0, end)
+        offset += end
+        rest = data[end:]
+
+
+def _utf16(data: bytes) -> codecs.IncrementalDecoder | None:
+    """A decoder where a log begins like UTF-16, with a zero in many a second byte; its mark alone proves nothing."""
+    begin = data[:4096]
+    zeros = [begin[i::2].count(0) / max(1, len(begin) // 2) for i in (0, 1)]
+    if len(begin) < 8 or min(zeros) > 0.02 or max(zeros) < 0.3:
+        return None
+    marked = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    name = "utf-16" if marked else "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+    return codecs.getincrementaldecoder(name)(errors="replace")
+
+
+def _candidates(
+    block: bytes, seen: set[int], kept: dict[int, list[Hit]], offset: int, prefilter: Prefilter
+) -> Iterator[tuple[int, int, int]]:
+    """Start, end and shape of lines that hold a literal and whose shape is not known well enough yet.
+
+    `seen` grows by the shapes that need no further look: without a literal, or kept often enough.
+    """
+    block = block.replace(b"\r", b"\n")  # a redrawn bar is a line on the screen; the length stays the same
+    if b"\0" in block:
+        block = _without_garbage(block)
+    near = prefilter.near(block) if prefilter.varied else None
+    if near:
+        block = b"\n".join([block[start:end] for start, end in zip(*near, strict=True)])
+    shapes = [hash(line) for line in block.translate(None, _NUMBERS).split(b"\n")] if not near or near[0] else []
+    distinct = set(shapes)
+    if distinct <= seen and not distinct & kept.keys():
+        return
+    lines = block.split(b"\n")
+    starts = near[0] if near else [0, *accumulate(len(line) + 1 for line in lines)]
+    if not near:
+        prefilter.varied = sum(shape not in seen for shape in shapes) * 4 > len(shapes)
+    begin = 0
+    while begin < len(lines):
+        if begin or distinct & seen:
+            unseen: Sequence[int] = [i for i in range(begin, len(lines)) if shapes[i] not in seen]
+            places = {unseen[index]: words for index, words in prefilter.places([lines[i] for i in unseen]).items()}
+            silent = {shapes[i] for i in unseen} - {shapes[i] for i in places}
+        else:  # as in text where every line differs
+            places = prefilter.places(lines)
+            silent = distinct - {shapes[i] for i in places}
+        begin = len(lines)
+        for i, words in places.items():
+            shape, known = shapes[i], len(seen)
+            if shape in seen:
+                continue
+            spans = _spans(len(lines[i]), words, prefilter)
+            for low, high in spans:
+                yield starts[i] + low, starts[i] + high, shape
+            if len(seen) < known:  # a launch began here: what was known of the former is forgotten
+                begin = i + 1
+                break
+            if not spans or (len(kept[shape]) >= SAME_SHAPE and not begins_launch(kept[shape][-1].text, "")):
+                seen.add(shape)
+        else:
+            seen |= silent
+    common = distinct & kept.keys()
+    for shape, i in {shape: i for i, shape in enumerate(shapes) if shape in common}.items():
+        kept[shape][-1].last = max(kept[shape][-1].last, offset + starts[i])  # also of lines that were not kept
+    if len(seen) > SHAPES:
+        seen.clear()
+
+
+def _without_garbage(block: bytes) -> bytes:
+    """A binary block with everything but lines and runs of text blanked out, of the same length."""
+    clean = bytearray(b" " * len(block))
+    for run in _TEXT.finditer(block):
+        clean[run.start() : run.end()] = run.group()
+    return bytes(clean)
+
+
+def _spans(length: int, places: Sequence[tuple[int, str]], prefilter: Prefilter) -> list[tuple[int, int]]:
+    """The whole line if it holds a literal not looked at too often; of an endless one the parts around literals."""
+    spans: list[tuple[int, int]] = []
+    for start, word in places:
+        if spans and start < spans[-1][1]:
+            continue
+        prefilter.count[word] = prefilter.count.get(word, 0) + 1
+        if prefilter.count[word] > SAME_WORD:
+            continue
+        if length <= LINE_BYTES:
+            return [(0, length)]
+        spans.append((max(0, start - LINE_BYTES), min(length, start + LINE_BYTES)))
+    return spans
+
+
+def _hit(name: str, raw: bytes, before: bytes, host: str, rank: int | None) -> Hit:
+    whole = raw.decode("utf-8", errors="replace")
+    text, said = clean(whole)
+    said_host, said_rank = speaker(text, said)
+    lines_before = before.decode("utf-8", errors="replace").splitlines()[-12:]
+    near = [whole, *reversed(lines_before)] if _CLOCK.search(raw) or _CLOCK.search(before) else []
+    time = next((time for time in map(moment, near) if time is not None), None)
+    what = kind(text, lines_before)
+    return Hit(name, 0, 0, text, said_host or host, said_rank if said_rank is not None else rank, time, kind=what)
+
+
+def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
+    """Byte offsets and texts of lines on which training moved."""
+    steps = []
+    place = offset
+    for raw in re.split(rb"[\r\n]", data):
+        if any(mark in raw for mark in _MARKS) and len(raw) < LINE_BYTES:
+            text = raw.decode("utf-8", errors="replace")
+            match = _STEP.search(text)
+            if match and not _PREPARING.search(text[: match.start()]):
+                steps.append((place, re.sub(r"\s*\[.*", "", match[0]) if "[" in match[0] else match[0]))
+        place += len(raw) + 1
+    return steps

@@ -1,0 +1,352 @@
+"""Run the step `dialogues`: instruction files to a shards directory, with a .mask of what is learnt beside each .bin.
+
+The parent reads blocks of rows, workers make messages, tokens and masks of them, and the parent drops duplicates, holds
+a share out and writes in order: the bytes do not depend on the number of workers. Every row that is left out is counted
+under its reason. The directory also holds the tokenizer and the chat template, so that export and chat use what the
+training used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Step, bar
+from finlm.corpus import clean, selection, steps
+from finlm.corpus.read import parsing, readers
+from finlm.corpus.read.readers import Block
+from finlm.corpus.read.sources import Input
+from finlm.corpus.selection import ShardEntry
+from finlm.corpus.workers import Context
+from finlm.dialogues import encode, shards, templates
+from finlm.dialogues.shards import Encoded, Spool, Tally
+from finlm.dialogues.templates import LeftOut, Message, Refused
+from finlm.recipe import parents
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Sft
+from finlm.tokens import pretrained
+
+VERSION = 8
+BEYOND = "beyond_context"  # rows longer than what the start model reads at once, among the counts
+CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
+_SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decide tokens; the rest is about rows
+
+
+@dataclass(frozen=True)
+class Task:
+    """A block to encode, with all settings that decide its tokens."""
+
+    number: int  # of the input
+    block: Block
+    tokenizer: Path
+    rules: str
+    limit: int
+    stage: str
+    checked: tuple[str, ...]  # rules of the reward that need a right answer
+    mask: tuple[str, ...]  # kinds of personal numbers
+    context: int  # tokens that the start model can read at once
+    answer_tokens: int  # that grpo writes at most
+
+
+Mask = Callable[[str], str]
+
+
+def make_shards(context: Context, tokenizer: Path) -> Step:
+    """Run the step `dialogues` of the recipe; tokenizer is the directory of the model that training starts from.
+
+    Raises UserError for a template that cannot be used, and when too few rows of a source can.
+    """
+    recipe = context.recipe
+    assert recipe.chat is not None
+    sft = recipe.sft or Sft()
+    inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in steps.list_inputs(context)]
+    rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
+    limit = encode.longest_piece(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
+    encoder = encode.encoder(tokenizer, rules, limit)
+    check_template(recipe.chat.template, encoder)
+    mask, checked = recipe.data.clean.mask, encode.checking_rules(recipe)
+
+    context_tokens = parents.context_tokens(tokenizer)
+
+    def make(directory: Path) -> dict[str, Any]:
+        """Write shards, tokenizer and chat template into directory; return the manifest."""
+        settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
+        like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
+        tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
+        pretrained.copy_files(tokenizer, directory / "tokenizer")
+        files.write_text(directory / "chat_template.jinja", encoder.template.source)
+        return _manifest(recipe, directory, tallies, entries, encoder) | {"context_tokens": context_tokens}
+
+    depends_on = {
+        "version": VERSION,
+        "inputs": [item.identity() for item in inputs],
+        "tokenizer": pretrained.fingerprint(tokenizer),
+        "template": encoder.template.source,
+        "rules": rules,
+        "limit": limit,
+        "stage": recipe.stage,
+        "checked": checked,
+        "mask": sorted(mask),
+        "held_out": [recipe.data.held_out_fraction, recipe.data.held_out_documents],
+        "dedup": recipe.data.dedup.method,
+        "broken": recipe.data.max_broken_fraction,
+    }
+    if encoder.tokenizer.bos and not encoder.tokenizer.begins:
+        depends_on["begins"] = False  # former versions began documents with it all the same
+    size = sum(path.stat().st_size for item in inputs for path in item.paths)
+    step = context.cache.step("dialogues", depends_on, make, 4 * size)
+    context.say(step, _describe_step(step.manifest))
+    return step
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the parts of a recipe that decide the tokens and masks of a row, to compare with prepared data."""
+    sections = recipe.model_dump(
+        mode="json",
+        include={
+            "batch": {"sequence_length"},
+            "chat": {"system", "overlong"},
+            "sft": _SFT,
+            "grpo": {"max_new_tokens"},
+            "data": {"clean": {"mask"}},
+        },
+    )
+    if checked := encode.checking_rules(recipe):  # other terms decide no token
+        sections["grpo"]["checked"] = list(checked)
+    return sections
+
+
+def check_template(name: str, encoder: encode.Encoder) -> None:
+    """Raise UserError for a template that takes no dialogue, writes today's date, or needs tokens that do not exist."""
+    tokenizer = encoder.tokenizer
+    missing = [token for token in templates.NEEDED.get(name, ()) if len(tokenizer.encode(token)[0]) != 1]
+    if missing:
+        raise UserError(
+            f"chat.template {name} needs tokens that this tokenizer does not have: {', '.join(missing)}",
+            evidence=f"its control tokens: {', '.join(tokenizer.control)}",
+            fix="choose xuanyuan or llama2, which end a turn with </s>, or model, the tokenizer's own",
+        )
+    try:
+        encoder.template.render(templates.PROBE)
+    except Refused as error:
+        if "strftime_now" in str(error):
+            raise UserError(
+                f"chat.template {name} writes today's date into every dialogue: tomorrow's data would be other data",
+                evidence=str(error),
+                fix="save the template as a file with a date in the place of strftime_now(...), and name it here",
+            ) from None
+        raise UserError(
+            f"chat.template {name} does not take a question and its answer",
+            evidence=str(error),
+            fix="choose another template, or where it wants a system prompt set chat.system",
+        ) from None
+
+
+def encode_block(task: Task, most: int | None = None) -> Encoded:
+    """Encode a block's dialogues, or those of its first `most` rows, as tokens; counts rows left out.
+
+    Runs in a worker.
+    """
+    encoder = encode.encoder(task.tokenizer, task.rules, task.limit)
+    mask = clean.make_masker(task.mask) if task.mask else str
+    known = templates.KNOWN if task.stage == "sft" else encode.KNOWN
+    result = Encoded(task.number)
+    for row in itertools.islice(parsing.parse_dialogues(task.block), most):
+        result.counts["rows"] += 1
+        broken = row.broken
+        asked = templates.suggest_key(tuple(row.value), known) if isinstance(row.value, dict) else ""
+        try:
+            if not broken and task.stage == "sft":
+                _add(result, encoder, mask, row.value, task)
+            elif not broken:
+                _add_preference(result, encoder, mask, row.value, task)
+            result.unread.update([asked] if asked else [])
+        except LeftOut as error:
+            result.left_out[str(error)] += 1
+        except Refused as error:
+            broken = str(error).encode("utf-8", "replace").decode() + (f"; {asked}" if asked else "")
+        except UnicodeEncodeError:
+            broken = "half of a surrogate pair in the text"
+        if broken:
+            result.broken.append((task.block.path, row.line, broken, row.excerpt()))
+    return result
+
+
+def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
+    """Encode a row of sft and append it to the block's result. Raises Refused with the reason."""
+    messages = templates.read_messages(row)
+    messages = mask(messages) if isinstance(messages, str) else _mask_messages(messages, mask)
+    trimmed = messages.strip() if isinstance(messages, str) else _mask_messages(messages, str.strip)
+    text, alike = (
+        (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)).encode("utf-8")
+        for said in (messages, trimmed)
+    )
+    if isinstance(messages, str):
+        pieces = [encoder.document(messages)]
+        result.counts["documents"] += 1
+    else:
+        messages = templates.check_messages(messages, encoder.tokenizer.control)
+        pieces = list(encoder.pieces(messages, result.counts))
+        result.counts["dialogues"] += 1
+        if result.counts["checked"] < CHECKED:
+            result.counts["checked"] += 1
+            for what, holds in encoder.round_trip(messages).items():
+                result.counts[f"{what} differs"] += not holds
+    said = text if isinstance(messages, str) else b"".join(message["content"].encode() for message in messages)
+    result.counts[BEYOND] += any(len(piece.ids) - 1 > task.context for piece in pieces)  # the last is no input
+    _append(result, pieces, _digest(text, 16) + _digest(alike, 16), len(said))
+
+
+def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
+    """Encode a row of preferences or prompts and append it to the block's result. Raises Refused with the reason."""
+    preference = encode.read_preference(row, needs_both=task.stage != "grpo")
+    chosen, rejected = mask(preference.chosen or ""), mask(preference.rejected or "")
+    prompt = _mask_messages(preference.prompt, mask)
+    texts = [*(message["content"] for message in prompt), chosen, rejected]
+    text_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    (preference.answer or "").encode("utf-8")  # raises here as those do, not within the tokenizer
+    preference = preference._replace(prompt=prompt, chosen=chosen or None, rejected=rejected or None)
+    pieces = encode.encode_preference(encoder, preference, task.stage, task.limit, task.checked)
+    result.counts["preferences"] += 1
+    asks = [text.strip() for text in texts[:-2]]  # blanks around it make no other prompt
+    hashes = b"".join(_digest(json.dumps(part).encode(), 16) for part in (texts, asks))
+    asked = encoder.tokenizer.encode(encoder.template.render(prompt, generation=True)[0])[0]
+    longest = len(asked) + task.answer_tokens if task.stage == "grpo" else max(len(piece.ids) for piece in pieces)
+    result.counts[BEYOND] += longest > task.context
+    _append(result, pieces, hashes, text_bytes, asked)
+
+
+def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:
+    return [message | {"content": mask(message["content"])} for message in messages]
+
+
+def _append(
+    result: Encoded, pieces: list[encode.Encoded], hashes: bytes, text_bytes: int, prompt: Sequence[int] = ()
+) -> None:
+    """Append a dialogue's pieces; hashes are of all of it and of its prompt, `prompt` has a preference's tokens."""
+    number = len(result.hashes) // 32
+    for piece in pieces:
+        alike = int.from_bytes(_digest(array("I", prompt or piece.ids).tobytes(), 8), "little")
+        result.ids.extend(piece.ids)
+        result.mask += piece.mask
+        result.pieces.append((len(piece.ids), text_bytes // len(pieces), number, alike))
+    result.hashes += hashes
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def _write_shards(
+    context: Context, directory: Path, inputs: Sequence[Input], like: Task, dtype: np.dtype[Any]
+) -> tuple[list[Tally], list[ShardEntry]]:
+    """Encode all inputs and write their shards and broken.jsonl: (counts, the manifest's entries).
+
+    Raises UserError when too many rows of a source are broken, or none is left to train on.
+    """
+    data, formats = context.data, templates.FORMATS if like.stage == "sft" else encode.FORMATS
+    first = parsing.Reader(parsing.dialogue_blocks, partial(_check_first, like), formats)
+    parsing.check_first_rows(inputs, data.max_broken_fraction, first)
+    tallies = [Tally(item) for item in inputs]
+    spool = Spool(directory, dtype)
+    total = sum(path.stat().st_size for item in inputs for path in item.paths)
+    used = max(1, total // readers.BLOCK_BYTES)
+    with (
+        (directory / "broken.jsonl").open("w", encoding="utf-8") as broken,
+        bar("dialogues", total, fast_bytes=5_000_000) as advance,
+        context.local.start(used) as run,
+    ):
+        tasks = (
+            replace(like, number=number, block=block)
+            for number, item in enumerate(inputs)
+            for block in parsing.dialogue_blocks(item, advance)
+        )
+        for encoded in run(encode_block, tasks):
+            tallies[encoded.number].add(encoded)
+            spool.add(encoded)
+            broken.writelines(parsing.json_line(inputs[encoded.number].source, row) for row in encoded.broken)
+    read = [parsing.RowCounts(t.item.source, t.counts["rows"], t.counts["broken"], t.is_cut) for t in tallies]
+    parsing.check_broken_rows(directory, read, data.max_broken_fraction, context.cache.directory, formats)
+    entries = spool.split(tallies, data)
+    used_entries = {tally.item.entry for tally in tallies if tally.counts["kept"]}
+    for tally in tallies:
+        if tally.item.entry not in used_entries:
+            counts = Counter(
+                {name: tally.counts[name] for name in ("duplicate", "equals_held_out", "reserved", "held_out")}
+            )
+            raise UserError(
+                f"source {tally.item.source} has nothing to train on",
+                evidence=parsing.format_reasons(+counts + tally.refused),
+                fix=f"take {tally.item.entry or 'it'} out, or look at batch.sequence_length where rows are too long, "
+                "data.dedup, data.held_out_fraction and data.max_broken_fraction",
+            )
+    return tallies, entries
+
+
+def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int, list[parsing.BrokenRow]]:
+    """Return (rows looked at, broken ones) of a block's first `most` rows."""
+    result = encode_block(replace(like, block=block), most)
+    return result.counts["rows"], result.broken
+
+
+def _manifest(
+    recipe: Recipe,
+    directory: Path,
+    tallies: Sequence[Tally],
+    entries: Sequence[ShardEntry],
+    encoder: encode.Encoder,
+) -> dict[str, Any]:
+    """Write documents.json and return the content of the step's manifest."""
+    tokenizer = encoder.tokenizer
+    shards.write_description(directory, tallies, entries)
+    return {
+        "version": VERSION,
+        "stage": recipe.stage,
+        "settings": settings(recipe),
+        "dtype": _dtype(tokenizer).name,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos[1] if tokenizer.bos else -1,
+        "eos_id": tokenizer.eos[1],
+        "end_of_turn_id": encoder.end_id,
+        "add_bos": tokenizer.bos is not None,
+        "encoder": tokenizer.library,
+        "tokenizer_sha256": files.sha256_json(pretrained.fingerprint(directory / "tokenizer")),
+        "totals": selection.totals(entries),
+        "shards": [entry.to_json() for entry in entries],
+        "dialogues": shards.by_source(tallies, "counts"),
+        **{name: shards.by_source(tallies, name) for name in ("refused", "broken", "unread")},
+    }
+
+
+def _dtype(tokenizer: pretrained.Tokenizer) -> np.dtype[Any]:
+    """Return the integer type of the ids: little-endian uint16, or uint32 above 65,536 pieces."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 65536 else "<u4")
+
+
+def _describe_step(manifest: Mapping[str, Any]) -> str:
+    """Return the line that is printed about the step: dialogues, tokens, and what was left out."""
+    train = manifest["totals"]["train"]
+    tokens = sum(row["tokens"] for row in train.values())
+    learnt = sum(row["learnt"] for row in train.values())
+    counts, refused = (shards.sum_counts(manifest, name) for name in ("dialogues", "refused"))
+    text = f"{counts['kept']:,} dialogues, {tokens:,} tokens, {learnt / max(1, tokens):.1%} learnt from"
+    left_out = encode.LEFT_OUT
+    for name, said in (("split", "split"), ("truncated", "cut"), (left_out, f"{left_out} left out")):
+        text += f"; {counts[name]:,} {said}" if counts[name] else ""
+    if counts[BEYOND]:
+        text += f"; {counts[BEYOND]:,} longer than the start model's context of {manifest['context_tokens']:,} tokens"
+    for reason, count in sorted(refused.most_common(), key=lambda item: not readers.is_cut(item[0]))[:3]:
+        text += f"; {count:,} left out: {reason}" + (", the rest not read" if readers.is_cut(reason) else "")
+    return text

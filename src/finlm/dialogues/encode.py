@@ -1,0 +1,353 @@
+"""Encode a dialogue, or a prompt with a chosen and a rejected answer, as tokens and which of them are learnt from.
+
+The whole text is encoded at once, as a model will see it, and a token counts when it begins inside what the assistant
+says. A dialogue longer than a row is split between turns, each part with the system prompt again; a single exchange
+that does not fit is left out, because an answer without its end teaches not to end.
+
+Preferences come in the formats of the Hub's usual sets: prompt with chosen and rejected, each a text or messages; two
+whole dialogues that share their beginning; a list of turns with two answers. For GRPO a prompt is enough, and a
+verifiable reward needs the right answer beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from finlm.dialogues import scoring, templates
+from finlm.dialogues.templates import ROLES, LeftOut, Message, Refused, check_messages, keys, question_turn, with_system
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Chat, Sft
+from finlm.tokens import pretrained
+
+LEFT_OUT = "exchanges longer than a row"  # counted among what became of dialogues
+
+
+class Encoded(NamedTuple):
+    """The tokens of a dialogue, of a part of a dialogue, or of a document."""
+
+    ids: list[int]
+    mask: bytes  # one a token: 1 = learnt from
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Everything that decides the tokens of a dialogue."""
+
+    tokenizer: Path
+    chat: Chat
+    sft: Sft
+    limit: int  # tokens of a dialogue at most
+
+
+class Encoder:
+    """Encodes dialogues as tokens by one set of rules."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.tokenizer = pretrained.open_tokenizer(rules.tokenizer, rules.sft.tokenizer)
+        source = templates.find_source(rules.chat.template, self.tokenizer.chat_template, rules.chat.system)
+        bos, eos = self.tokenizer.bos, self.tokenizer.eos
+        self.template = templates.Template(source, bos[0] if bos else "", eos[0])
+
+    @cached_property
+    def end_id(self) -> int:
+        """Id of the control token with which the template ends an answer; of </s> where it writes none."""
+        text, spans = self.template.render(templates.PROBE)
+        answered = text[: spans[-1][1]].rstrip() if spans else ""
+        if not answered.endswith(self.tokenizer.control):
+            return self.tokenizer.eos[1]
+        return self.tokenizer.encode(answered)[0][-1]
+
+    def pieces(self, messages: list[Message], counts: Counter[str]) -> Iterator[Encoded]:
+        """Yield the dialogue, or its parts where it is longer than a row; adds to counts whether it was split or cut.
+
+        Raises LeftOut where it is too long and cannot be cut or split, Refused for messages that the template does not
+        take.
+        """
+        encoded = self.encode(messages)
+        if len(encoded.ids) <= self.rules.limit:
+            yield encoded
+        elif self.rules.chat.overlong == "drop":
+            raise LeftOut("longer than a row")
+        elif self.rules.chat.overlong == "truncate":
+            counts["truncated"] += 1
+            cut = Encoded(encoded.ids[: self.rules.limit], encoded.mask[: self.rules.limit])
+            if not any(cut.mask):
+                raise LeftOut("longer than a row before the answer begins")
+            yield cut
+        else:
+            yield from self._parts(messages, counts)
+
+    def encode(self, messages: list[Message]) -> Encoded:
+        """Encode all of the dialogue in one piece, whatever its length."""
+        text, spans = self.template.render(messages)
+        if self.rules.sft.answer_apart:
+            ids, mask = self._apart(text, spans)
+        else:
+            ids, starts = self.tokenizer.encode(text)
+            places, learnt = np.array(starts), np.zeros(len(ids), dtype=np.uint8)
+            for first, last in spans:
+                learnt[(first <= places) & (places < last)] = 1
+            mask = bytearray(learnt)
+        if not self.rules.sft.assistant_only_loss:
+            mask = bytearray(b"\1" * len(ids))
+        if self.rules.sft.mask_eos:
+            for number, token in enumerate(ids):
+                mask[number] &= token != self.tokenizer.eos[1]
+        return Encoded(ids, bytes(mask))
+
+    def document(self, text: str) -> Encoded:
+        """Encode pretraining text as <s> text </s> with the ids of pretraining, all learnt from.
+
+        With mask_eos </s> is not learnt from. Raises LeftOut for a text with a control token.
+        """
+        bos, eos = self.tokenizer.bos if self.tokenizer.begins else None, self.tokenizer.eos
+        if any(token in text for token in self.tokenizer.control):
+            raise LeftOut("control token in the text")
+        ids = [*([bos[1]] if bos else []), *self.tokenizer.text_ids(text), eos[1]]
+        mask = bytes(0 if self.rules.sft.mask_eos and token == eos[1] else 1 for token in ids)
+        return Encoded(ids, mask)
+
+    def round_trip(self, messages: list[Message]) -> dict[str, bool]:
+        """Return whether decoding gives the "text" back, and whether the tokens begin with the "prompt" alone."""
+        text, _ = self.template.render(messages)
+        prompt, _ = self.template.render(messages[:-1], generation=True)
+        ids, asked = self.encode(messages).ids, self.tokenizer.encode(prompt)[0]
+        same = self.rules.sft.answer_apart or self.tokenizer.decode(ids).strip() == text.strip()
+        return {"text": same, "prompt": ids[: len(asked)] == asked}
+
+    def _parts(self, messages: list[Message], counts: Counter[str]) -> Iterator[Encoded]:
+        """Yield parts of as many exchanges as fit, each with the system prompt, without exchanges that are too long.
+
+        Raises LeftOut when no exchange fits; adds the numbers of split and left-out exchanges to counts.
+        """
+        system = messages[:1] if messages[0]["role"] == "system" else []
+        turns = messages[len(system) :]
+        done = parts = lost = 0
+        while done < len(turns):
+            fitting: Encoded | None = None
+            end = done
+            while end < len(turns):
+                tried = self.encode([*system, *turns[done : end + 2]])
+                if len(tried.ids) > self.rules.limit:
+                    break
+                fitting, end = tried, end + 2
+            if fitting is None:
+                lost += 1
+                done += 2
+                continue
+            parts += 1
+            yield fitting
+            done = end
+        if not parts:
+            raise LeftOut("longer than a row")
+        counts.update({"split": 1, LEFT_OUT: lost} if lost else {"split": 1})
+
+    def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
+        """Encode the released code's way: prompt and answer each a text behind its <s>, with a </s> after each.
+
+        Raises Refused for several turns, which that code does not know.
+        """
+        if len(spans) != 1:
+            raise Refused("several turns, which the released code does not know")
+        bos, eos = self.tokenizer.bos, self.tokenizer.eos
+        first, last = spans[0]
+        # <s> is set before the ids, not written into the text: what follows is the beginning of a text.
+        prompt, answer = (
+            ([bos[1]] if bos else [])
+            + self.tokenizer.encode(part.removeprefix(bos[0] if bos else "").removesuffix(eos[0]))[0]
+            + [eos[1]]
+            for part in (text[:first], text[first:last])
+        )
+        return prompt + answer, bytearray(len(prompt)) + bytearray(b"\1" * len(answer))
+
+
+@lru_cache(maxsize=2)
+def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
+    """Return the encoder of a worker, opened once; rules is the JSON of chat and of sft, a line each."""
+    parts = rules.split("\n")
+    return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
+
+
+FORMATS = (  # for people
+    "{prompt, chosen, rejected}, each a text or messages",
+    "{chosen, rejected}: two dialogues, [{role, content}, ...], that differ in the last answer",
+    "{messages or conversations, chosen, rejected}: the turns so far and two answers",
+    "for grpo {prompt, answer}; the answer is needed by the rewards option, number and terms",
+)
+_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")
+KNOWN = (*_PROMPTS, "chosen", "rejected", "answer", "context", "history", "system")
+
+
+class Preference(NamedTuple):
+    """A row: the dialogue up to the answer, both answers, and the right answer where the row has it."""
+
+    prompt: list[Message]
+    chosen: str | None
+    rejected: str | None
+    answer: str | None
+
+
+def longest_piece(recipe: Recipe) -> int | None:
+    """Return the most tokens that are stored of a row; None in stages that learn from no preferences."""
+    if recipe.grpo is not None:
+        return recipe.batch.sequence_length - recipe.grpo.max_new_tokens
+    return recipe.batch.sequence_length if recipe.stage in ("dpo", "reward") else None
+
+
+def read_preference(row: Any, needs_both: bool = False) -> Preference:
+    """Read the preference of a row, with both answers when needs_both.
+
+    Raises Refused with the reason for any other row.
+    """
+    if not isinstance(row, dict):
+        raise Refused("not an object")
+    chosen, rejected = (_turns(row[name], "assistant") if name in row else [] for name in ("chosen", "rejected"))
+    if len(chosen) > 1 or len(rejected) > 1:  # whole dialogues, which repeat the prompt where there is one
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt = chosen[:shared]
+        chosen, rejected = chosen[shared:], rejected[shared:]
+        if not chosen and not rejected:
+            raise LeftOut("chosen and rejected are the same")
+        if len(chosen) != 1 or len(rejected) != 1:
+            raise Refused("chosen and rejected differ in more than the last answer")
+    else:
+        prompt = _prompt_messages(row)
+    prompt = with_system(row, prompt)
+    if not prompt:
+        raise Refused(f"no prompt, only {keys(row)}")
+    if prompt[-1]["role"] != "user":
+        raise Refused("the prompt does not end with the user's turn")
+    if needs_both and not (chosen and rejected):
+        raise Refused(f"no {'rejected' if chosen else 'chosen'} answer, only {keys(row)}")
+    answer = row.get("answer")
+    return Preference(
+        prompt,
+        _answer_text(chosen),
+        _answer_text(rejected),
+        str(answer) if isinstance(answer, (str, int, float)) else None,
+    )
+
+
+def checking_rules(recipe: Recipe) -> tuple[str, ...]:
+    """Return the rules of the reward that compare an answer with the right answer, which every row then needs."""
+    return recipe.grpo.checked if recipe.grpo is not None else ()
+
+
+def encode_preference(
+    encoder: Encoder, preference: Preference, stage: str, limit: int, checked: Sequence[str]
+) -> list[Encoded]:
+    """Encode a row's preference, with the mask on its answers. Raises Refused with the reason.
+
+    dpo, reward: the chosen and the rejected sequence, each at most limit // 2 tokens. grpo: the prompt, at most `limit`
+    tokens, with the right answer behind it where the row has it; checked: the rules that need it (checking_rules).
+    """
+    if stage == "grpo":
+        return [_prompt(encoder, preference, limit, checked)]
+    assert preference.chosen is not None and preference.rejected is not None
+    if preference.chosen == preference.rejected:
+        raise LeftOut("chosen and rejected are the same")
+    chosen, rejected = (_sequence(encoder, preference, text) for text in (preference.chosen, preference.rejected))
+    if max(len(chosen.ids), len(rejected.ids)) > limit // 2:
+        raise LeftOut("a sequence longer than half a row")
+    # Where tokens merge over the answer's beginning, the prompts differ in their last tokens: those are answers too.
+    prompt = min(chosen.mask.index(1), rejected.mask.index(1))
+    while prompt and chosen.ids[:prompt] != rejected.ids[:prompt]:
+        prompt -= 1
+    return [
+        Encoded(sequence.ids, bytes(prompt) + b"\1" * (len(sequence.ids) - prompt)) for sequence in (chosen, rejected)
+    ]
+
+
+def _prompt(encoder: Encoder, preference: Preference, limit: int, checked: Sequence[str]) -> Encoded:
+    """Encode the prompt after which the model answers, and the right answer behind it, with the mask on the answer.
+
+    Raises LeftOut when the prompt has more than `limit` tokens.
+    """
+    check_messages([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
+    ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]
+    if len(ids) > limit:
+        raise LeftOut("a prompt that leaves no room for its answer")
+    right = _right_answer(preference, checked)
+    answer = encoder.tokenizer.encode(right)[0] if right else []
+    return Encoded(ids + answer, bytes(len(ids)) + b"\1" * len(answer))
+
+
+_SOUGHT = {"option": "letter", "words": "letter", "number": "number", "terms": "answer"}
+
+
+def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
+    """Return the answer that the rules compare with, None if no rule needs it.
+
+    Raises Refused where no rule can use the row's.
+    """
+    said = preference.answer or ""
+    by_letter = "option" in checked or "words" in checked
+    if by_letter and (letter := scoring.find_letter(said)):
+        return letter
+    if said and (not checked or any(scoring.is_right_answer(rule, said) for rule in checked)):
+        return said
+    if (letter := scoring.find_letter(preference.chosen or "")) and (not checked or by_letter):
+        return letter
+    if checked:
+        raise Refused(f"no right {' or '.join(_SOUGHT[rule] for rule in checked)}")
+    return None
+
+
+def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
+    """Encode prompt and answer, the mask on this answer alone, without what a template writes after its end."""
+    messages = check_messages([*preference.prompt, {"role": "assistant", "content": answer}], encoder.tokenizer.control)
+    ids, mask = encoder.encode(messages)
+    end = mask.rindex(1) + 1
+    begin = mask.rfind(0, 0, end) + 1
+    return Encoded(ids[:end], bytes(begin) + b"\1" * (end - begin))
+
+
+def _prompt_messages(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of the first key that holds a prompt; [] when there is none."""
+    name = next((name for name in _PROMPTS if row.get(name)), None)
+    if name is None:
+        return []
+    return question_turn(row, name) if isinstance(row[name], str) else _turns(row[name], "user")
+
+
+def _turns(value: Any, role: str) -> list[Message]:
+    """Return a text, a turn or a list of turns as messages; role is whose a bare text is.
+
+    Raises Refused for anything else.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise Refused("neither text nor turns")
+    messages = []
+    for item in value:
+        who = item.get("role", item.get("from")) if isinstance(item, dict) else None
+        content = item.get("content", item.get("value")) if isinstance(item, dict) else None
+        if not isinstance(who, str) or who not in ROLES or not isinstance(content, str):
+            raise Refused(f"a turn without a known role or without text, it has {keys(item)}")
+        messages.append({"role": ROLES[who], "content": content})
+    return messages
+
+
+def _answer_text(turns: list[Message]) -> str | None:
+    """Return the text of an answer's only turn; None without turns.
+
+    Raises Refused when empty or not the assistant's.
+    """
+    if not turns:
+        return None
+    if turns[0]["role"] != "assistant" or not turns[0]["content"].strip():
+        raise Refused("an answer is empty or not the assistant's")
+    return turns[0]["content"]

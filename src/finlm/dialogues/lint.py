@@ -1,0 +1,289 @@
+"""Lint the labels of prepared dialogues before a run: a wrong label costs no error message. Print findings and rows.
+
+Every check names what it counted. Errors are the mistakes that the released XuanYuan llm-code made (their numbers in
+recipes/xuanyuan-6b/README.md) and their kin: with them a model trains without complaint, to a lower loss even, and then
+never stops, or answers to a prompt it never sees. A recipe whose sft.profile is faithful gets warnings, no errors.
+
+It reads the prepared rows and the prepare step's own counts, not the source files.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from finlm.base import screen
+from finlm.dialogues.encode import LEFT_OUT
+from finlm.dialogues.shards import sum_counts
+from finlm.recipe.schema import Recipe
+from finlm.rows import dialogues
+from finlm.rows.shards import IGNORED, Shards
+from finlm.tokens import pretrained
+
+ROWS = 512  # looked at, spread over the data
+Level = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake in the labels; keys as doctor's findings, whose host is the data here."""
+
+    check: str
+    level: Level
+    evidence: str
+    fix: str
+    host: str = "data"
+
+    def to_json(self) -> dict[str, str]:
+        """Return the finding as the command line prints it."""
+        return asdict(self)
+
+
+_TEXTS = tomllib.loads(Path(__file__).with_name("lint.toml").read_text(encoding="utf-8"))
+
+
+def _finding(check: str, level: Level | None = None, **counted: object) -> Finding:
+    """Return the finding of lint.toml with these counts in its text; `level` replaces that of lint.toml."""
+    row = _TEXTS[check]
+    return Finding(check, level or row["level"], row["evidence"].format(**counted), row["fix"])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Counts over the sampled rows, per dialogue: numbers of tokens and of labels."""
+
+    dialogues: int = 0
+    learnt: int = 0  # labels that count
+    tokens: int = 0
+    ended: int = 0  # dialogues whose last label that counts is the end of turn
+    unlearnt: int = 0  # dialogues without any label that counts
+    bos_inside: int = 0  # dialogues with <s> where the answer begins, or twice at the start
+    eos_before: int = 0  # dialogues with </s> between question and answer
+    padded: int = 0  # labels on padding
+    padding: int = 0
+    rows: int = 0
+
+
+def check(recipe: Recipe, shards: Shards) -> list[Finding]:
+    """Return every finding about the labels of prepared dialogues and about rows that were left out, errors first.
+
+    Prompts (grpo) have no labels, so only rows are checked. With sft.profile faithful all findings are warnings.
+    """
+    counts = prepared_counts(shards)
+    problems = [*_rows(shards.manifest, counts)]
+    if recipe.stage != "grpo":
+        seen = count_labels(recipe, shards)
+        problems += [*_ends(recipe, seen), *_prompt(seen, counts), *_shares(recipe, seen, counts), *_run(recipe)]
+    is_faithful = recipe.sft is not None and recipe.sft.profile == "faithful"
+    findings = [Finding(f.check, "warning" if is_faithful else f.level, f.evidence, f.fix) for f in problems]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def prepared_counts(shards: Shards) -> Counter[str]:
+    """Return the counts that the prepare step made of the dialogues, summed over all sources."""
+    return sum_counts(shards.manifest, "dialogues")
+
+
+def rows_left_out(shards: Shards) -> Counter[str]:
+    """Return the rows that are not learnt from, by reason: those that cannot be used, too long ones, copies."""
+    counts = prepared_counts(shards)
+    names = {
+        "duplicate": "duplicate",
+        "equals_held_out": "equals a held-out one",
+        "reserved": "reserved with those held out",
+    }
+    return sum_counts(shards.manifest, "refused") + Counter({reason: counts[name] for name, reason in names.items()})
+
+
+def count_labels(recipe: Recipe, shards: Shards) -> Seen:
+    """Count tokens and labels of at most ROWS rows, spread over the training data."""
+    rows = dialogues.train_rows(shards, recipe)
+    ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
+    inputs, labels = rows.read(ids)
+    documents = rows.documents(ids)
+    bos, eos = shards.bos_id, shards.eos_id
+    ends = {eos, shards.manifest.get("end_of_turn_id", eos)}
+    total: Counter[str] = Counter(rows=len(ids))
+    for row_inputs, row_labels, row_documents in zip(inputs, labels, documents, strict=True):
+        outside = row_documents < 0
+        total["padding"] += int(outside.sum())
+        total["padded"] += int((row_labels[outside] != IGNORED).sum())
+        for number in range(int(row_documents.max()) + 1):
+            here = np.flatnonzero(row_documents == number)
+            total.update(_count_dialogue(row_inputs[here], row_labels[here], bos, eos, ends))
+    return Seen(**total)
+
+
+def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]) -> dict[str, int]:
+    """Return the counts of one dialogue, as fields of Seen."""
+    counted = np.flatnonzero(labels != IGNORED)
+    first = int(counted[0]) if len(counted) else -1  # the place before the first token that is learnt
+    answer = {int(inputs[first]), int(labels[first])} if len(counted) else set()
+    doubled = len(inputs) > 1 and int(inputs[0]) == int(inputs[1]) == bos
+    return {
+        "dialogues": 1,
+        "tokens": len(inputs),
+        "learnt": len(counted),
+        "unlearnt": int(not len(counted)),
+        "ended": int(len(counted) > 0 and int(labels[counted[-1]]) in ends),
+        "bos_inside": int(doubled or (bos >= 0 and first > 0 and bos in answer)),
+        "eos_before": int(first > 0 and (int(inputs[first]) == eos or eos in inputs[max(0, first - 1) : first])),
+    }
+
+
+def _rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about broken rows, rows left out, unread keys and rows beyond the start model's context."""
+    for source, reasons in manifest.get("broken", {}).items():
+        rows, total = sum(reasons.values()), manifest["dialogues"][source]["rows"]
+        yield _finding("rows-broken", rows=rows, total=total, source=source, reasons=_list_reasons(reasons))
+    for source, reasons in manifest.get("refused", {}).items():
+        given = Counter(reasons) - Counter(manifest.get("broken", {}).get(source, {}))
+        rows, total = given.total(), manifest["dialogues"][source]["rows"]
+        if rows > 0.01 * total:
+            yield _finding("rows-left-out", rows=rows, total=total, source=source, reasons=_list_reasons(given))
+    for source, questions in manifest.get("unread", {}).items():
+        yield _finding("key-not-read", rows=sum(questions.values()), source=source, reasons=_list_reasons(questions))
+    if beyond := counts.get("beyond_context", 0):
+        yield _finding("beyond-context", rows=beyond, total=counts["rows"], context=manifest["context_tokens"])
+
+
+def beyond_context(rows: int, total: int, context: int) -> str:
+    """Return the text of the finding that rows are longer than the start model can read at once."""
+    return _finding("beyond-context", rows=rows, total=total, context=context).evidence
+
+
+def _list_reasons(reasons: Mapping[str, int]) -> str:
+    """Return the three most frequent reasons with their counts."""
+    return "; ".join(f"{count:,} x {reason}" for reason, count in Counter(reasons).most_common(3))
+
+
+def _ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
+    """Yield findings about ends of turns that are not learnt, learnt padding and hidden </s>."""
+    learnt = seen.dialogues - seen.unlearnt
+    if seen.ended < 0.5 * learnt:
+        yield _finding("eos-not-learnt", ended=seen.ended, learnt=learnt)
+    if seen.padded:
+        yield _finding("padding-learnt", padded=seen.padded, share=seen.padded / (seen.padded + seen.learnt))
+    if recipe.sft is not None and recipe.sft.hide_eos:
+        yield _finding("eos-hidden")
+
+
+def _prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about answers apart from their prompts, and about texts that do not survive encoding."""
+    if seen.bos_inside or seen.eos_before:
+        yield _finding("answer-apart", total=seen.dialogues, bos=seen.bos_inside, eos=seen.eos_before)
+    checked = counts.get("checked", 0)
+    if differs := counts.get("prompt differs", 0):
+        level: Level = "warning" if differs < 0.05 * checked else "error"
+        yield _finding("prompt-differs", level, differs=differs, checked=checked)
+    if differs := counts.get("text differs", 0):
+        yield _finding("text-differs", differs=differs, checked=checked)
+
+
+def _shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about dialogues with nothing or everything learnt, cut answers and exchanges left out."""
+    only = recipe.sft is None or recipe.sft.assistant_only_loss
+    if seen.unlearnt:
+        level: Level = "error" if seen.unlearnt > 0.01 * seen.dialogues else "warning"
+        yield _finding("nothing-learnt", level, unlearnt=seen.unlearnt, total=seen.dialogues)
+    if only and seen.tokens and seen.learnt >= seen.tokens - seen.dialogues and not counts.get("documents"):
+        yield _finding("everything-learnt", learnt=seen.learnt, tokens=seen.tokens)
+    dialogues = counts.get("dialogues", 0)
+    if cut := counts.get("truncated", 0):
+        yield _finding("answers-cut", "error" if cut > 0.01 * dialogues else "warning", cut=cut, total=dialogues)
+    if (left := counts.get(LEFT_OUT, 0)) > 0.01 * dialogues:
+        yield _finding("exchanges-left-out", left=left, total=dialogues, why=LEFT_OUT.removeprefix("exchanges "))
+
+
+def _run(recipe: Recipe) -> Iterator[Finding]:
+    """Yield findings about the recipe's own settings: decay_steps of another run, rows drawn repeatedly."""
+    if recipe.optim.decay_steps is not None:
+        yield _finding("schedule-of-another-run", steps=recipe.optim.decay_steps)
+    if recipe.sft is not None and recipe.sft.order == "sampler":
+        yield _finding("rows-repeated")
+
+
+LEARNT, CONTEXT, MARK = "bold green", "", "cyan"
+
+
+def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
+    """Print how many dialogues and tokens are used and learnt from, and why rows were left out."""
+    counts = prepared_counts(shards)
+    rows = [
+        [
+            "dialogues kept",
+            f"{counts['kept']:,} of {counts['rows']:,} rows; {counts['held_out']:,} held out, "
+            f"{counts['reserved']:,} reserved",
+        ],
+        ["duplicates", f"{counts['duplicate']:,}; {counts['equals_held_out']:,} equal a held-out one"],
+        ["longer than a row", f"{counts['split']:,} split, {counts['truncated']:,} cut"],
+        ["exchanges left out", f"{counts[LEFT_OUT]:,} longer than a row"],
+        ["learnt from", f"{seen.learnt / max(1, seen.tokens):.1%} of the tokens of {seen.rows:,} rows"],
+        ["end of turn learnt", f"{seen.ended:,} of {seen.dialogues - seen.unlearnt:,} dialogues"],
+        ["dialogues a row", f"{seen.dialogues / max(1, seen.rows):.2f}"],
+        ["padding", f"{seen.padding / max(1, seen.padding + seen.tokens):.1%}, {seen.padded:,} labels on it"],
+    ]
+    for source, reasons in shards.manifest.get("refused", {}).items():
+        rows += [[f"left out of {source}", f"{count:,}: {reason}"] for reason, count in Counter(reasons).most_common(5)]
+    screen.heading("labels")
+    screen.table(["", ""], rows)
+
+
+def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
+    """Print each finding with its numbers and its fix; without findings, how many rows are left out all the same."""
+    if not findings:
+        reasons = rows_left_out(shards)
+        more = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
+        rows = f"; {reasons.total():,} of {prepared_counts(shards)['rows']:,} rows left out ({more})" if reasons else ""
+        screen.show(f"lint: nothing wrong{rows}")
+    for finding in findings:
+        screen.show(f"{finding.level}: {finding.check}: {finding.evidence}")
+        screen.show(f"  fix: {finding.fix}")
+
+
+def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
+    """Print the first `count` rows of the training data, what is learnt between ⟦ ⟧, bold and green on a terminal."""
+    library = recipe.sft.tokenizer if recipe.sft else "auto"
+    tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
+    data = dialogues.train_rows(shards, recipe)
+    ids = np.arange(min(count, len(data)))
+    for row, inputs, labels, documents in zip(ids, *data.read(ids), data.documents(ids), strict=True):
+        used = int((documents >= 0).sum())
+        screen.show(
+            f"\n-- row {row}: {documents.max() + 1} dialogues, {used:,} tokens, "
+            f"{int((labels != IGNORED).sum()):,} learnt, {len(inputs) - used:,} padding"
+        )
+        for number in range(int(documents.max()) + 1):
+            here = np.flatnonzero(documents == number)
+            screen.print_styled(_style_tokens(tokenizer, inputs[here], labels[here]))
+        if (outside := documents < 0).any() and (labels[outside] != IGNORED).any():
+            filler = tokenizer.decode([int(inputs[-1])])
+            screen.print_styled([("padding: ", MARK), (f"⟦{filler}⟧ x {outside.sum():,}", LEARNT)])
+
+
+def _style_tokens(
+    tokenizer: pretrained.Tokenizer, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
+) -> list[tuple[str, str]]:
+    """Return [(text, style)] of a dialogue: its length, then stretches, learnt ones within ⟦ ⟧.
+
+    A token is learnt when the label before it counts.
+    """
+    ids = [*map(int, inputs)]
+    learnt = [False, *(int(label) != IGNORED for label in labels[:-1])]
+    if int(labels[-1]) != IGNORED:  # the last label's token, which is no input
+        ids.append(int(labels[-1]))
+        learnt.append(True)
+    parts, start = [(f"[{len(ids):,} tokens] ", MARK)], 0
+    while start < len(ids):
+        stop = next((n for n in range(start, len(ids)) if learnt[n] != learnt[start]), len(ids))
+        text = tokenizer.decode(ids[start:stop])
+        parts.append((f"⟦{text}⟧", LEARNT) if learnt[start] else (text, CONTEXT))
+        start = stop
+    return parts

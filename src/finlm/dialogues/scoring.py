@@ -1,0 +1,283 @@
+"""Read what a written answer says (its letter, its number) and score it by the rules that need no model.
+
+The score depends on the texts alone. A rule reads one conclusion and never the best of several, so that naming
+everything earns nothing. A row whose right answer is of another kind (a number, where the rule wants a letter) has no
+score by that rule.
+
+A letter, in this order: a first line that is the letter alone; a conclusion, as "答案是B" or "故选B", the first that
+ends its sentence, else the last of the text (what follows a finished conclusion is often another question that the
+model asks itself); the only option that is called right; the letter that the answer opens with as an option ("B." or
+"B："); the only letter that stands alone. What is denied ("不能选A", "答案A错误") or one of several ("故选A、B")
+concludes nothing.
+
+A number: a conclusion counts ("答案：", "answer is", "####", "\\boxed{"), the last of the text, and its first number;
+without a conclusion the text's last number. Amounts are compared in their unit whatever they are written in (1.2亿元 is
+12,000万元), and a fall in words is negative (下降3.5% is -3.5%). Chinese numerals (三成) are not read. math-verify 0.9
+reads 1.23亿元 as 1.23, and no number behind 答案：.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from finlm.recipe.schema_train import Term
+
+LETTERS = "ABCDEFGH"  # of the questions of a file: some have more than four options
+TOLERANCE = 0.001  # of numbers, where the term says nothing
+PIECE = 10  # characters whose repetition counts
+_OPTION = re.compile(rf"^([{LETTERS}])[.．、]\s*(.+?)\s*$", re.MULTILINE)
+_LETTER = re.compile(rf"答案(?:是|为|：|:|\s)*[{LETTERS}](?![A-Za-z+])")
+_SEPARATES = re.compile(r"[、,;\n]")
+
+
+def score(term: Term, asked: str, said: str, right: str, tokens: int, most_tokens: int) -> float | None:
+    """Return what an answer earns by a term of a rule that needs no model: 0 to 1.
+
+    None where the right answer is not of the rule's kind. tokens: of the answer; most_tokens: that it may have.
+    """
+    if term.rule == "format":
+        return float(_pattern(str(term.pattern)).fullmatch(said.strip()) is not None)
+    if term.rule == "length":
+        free = term.most or most_tokens
+        over = (tokens - free) / (most_tokens - free) if most_tokens > free else 0.0
+        return max(0.0, 1.0 - max(0.0, over))
+    if not is_right_answer(term.rule, right):
+        return None
+    if term.rule == "option":
+        return float(find_letter(said) == find_letter(right))
+    if term.rule == "words":
+        return float(find_quoted_option(asked, said) == right.strip())
+    if term.rule == "number":
+        given, wanted = find_number(said), find_number(right)
+        tolerance = TOLERANCE if term.tolerance is None else term.tolerance
+        return float(given is not None and wanted is not None and are_equal(wanted, given, tolerance))
+    return _f1(list_items(said), list_items(right))
+
+
+def is_right_answer(rule: str, right: str) -> bool:
+    """Return whether a rule can check a row's right answer: option and words a letter, number a number, terms words."""
+    is_letter = len(right.strip()) == 1 and right.strip() in LETTERS
+    if rule in ("option", "words"):
+        return is_letter
+    return not is_letter and names_answer(rule, right)
+
+
+def names_answer(rule: str, said: str) -> bool:
+    """Return whether an answer concludes with anything that the rule can look at."""
+    if rule == "option":
+        return find_letter(said) is not None
+    if rule == "words":
+        return bool(said.strip())
+    return find_number(said) is not None if rule == "number" else bool(list_items(said))
+
+
+def find_letter(text: str) -> str | None:
+    """Return the option that an answer names, read as the evaluation reads it; None where it names none."""
+    return find_named_letter(text, LETTERS)
+
+
+def find_quoted_option(asked: str, said: str) -> str | None:
+    """Return the letter of the only option of a question whose words an answer has; None with none or several.
+
+    Words within those of another option that it has ("5%" in "15%") do not count, nor the letter it concludes with.
+    """
+    options, said = dict(_OPTION.findall(asked)), _LETTER.sub("", said)
+    quoted = {letter: words for letter, words in options.items() if words in said}
+    longest = [
+        letter for letter, words in quoted.items() if not any(words in o and words != o for o in quoted.values())
+    ]
+    return str(longest[0]) if len(longest) == 1 else None
+
+
+def repetition(text: str) -> float:
+    """Return the share of a text's pieces of PIECE characters that stood there before; 0 of a short text."""
+    pieces = [text[start : start + PIECE] for start in range(len(text) - PIECE + 1)]
+    return 1 - len(set(pieces)) / len(pieces) if pieces else 0.0
+
+
+def list_items(text: str) -> set[str]:
+    """Return the items of the list behind the last conclusion, or of the whole text when it has no conclusion."""
+    text = unicodedata.normalize("NFKC", text)
+    concluded = [found.end() for found in CONCLUDES.finditer(text)]
+    rest = text[concluded[-1] :] if concluded else text
+    return {item.strip(" .。\t") for item in _SEPARATES.split(rest)} - {""}
+
+
+def _f1(said: set[str], right: set[str]) -> float:
+    """Return the F1 score of two sets; 0 when `said` is empty."""
+    return 2 * len(said & right) / (len(said) + len(right)) if said else 0.0
+
+
+@lru_cache(maxsize=16)
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.DOTALL)
+
+
+_WRAP = r"[\s（(【\[《「“\"'*`$\\]*+"
+_CLOSE = r"[）)】\]》」”\"'*`$ \t]*+"
+_DENIED = (
+    r"(?P<denied>(?:不|非|勿|别|无法|没有?)(?:能够?|可以?|应该?|应当|当|会|该|要|宜|是|得|再)?|(?i:not|n't|never)\s+)?"
+)
+_CONCLUDES = (
+    r"(?:答案|(?<![不非])正确的?(?:选项|说法|表述|一项)?(?=是|为)|选择?)(?:应该|应当|应)?(?:是|为|选择?(?!项)|：|:)*+"
+)
+_SAYS = r"(?i:answer|choice|correct\s+option|choose|select)(?:\s++(?:is|should\s++be))?+\s*+:?"
+_WRONG = r"(?:选项|项)?(?:是|为|的)*(?:错|不对|不正确|不符|有误|吗|[?？]|\s++is\s++(?:not|wrong|incorrect))"
+_RIGHT = (
+    r"(?:选项|项)?(?:的?(?:说法|表述|描述|内容|观点))?(?:是|为|：|:|\s)*+(?:完全)?正确(?!吗|[?？])"
+    r"|\s++is\s++(?:correct|right)"
+)
+
+
+class _Patterns(NamedTuple):
+    whole: re.Pattern[str]
+    line: re.Pattern[str]
+    concludes: re.Pattern[str]
+    ends: re.Pattern[str]
+    right: re.Pattern[str]
+    opens: re.Pattern[str]
+    alone: re.Pattern[str]
+
+
+@cache
+def _patterns(letters: str) -> _Patterns:
+    """Return the compiled patterns that read one of these letters in an answer."""
+    one, either = f"[{letters}]", f"[{letters}{letters.lower()}]"
+    several = rf"[ \t]*(?:[、/和与或及]|还是)[ \t]*{one}(?![A-Za-z])"
+    single = rf"(?![A-Za-z])(?!{several})(?!{_CLOSE}{_WRONG})"
+    return _Patterns(
+        re.compile(rf"{_WRAP}({either})[.．。]?{_CLOSE}\n?"),
+        re.compile(rf"{_WRAP}({one}){_CLOSE}\n"),
+        re.compile(
+            rf"{_DENIED}(?:{_CONCLUDES}{_WRAP}(?:选项|选)?{_WRAP}(?P<letter>{either})"
+            rf"|{_SAYS}{_WRAP}(?:(?i:option)\s+)?(?P<other>{one})){single}"
+        ),
+        # "B。", "B\n" and "B. its text。"
+        re.compile(rf"(?:选项|项)?{_CLOSE}(?:[.．、:：][^\n。！？，；,;?!]{{0,100}})?[。！!\n]"),
+        re.compile(rf"(?<![A-Za-z、和与或及])({one})(?:{_RIGHT})"),
+        # "A。" may be the credit grade A, which an answer can begin with before it names its letter.
+        re.compile(rf"^{_WRAP}({one})(?=[.．、:：,，)）\]】\s])(?!{several})(?!\s*[,，]\s*{one}(?![A-Za-z]))"),
+        re.compile(rf"(?<![A-Za-z])({one})(?![A-Za-z])"),
+    )
+
+
+def find_decided_letter(text: str, letters: str) -> str | None:
+    """Return the letter that no further text can change; None while the text decides nothing."""
+    patterns = _patterns(letters)
+    line = patterns.line.match(text)
+    if line:
+        return line[1]
+    return next(
+        (
+            _matched_letter(match)
+            for match in _find_conclusions(patterns, text)
+            if patterns.ends.match(text, match.end())
+        ),
+        None,
+    )
+
+
+def find_named_letter(text: str, letters: str) -> str | None:
+    """Return the letter, one of `letters`, that a whole answer names; None when it names none, or several alike."""
+    patterns = _patterns(letters)
+    whole = patterns.whole.fullmatch(text)
+    if whole:
+        return whole[1].upper()
+    concluded = [_matched_letter(match) for match in _find_conclusions(patterns, text)]
+    letter = find_decided_letter(text, letters) or (concluded[-1] if concluded else None)
+    if letter:
+        return letter
+    right = set(patterns.right.findall(text))
+    if len(right) == 1:
+        return str(right.pop())
+    opening = patterns.opens.match(text)
+    if opening:
+        return opening[1]
+    denied = {_matched_letter(match) for match in patterns.concludes.finditer(text) if match["denied"]}
+    alone = set(patterns.alone.findall(text)) - denied
+    return str(alone.pop()) if len(alone) == 1 else None
+
+
+def _find_conclusions(patterns: _Patterns, text: str) -> list[re.Match[str]]:
+    """Return the matches of conclusions that are not denied."""
+    return [match for match in patterns.concludes.finditer(text) if not match["denied"]]
+
+
+def _matched_letter(match: re.Match[str]) -> str:
+    return str(match["letter"] or match["other"]).upper()
+
+
+_SCALES = {"万亿": 10**12, "千亿": 10**11, "百亿": 10**10, "亿": 10**8, "千万": 10**7, "百万": 10**6}
+_SCALES |= {"万": 10**4, "千": 10**3, "trillion": 10**12, "billion": 10**9, "million": 10**6, "thousand": 10**3}
+_UNITS = {"%": "%", "percent": "%", "‰": "‰", "倍": ""} | dict.fromkeys(("个百分点", "百分点"), "point")
+_UNITS |= dict.fromkeys(("个基点", "基点", "bp"), "bp") | dict.fromkeys(("元", "人民币", "yuan"), "元")
+_UNITS |= {"美元": "美元", "usd": "美元", "港元": "港元", "股": "股", "次": "次", "年": "年"}
+_UNITS |= {"个月": "月", "月": "月", "天": "天", "日": "天"}
+_SCALED = ("元", "美元", "港元", "股")  # units that a bare 1.2亿 may stand for
+
+
+def _one_of(names: dict[str, object]) -> str:
+    """Return a pattern of these names, the longest first."""
+    return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+
+
+_FALLS = r"(?:下降|下滑|减少|降低|缩减|亏损)(?:了|约|幅度为|率为)*\s*"
+_NUMBER = re.compile(
+    rf"(?P<falls>{_FALLS})?(?P<sign>(?<![\w.])[-−]\s*)?(?P<digits>\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+(?:\.\d+)?)"
+    rf"\s*\\?(?P<scale>{_one_of(dict(_SCALES))})?\s*(?P<unit>{_one_of(dict(_UNITS))})?(?:/股)?",
+    re.IGNORECASE,
+)
+CONCLUDES = re.compile(
+    r"答案(?:(?:应该|应当|应)?(?:是|为|等于)|:|\s)*|answer(?:\s+is|\s*:|\s)+|####\s*|\\boxed\{", re.IGNORECASE
+)
+
+
+class Number(NamedTuple):
+    """A number as it is written, and what it stands for."""
+
+    written: Decimal  # without scale and unit: 1.2 of 1.2亿元
+    value: Decimal  # in the unit: 120,000,000
+    unit: str  # empty without one
+    is_scaled: bool  # 万, 亿, million
+    half_place: Decimal  # half of the last decimal that is written, in the unit; 0 of a whole number
+
+
+def find_number(text: str) -> Number | None:
+    """Return the number of a whole answer; None when it gives none."""
+    text = unicodedata.normalize("NFKC", text)
+    conclusions = list(CONCLUDES.finditer(text))
+    if conclusions:
+        rest = text[conclusions[-1].end() :]
+        concluded = _NUMBER.search(re.split(r"[。\n]", rest, maxsplit=1)[0])
+        return None if concluded is None else _to_number(concluded)
+    numbers = list(_NUMBER.finditer(text))
+    return _to_number(numbers[-1]) if numbers else None
+
+
+def are_equal(right: Number, said: Number, tolerance: float) -> bool:
+    """Return whether an answer's number has the right unit and is within `tolerance`, a share of the right number.
+
+    A right number with decimals may be missed by half of its last decimal. A right number without scale and unit says
+    nothing about them: then only the digits count.
+    """
+    if not right.unit and not right.is_scaled:
+        missed, half = abs(right.written - said.written), right.half_place
+        return missed <= max(abs(right.written) * Decimal(str(tolerance)), half)
+    is_same = said.unit == right.unit or (not said.unit and said.is_scaled and right.unit in _SCALED)
+    allowed = max(abs(right.value) * Decimal(str(tolerance)), right.half_place)
+    return is_same and abs(right.value - said.value) <= allowed
+
+
+def _to_number(match: re.Match[str]) -> Number:
+    """Build the Number of a match of _NUMBER."""
+    digits = Decimal(match["digits"].replace(",", ""))
+    written = -digits if match["falls"] or match["sign"] else digits
+    scale = _SCALES[match["scale"].lower()] if match["scale"] else 1
+    places = len(match["digits"].partition(".")[2])
+    half = Decimal(5).scaleb(-places - 1) if places else Decimal(0)
+    unit = _UNITS[match["unit"].lower()] if match["unit"] else ""
+    return Number(written, written * scale, unit, scale != 1, half * scale)

@@ -1,0 +1,376 @@
+"""Turn rows of the usual instruction formats into messages, and messages into text with the stretches of the assistant.
+
+Rows are known by their keys, one by one, so that files may mix formats: messages (OpenAI, Hugging Face), conversations
+(ShareGPT), conversation (human/assistant pairs), and pairs under the names in PAIRS. One engine for all templates:
+Jinja in its sandbox, the functions that Hugging Face's chat templates expect, and the tag {% generation %} around what
+the assistant writes. A template without that tag (most models' own) is rendered twice a turn, without and with the
+answer; the difference is the answer. Where a template writes earlier turns otherwise than the last (Qwen3's empty
+reasoning) or begins an answer for the model (R1's <think>), letters that stand for the answers find them. The end of
+the answer's turn belongs to it: what is not learnt there, the model never writes. A template that leaves out some of
+what the assistant says is refused with the row.
+
+There is no clock (strftime_now): a dialogue is the same tokens on any day. Nothing here tokenises.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from finlm.base.errors import UserError
+
+Message = dict[str, str]
+Spans = list[tuple[int, int]]  # [start, end) in characters of the text
+OPEN, CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around what the assistant says, removed after rendering
+
+_KNOWN = tomllib.loads(Path(__file__).with_name("templates.toml").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, str] = {name: row["source"] for name, row in _KNOWN.items()}
+NEEDED = {name: tuple(row["needs"]) for name, row in _KNOWN.items() if "needs" in row}
+SWALLOWED = "the template leaves out some of what the assistant says"
+_LETTER = 0xE100  # the first private-use character that stands for a message
+PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"})
+# Part of the template, so that whoever renders it for use begins as the training did.
+_WITH_SYSTEM = (
+    "{{% if messages[0]['role'] != 'system' %}}"
+    "{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}{{% endif %}}"
+)
+
+
+class Refused(ValueError):
+    """A row that cannot be used, with the reason: it counts as broken."""
+
+
+class LeftOut(Refused):
+    """A whole row that the recipe has no use for, such as one that is too long, with the reason."""
+
+
+class Template:
+    """A compiled chat template with the tokens it writes. Raises UserError for a source that is not valid Jinja."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        """Compile the Jinja source. Raises UserError when it is not valid."""
+        self.source = source
+        self.tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._compiled = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise UserError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+        self._marks = "endgeneration" in source
+
+    def render(self, messages: Sequence[Message], *, generation: bool = False) -> tuple[str, Spans]:
+        """Return (text, the assistant's stretches of it); with generation the text ends where the assistant begins.
+
+        Raises Refused with the reason for messages that the template does not take, or of which it leaves out an
+        answer.
+        """
+        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._marks:
+            text, spans = _remove_marks(self._text(messages, generation))
+        else:
+            text = self._text(messages, generation)
+            for place in said:
+                _refuse_silence(messages[place]["content"], text)
+            spans = [self._span(messages, place, text) for place in said]
+        if len(spans) != len(said):
+            raise Refused(SWALLOWED)
+        for place, (first, last) in zip(said, spans, strict=True):
+            _refuse_silence(messages[place]["content"], text[first:last])
+        return text, spans
+
+    def _span(self, messages: Sequence[Message], place: int, text: str) -> tuple[int, int]:
+        """Return where the text has what the assistant writes in the turn at `place`.
+
+        Raises Refused when it is not there.
+        """
+        before = self._text(messages[:place], True)
+        # Llama-shaped templates write a line break after the end of turn, which nobody generates.
+        whole = self._text(messages[: place + 1], False).rstrip()
+        if whole.startswith(before) and text.startswith(whole):
+            return len(before), len(whole)
+        letters = [message | {"content": chr(_LETTER + n)} for n, message in enumerate(messages)]
+        shown = [new if new["role"] == "assistant" else old for new, old in zip(letters, messages, strict=True)]
+        pattern, letter = self._text(shown, False).rstrip(), chr(_LETTER + place)
+        turn = self._text(shown[: place + 1], False).rstrip().rpartition(letter)[2]  # what ends it
+        begin, end = pattern.partition(letter)[0], messages[place]["content"].strip() + turn
+        for n, message in enumerate(messages[:place]):
+            begin = begin.replace(chr(_LETTER + n), message["content"].strip())
+        if not text.startswith(begin + end):
+            raise Refused("the template changes earlier turns when one is added")
+        return len(begin), len(begin + end)
+
+    def _text(self, messages: Sequence[Message], generation: bool) -> str:
+        """Render the messages with the template. Raises Refused with the template's error."""
+        try:
+            text: str = self._compiled.render(
+                messages=list(messages), add_generation_prompt=generation, tools=None, documents=None, **self.tokens
+            )
+            return text
+        except (TemplateError, TypeError) as error:
+            raise Refused(f"template: {error}") from None
+
+
+def _refuse_silence(content: str, text: str) -> None:
+    """Raise Refused where some of what the assistant says is not in the text; blanks may differ."""
+    if "".join(content.split()) not in "".join(text.split()):
+        reasoning = " (its reasoning; the template deepseek-r1 keeps it)" if "</think>" in content else ""
+        raise Refused(SWALLOWED + reasoning)
+
+
+def check_name(name: str) -> None:
+    """Raise UserError for a chat.template that is neither known nor a file; called before a parent is trained."""
+    if name != "model":
+        _read_template(name, None)
+
+
+def find_source(name: str, own: str | None, system: str | None) -> str:
+    """Return the Jinja source for chat.template and chat.system; `own` is the tokenizer's template.
+
+    Raises UserError for a template that does not exist.
+    """
+    source = _read_template(name, own)
+    return _WITH_SYSTEM.format(text=json.dumps(system, ensure_ascii=False)) + source if system else source
+
+
+def _read_template(name: str, own: str | None) -> str:
+    """Return the Jinja source of a known template, of the tokenizer's (`model`) or of a file.
+
+    Raises UserError for a template that does not exist.
+    """
+    if name == "model":
+        if own is None:
+            raise UserError(
+                "chat.template is model, but the tokenizer brings no chat template",
+                fix=f"choose one of {', '.join(TEMPLATES)}, or a Jinja file",
+            )
+        return own
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"chat.template: there is no template {name}",
+            evidence=f"known: {', '.join(TEMPLATES)}, model; and no file {path}",
+            fix="choose one of them, or give a Jinja file",
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _remove_marks(text: str) -> tuple[str, Spans]:
+    """Return (the text without its marks, [(start, end)] in it of the stretches that were between them)."""
+    spans: Spans = []
+    parts, length = [], 0
+    for number, part in enumerate(text.split(OPEN)):
+        inside, mark, after = part.partition(CLOSE)
+        if number and mark:
+            spans.append((length, length + len(inside)))
+        parts.append(inside + after)
+        length += len(inside) + len(after)
+    return "".join(parts), spans
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %}: puts marks around what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        """Parse the tag, as Jinja asks of an extension."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        """Return the tag's rendered content between the marks."""
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the Jinja sandbox with the functions that chat templates expect."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **named: json.dumps(value, ensure_ascii=False, **named)
+    environment.globals["raise_exception"] = _raise
+    return environment
+
+
+def _raise(message: str) -> None:
+    """Raise TemplateError: the raise_exception of chat templates."""
+    raise TemplateError(message)
+
+
+PAIRS = (
+    ("instruction", "response"),
+    ("instruction", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("input", "output"),
+    ("input", "target"),  # Firefly and BELLE
+)
+PASSAGES = ("input", "context")
+FORMATS = (  # for people
+    "{messages: [{role, content}, ...]}",
+    "{conversations: [{from, value}, ...]}",
+    "{conversation: [{human, assistant}, ...]}",
+    "{instruction, output or response}, with input or context, history and system where there are some",
+    "{prompt, response or completion}, {question, answer}, {query, response}, {input, output or target}",
+    "{text}: a document, for mixtures with pretraining text",
+)
+_TURNS = ("messages", "conversations", "conversation")
+_BESIDE = (*_TURNS, "text", *PASSAGES, "history", "system")
+KNOWN = tuple(dict.fromkeys((*(name for names in PAIRS for name in names), *_BESIDE)))
+ROLES = {
+    **dict.fromkeys(("system",), "system"),
+    **dict.fromkeys(("user", "human", "Human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "Assistant", "model"), "assistant"),
+}
+
+
+def read_messages(row: Any) -> list[Message] | str:
+    """Return the row's messages, or its text where it is a document.
+
+    Raises Refused with the reason for anything else.
+    """
+    if not isinstance(row, dict):
+        raise Refused("not an object")
+    if isinstance(row.get("messages"), list):
+        messages = _turns(row["messages"], "role", "content")
+    elif isinstance(row.get("conversations"), list):
+        messages = _turns(row["conversations"], "from", "value")
+    elif isinstance(row.get("conversation"), list):
+        messages = [message for pair in row["conversation"] for message in _turn(pair, "human", "assistant")]
+    else:
+        pair = next((names for names in PAIRS if all(isinstance(row.get(name), str) for name in names)), None)
+        if pair is None and isinstance(row.get("text"), str):
+            return str(row["text"])
+        if pair is None:
+            raise Refused(_explain_missing(row))
+        messages = [*question_turn(row, pair[0]), {"role": "assistant", "content": row[pair[1]]}]
+    return with_system(row, messages)
+
+
+def question_turn(row: Mapping[str, Any], name: str) -> list[Message]:
+    """Return the row's earlier turns and the user's turn: the text under `name` with the passage that belongs to it.
+
+    Raises Refused where one of them is not text.
+    """
+    texts = []
+    for key in dict.fromkeys((name, *PASSAGES)):
+        text = row.get(key)
+        if text is not None and not isinstance(text, str):
+            raise Refused(f"{key} is not text")
+        if text and text.strip():
+            texts.append(text)
+    return [*_history(row.get("history")), {"role": "user", "content": "\n".join(texts)}]
+
+
+def keys(row: Mapping[str, Any]) -> str:
+    """Return the first eight keys of a row that have a value, sorted, for messages."""
+    return ", ".join(sorted(str(name) for name, value in row.items() if value is not None)[:8]) or "none"
+
+
+@lru_cache(maxsize=4096)
+def suggest_key(names: tuple[str, ...], known: tuple[str, ...] = KNOWN) -> str:
+    """Return a question about keys that are one letter off a known key that the row does not have; "" without any."""
+    pairs = [(name, near) for name in names for near in known if near not in names and _is_near(str(name), near)]
+    return f"is {', '.join(f'{name} meant to be {near}' for name, near in pairs[:2])}?" if pairs else ""
+
+
+def _explain_missing(row: Mapping[str, Any]) -> str:
+    """Return why a row is in none of FORMATS."""
+    begun = next((name for name, _ in PAIRS if isinstance(row.get(name), str)), None)
+    answers = [answer for name, answer in PAIRS if name == begun]
+    for name, kind in (*((name, "a list") for name in _TURNS), *((name, "text") for name in (*answers, "text"))):
+        if name in row:
+            return f"{name} is not {kind}"
+    missing = f"no {' or '.join(answers)} beside {begun}" if begun else "no messages under any known key"
+    return f"{missing}, only {keys(row)}"
+
+
+def _is_near(name: str, known: str) -> bool:
+    """Return whether one letter more, less, changed or two swapped make one name the other, whatever their case."""
+    name = name.casefold()
+    same = next((n for n, pair in enumerate(zip(name, known, strict=False)) if pair[0] != pair[1]), None)
+    same = min(len(name), len(known)) if same is None else same
+    rest, other = name[same:], known[same:]
+    return other in (rest, rest[1:]) or rest == other[1:] or rest[1:] == other[1:] or rest[:2][::-1] + rest[2:] == other
+
+
+def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return the messages behind the row's system prompt, where the row has one and the messages begin with none."""
+    system = row.get("system")
+    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Message]:
+    """Return the messages unchanged.
+
+    Raises Refused for turns out of order or empty, LeftOut for a control token in a text.
+    """
+    turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
+    if not turns:
+        raise Refused("no turns")
+    for place, message in enumerate(turns):
+        if message["role"] != ("user", "assistant")[place % 2]:
+            raise Refused("turns are not user, assistant, user, assistant")
+    if turns[-1]["role"] != "assistant":
+        raise Refused("the last turn is the user's")
+    for message in messages:
+        if message["role"] != "system" and not message["content"].strip():
+            raise Refused(f"empty {message['role']} turn")
+        if any(token in message["content"] for token in (*control, OPEN, CLOSE)):
+            raise LeftOut("control token in the text")
+    return messages
+
+
+def _turns(items: list[Any], who: str, what: str) -> list[Message]:
+    """Return the messages of a list of turns with the role under `who` and the text under `what`.
+
+    Raises Refused for a turn that lacks one of them, or has an unknown role.
+    """
+    messages = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise Refused("a turn is not an object")
+        role, content = item.get(who, item.get("role")), item.get(what, item.get("content"))
+        if role is None or content is None:
+            more = ["calls of tools are not read"] * bool(item.get("tool_calls") or item.get("function_call"))
+            more += [question] if (question := suggest_key(tuple(item), (who, what))) else []
+            missing = f"a turn without {who if role is None else what}: it has {keys(item)}"
+            raise Refused("; ".join((missing, *more)))
+        if not isinstance(role, str) or role not in ROLES:
+            raise Refused(f"role {str(role)[:40]}: turns are the system's, the user's or the assistant's")
+        if not isinstance(content, str):
+            raise Refused(f"the {what} of a turn is not text")
+        messages.append({"role": ROLES[role], "content": content})
+    return messages
+
+
+def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
+    """Yield the user's and the assistant's message of one pair. Raises Refused where one is not text."""
+    if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
+        raise Refused(f"{ask} or {answer} is not text")
+    yield {"role": "user", "content": row[ask]}
+    yield {"role": "assistant", "content": row[answer]}
+
+
+def _history(history: Any) -> Iterator[Message]:
+    """Yield the messages of Alpaca's earlier turns, [[question, answer], ...]. Raises Refused for another form."""
+    for pair in history if isinstance(history, list) else [history] if history else ():
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise Refused("history is not a list of question and answer")
+        yield {"role": "user", "content": pair[0]}
+        yield {"role": "assistant", "content": pair[1]}

@@ -1,0 +1,284 @@
+"""Ask every host of a cluster for its facts, all at the same time: one ssh connection per host, none for this machine.
+
+The probes travel with the question, so a host needs only some Python 3.8 and can never run an older version of them.
+They are run by the interpreter that the ranks will use; where it is missing by the host's python3, which is recorded.
+Three hosts answer in 2 to 4 s, and a host that is down costs 8 s (ssh's connection time-out) whatever the others do.
+
+HostFacts is what was learnt of a host; the parts of it are the dataclasses of the probes. Judges nothing and writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter
+
+from finlm.base.errors import UserError
+from finlm.hosts import ssh
+from finlm.hosts.file_trees import CheckedTree
+from finlm.hosts.remote import carrier, gpu, links, probe, receiver
+from finlm.hosts.remote.gpu import Device, Gpu, Torch
+from finlm.hosts.remote.links import Infiniband, Links
+from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Recipe
+
+PROGRAM_SECONDS = 40.0  # importing torch from a slow disk; everything else takes a second
+MEETING_SECONDS = 15.0  # for all hosts to have called each other: a login may take 10 s (UseDNS, modules, NFS homes)
+PATIENCE_SECONDS = 60.0
+RANDOM_PORTS = range(20_000, 32_000)  # below the kernel's own choices for outgoing connections (32768 up)
+_NO_PYTHON = 3
+_FIND_PYTHON = 'cd / || exit; for p in "$@"; do command -v "$p" > /dev/null 2>&1 && exec "$p" -; done; exit 3'
+
+Programs = dict[str, tuple[str, list[str]]]  # source and arguments of what runs on a host
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a host could not be asked."""
+
+    problem: str = ""
+    evidence: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a host's probes reported; None is unknown."""
+
+    hostname: str | None = None
+    machine: str | None = None
+    python: probe.Python | None = None
+    platform: str | None = None
+    cpu: str | None = None
+    cores: probe.Cores | None = None
+    memory: probe.Memory | None = None
+    disks: dict[str, probe.Disk] | None = None
+    shm: probe.Space | None = None
+    limits: dict[str, tuple[int | None, int | None]] | None = None
+    tools: dict[str, probe.Tool | None] | None = None
+    rsync: str | None = ""  # empty: unknown, None: not installed
+    libaio: bool | None = None
+    packages: dict[str, str | None] | None = None
+    extensions: probe.Extensions | None = None
+    gpu: Gpu | None = None
+    torch: Torch | None = None
+    links: Links | None = None
+    trees: dict[str, dict[str, str | None]] | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    clock: tuple[float, float] | None = None  # seconds that the host's clock is ahead: at least, at most
+    is_here: bool = False
+    printed: str = ""  # by login scripts, before the answer
+    failed: Failed | None = None
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Build the facts from the probes' document. Raises pydantic's ValidationError for a wrong type."""
+        return TypeAdapter(cls).validate_python(document)
+
+    @property
+    def has_python_of_ranks(self) -> bool:
+        """True unless another interpreter than the ranks' answered, whose packages mean nothing."""
+        return not self.python or self.python.executable == (self.python.wanted or self.python.executable)
+
+    @property
+    def devices(self) -> list[Device]:
+        """The GPUs that nvidia-smi lists, [] when it was not asked."""
+        return self.gpu.devices if self.gpu else []
+
+    @property
+    def infiniband(self) -> list[Infiniband]:
+        """The ports of InfiniBand and RoCE adapters, [] when they are unknown."""
+        return (self.links.infiniband if self.links else None) or []
+
+    def for_manifest(self) -> dict[str, str | list[str] | dict[str, str | None]]:
+        """Return the versions, GPUs, drivers and CPU that a run may depend on; unknown and empty ones are left out."""
+        torch = self.torch
+        seen: dict[str, str | list[str] | dict[str, str | None] | None] = {
+            "python": self.python.version if self.python else None,
+            "torch": torch.version if torch else None,
+            "cuda": torch.cuda if torch else None,
+            "nccl": torch.nccl if torch else None,
+            "gpus": [device.name for device in self.devices],
+            "drivers": sorted({device.driver for device in self.devices}),
+            "platform": self.platform,
+            "cpu": self.cpu,
+            "packages": self.packages,
+        }
+        return {name: value for name, value in seen.items() if value}
+
+
+AllFacts = Mapping[str, HostFacts]
+"""By the name of the host."""
+
+
+def gather(
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster,
+    runs: Path,
+    *,
+    trees: Sequence[CheckedTree] = (),
+    accept_new: bool = False,
+) -> dict[str, HostFacts]:
+    """Return the facts of every host by name; a host that could not be asked has only `failed`.
+
+    runs: the directory of runs, whose disk is measured. trees: files to fingerprint on the hosts.
+    """
+    names = [host.name for host in cluster.hosts]
+    with ThreadPoolExecutor(len(cluster.hosts)) as pool:
+        is_here = pool.map(ssh.is_this_machine, (host.destination for host in cluster.hosts))
+        local = dict(zip(names, is_here, strict=True))
+        needed = len(cluster.hosts) > 1 or recipe.launch.master_port != "auto"
+        meeting = _Meeting(recipe, cluster, local) if needed else None
+
+        def ask(host: Host) -> HostFacts:
+            programs = _choose_programs(recipe, plan, host, runs, trees, meeting)
+            return _ask_host(recipe, host, programs, local[host.name], accept_new)
+
+        return dict(zip(names, pool.map(ask, cluster.hosts), strict=True))
+
+
+def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict[str, HostFacts]:
+    """Return only the facts that a plan is made from, `memory` and `gpu`, of every host by name."""
+    programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
+    with ThreadPoolExecutor(len(cluster.hosts)) as pool:
+
+        def ask(host: Host) -> HostFacts:
+            return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new)
+
+        return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
+
+
+class _Meeting:
+    """The port, token and peers with which the hosts call each other during the probe."""
+
+    def __init__(self, recipe: Recipe, cluster: Cluster, local: Mapping[str, bool]) -> None:
+        given = recipe.launch.master_port
+        self.port = random.choice(RANDOM_PORTS) if given == "auto" else given
+        self.token = secrets.token_hex(8)
+        several = len(cluster.hosts) > 1
+        self.peers = [_describe_peer(host, local[host.name]) for host in cluster.hosts] if several else []
+
+    def request(self, host: Host) -> str:
+        """Return the JSON request of hosts/remote/links.py for a host."""
+        return json.dumps(asdict(links.Request(host.name, self.port, self.token, MEETING_SECONDS, self.peers)))
+
+
+def _describe_peer(host: Host, local: bool) -> links.Peer:
+    """Return a host's name and addresses, as the other hosts are to try them, and an ssh login to it."""
+    ways = [host.access.address or host.name]
+    known = host.name if local else ssh.address(host.destination)
+    try:
+        addresses = [str(item[4][0]) for item in socket.getaddrinfo(known, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        addresses = []
+    ways += [address for address in addresses if not address.startswith("127.") and address != "::1"]
+    return links.Peer(host.name, ways, ssh.command(host.destination, ["true"]))
+
+
+def _choose_programs(
+    recipe: Recipe, plan: Plan, host: Host, runs: Path, trees: Sequence[CheckedTree], meeting: _Meeting | None
+) -> Programs:
+    """Return the programs to run on a host, with their arguments."""
+    roles = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
+    roles |= {"memory": Path(recipe.checkpoint.memory_directory)} if recipe.checkpoint.memory_minutes else {}
+    disks = [f"--disk={role}={ssh.path_on_host(path, host.access)}" for role, path in roles.items()]
+    programs: Programs = {
+        "host": (_read_source(probe), disks),
+        "gpu": (_read_source(gpu), ["--torch"] if plan.device == "cuda" else []),
+    }
+    if meeting is not None:
+        programs["links"] = (_read_source(links), [meeting.request(host)])
+    if trees:
+        request = {tree.role: tree.request(ssh.path_on_host(tree.path, host.access)) for tree in trees}
+        programs["trees"] = (f"{_read_source(receiver)}\n\nanswer_fingerprints({json.dumps(request)!a})\n", [])
+    return programs
+
+
+def _read_source(module: Any) -> str:
+    """Return the source text of a module."""
+    return Path(module.__file__).read_text(encoding="utf-8")
+
+
+def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new: bool) -> HostFacts:
+    """Run the programs on a host, here as a child process, and return its facts; a failure is kept as `failed`.
+
+    The clock's bounds come from the times of asking and answering. This process is left out of a GPU's processes.
+    """
+    python = ssh.python_on_host(host.access)
+    request = {"env": {**recipe.env, **host.access.env}, "seconds": PROGRAM_SECONDS, "programs": programs}
+    script = f"{_read_source(carrier)}\n\ncarry(**json.loads({json.dumps(request)!a}))\n".encode()
+    sent = time.time()
+    try:
+        output = _run_here(python, script) if local else _run_there(host, python, script, accept_new)
+    except UserError as error:
+        return HostFacts(failed=Failed(error.problem, error.evidence, error.fix))
+    received = time.time()
+    printed, mark, line = output.rpartition(carrier.MARK)
+    if not mark:
+        return HostFacts(failed=Failed(f"{python} on {host.name} printed no facts", output[-200:]))
+    carried = json.loads(line)
+    document = _merge_answers(carried["answers"], python)
+    # The host began after it was asked and ended before it was heard: its clock's error lies between these two.
+    document["clock"] = [carried["ended"] - received, carried["began"] - sent]
+    document |= {"is_here": local, "printed": "" if local else printed.strip()[-200:]}
+    facts = HostFacts.from_json(document)
+    for device in facts.devices if local else ():
+        # Not a stranger on the GPU: this process, which asked a model there the questions of the recipe before.
+        device.processes = [process for process in device.processes if process.pid != os.getpid()]
+    return facts
+
+
+def _run_here(python: str, script: bytes) -> str:
+    """Run a script with an interpreter of this machine and return its output. Raises UserError when that fails."""
+    try:
+        done = subprocess.run([python, "-"], input=script, capture_output=True, timeout=PATIENCE_SECONDS, cwd="/")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{python} does not answer", evidence=str(error)) from None
+    return done.stdout.decode(errors="replace") or done.stderr.decode(errors="replace")
+
+
+def _run_there(host: Host, python: str, script: bytes, accept_new: bool) -> str:
+    """Run a script on a host by `python`, else its python3, and return its output. Raises UserError without both."""
+    argv = ["sh", "-c", _FIND_PYTHON, "sh", python, "python3"]
+    result = ssh.run(
+        host.destination, argv, stdin=script, timeout_seconds=PATIENCE_SECONDS, accept_new=accept_new, check=False
+    )
+    if result.code == _NO_PYTHON:
+        nothing = f"neither {python} nor a python3 on the PATH of {host.name}"
+        raise ssh.explain(host.destination, ssh.NOT_FOUND, nothing, "python3")
+    return result.stdout or result.stderr
+
+
+def _merge_answers(answers: Mapping[str, Any], wanted: str) -> dict[str, Any]:
+    """Merge the programs' answers into a document of all sections; a failed program becomes a row of `errors`.
+
+    wanted: the ranks' interpreter, noted in the `python` section.
+    """
+    document: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    for name, answer in answers.items():
+        if "failed" in answer:
+            errors[name] = answer["failed"]
+            continue
+        errors |= answer.pop("errors", {})
+        if name == "trees" or (name == "links" and answer):
+            document[name] = answer
+        elif name != "links":
+            document |= answer
+    if document.get("python"):
+        document["python"]["wanted"] = wanted
+    return document | {"errors": errors}

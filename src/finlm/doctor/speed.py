@@ -1,0 +1,293 @@
+"""Start train/allreduce.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
+
+One ssh per host, none for this machine; the ranks find each other at the address and through the network cards that the
+probes found. A link is slow against the others or, between GPU hosts, against the speed that the plan reckons with.
+About 10 s for two or three hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.base.units import format_bytes
+from finlm.doctor import network
+from finlm.doctor.gather import AllFacts
+from finlm.doctor.network import HostFault
+from finlm.doctor.preflight import Finding
+from finlm.hosts import ssh
+from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Recipe
+
+PROGRAM = Path(__file__).parents[1] / "train" / "allreduce.py"  # sent as text, never imported: ops has no torch
+MARK = "finlm-link:"
+GROUP_SECONDS = {"cuda": 20, "cpu": 8}
+SLOW = {"cuda": 0.5, "cpu": 0.3}
+"""Of a usual link: the next lower PCIe or Ethernet rate is half or less; what gloo reaches also depends on busy cores.
+"""
+PROMISED = 0.5
+NEEDED = ("ssh", "python", "reach", "names", "driver", "gpus", "torch", "nic")
+"""With an error in one of these a collective cannot work, so it is not tried."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The measured all-reduce of a group: seconds, bytes, and bus bandwidth."""
+
+    latency: float
+    bytes: int
+    seconds: float
+    bus_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the ranks reported, by group: numbers of those that were measured, the reason of those that failed."""
+
+    measured: Mapping[Ranks, Speed]
+    failed: Mapping[Ranks, str]
+
+
+def measure(
+    recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence[Finding]
+) -> tuple[list[Finding], dict[str, dict[str, float]]]:
+    """Run the all-reduce on all hosts, print the speeds, and return findings and the numbers by group.
+
+    Starts nothing, prints why, and returns ([], {}) when an error forbids it, when it is unknown how hosts reach each
+    other, or for a single rank.
+    """
+    hindered = sorted({finding.check for finding in findings if finding.level == "error" and finding.check in NEEDED})
+    if hindered:
+        screen.show(f"all-reduce: not tried while there are errors of {', '.join(hindered)}")
+        return [], {}
+    if len(cluster.hosts) > 1 and not all(facts[host.name].links for host in cluster.hosts):
+        screen.show("all-reduce: not tried, since it is not known how the hosts reach each other")
+        return [], {}
+    if cluster.world_size == 1:
+        screen.show("all-reduce: one rank has nobody to talk to")
+        return [], {}
+    speeds = _run_allreduce(recipe, plan, cluster, facts)
+    names = _name_ranks(plan, cluster)
+    _show(plan, cluster, names, speeds)
+    faults = judge(plan, cluster, speeds)
+    numbers = {"-".join(names[rank] for rank in ranks): asdict(row) for ranks, row in speeds.measured.items()}
+    return [Finding(name, host, level, evidence, fix) for host, (name, level, evidence, fix) in faults], numbers
+
+
+def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
+    """Run the program on all hosts at once; a host that does not answer leaves its groups without a result."""
+    requests = _requests(recipe, plan, cluster, facts)
+    program = PROGRAM.read_text(encoding="utf-8")
+
+    def start(host: Host) -> str:
+        """Run the program on a host and return its output, or the reason why it did not run."""
+        request = requests[host.name]
+        # On standard input, since env may hold secrets and every user of a host sees command lines.
+        script = f"{program}\n\nos._exit(main(json.loads({json.dumps(request)!a})))\n".encode()
+        argv, patience = [ssh.python_on_host(host.access), "-"], request["seconds"] + 20
+        try:
+            if ssh.is_this_machine(host.destination):
+                done = subprocess.run(argv, input=script, capture_output=True, timeout=patience, cwd="/")
+                return done.stdout.decode(errors="replace") + done.stderr.decode(errors="replace")
+            result = ssh.run(host.destination, argv, stdin=script, timeout_seconds=patience, check=False)
+        except (UserError, OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return result.stdout + result.stderr
+
+    with ThreadPoolExecutor(len(cluster.hosts)) as pool:
+        return parse("\n".join(pool.map(start, cluster.hosts)))
+
+
+def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
+    """Return by host the JSON request of train/allreduce.py."""
+    several = len(cluster.hosts) > 1
+    cards = network.host_env(facts) if several else {}
+    ranks = _first_ranks(cluster)
+    points = list(ranks.values()) if several else list(range(cluster.world_size))
+    links = facts[cluster.hosts[0].name].links
+    same = {
+        "backend": "nccl" if plan.device == "cuda" else "gloo",
+        "address": _rendezvous_address(cluster, facts),
+        "port": links.port.port if several and links and links.port else _free_port(),
+        "world_size": cluster.world_size,
+        "points": points,
+        "group_seconds": GROUP_SECONDS[plan.device],
+        "seconds": 60 + 6 * GROUP_SECONDS[plan.device] + 3 * len(points),
+    }
+    requests = {}
+    for host in cluster.hosts:
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
+        env = {"OMP_NUM_THREADS": "1"} | cards.get(host.name, {}) | devices | recipe.env | host.access.env
+        requests[host.name] = same | {"first_rank": ranks[host.name], "slots": host.slots, "env": env}
+    return requests
+
+
+def _first_ranks(cluster: Cluster) -> dict[str, int]:
+    """Return the first rank of each host by name."""
+    ranks, count = {}, 0
+    for host in cluster.hosts:
+        ranks[host.name] = count
+        count += host.slots
+    return ranks
+
+
+def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
+    """Return the first host's address as another host reached it, else 127.0.0.1."""
+    first = cluster.hosts[0].name
+    seen = [host.links.peers[first].address for name, host in facts.items() if name != first and host.links]
+    return next(filter(None, seen), "127.0.0.1")
+
+
+def _free_port() -> int:
+    """Return a free TCP port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def parse(output: str) -> Speeds:
+    """Return the speeds in the ranks' output; a group that began and did not end has failed."""
+    measured: dict[Ranks, Speed] = {}
+    failed: dict[Ranks, str] = {}
+    begun: set[Ranks] = set()
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if not mark:
+            continue
+        row = json.loads(text)
+        ranks = tuple(row.pop("ranks"))
+        kind = row.pop("kind")
+        if kind == "begun":
+            begun.add(ranks)
+        elif kind == "failed":
+            failed.setdefault(ranks, row["error"])
+        elif row["rank"] == ranks[0]:
+            measured[ranks] = Speed(**{key: value for key, value in row.items() if key != "rank"})
+    for ranks in begun - set(measured) - set(failed):
+        failed[ranks] = "it began and never ended"
+    if not begun and not failed:
+        failed[()] = "\n".join(output.strip().splitlines()[-5:]) or "no rank said anything"
+    return Speeds(measured, {ranks: why for ranks, why in failed.items() if ranks not in measured})
+
+
+def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
+    """Return the links that are dead or slow, each only for the host that has the most of them.
+
+    A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts a usual link slower than
+    half of hardware.network_gbit is a warning.
+    """
+    pairs: dict[Ranks, float] = {
+        ranks: row.bus_bytes_per_second for ranks, row in speeds.measured.items() if len(ranks) == 2
+    }
+    dead = [ranks for ranks in speeds.failed if len(ranks) == 2]
+    usual = _usual_speed(cluster, pairs)
+    between = plan.device == "cuda" or len(cluster.hosts) > 1  # CPU ranks of one host share nothing but its cores
+    slow = [ranks for ranks, speed in pairs.items() if between and speed < SLOW[plan.device] * usual]
+    faults = [*_report_dead(plan, cluster, speeds, dead), *_report_slow(plan, cluster, pairs, slow, usual)]
+    if not dead:
+        for ranks, why in speeds.failed.items():
+            fix = "NCCL_DEBUG=INFO in env: shows where; the links between each two work" * bool(pairs)
+            evidence = f"the all-reduce of {len(ranks) or cluster.world_size} ranks failed: {why}"
+            faults.append((cluster.hosts[0].name, ("link", "error", evidence, fix or "run it again by hand")))
+    promised = cluster.network_gbit * 1e9 / 8
+    if plan.device == "cuda" and len(cluster.hosts) > 1 and pairs and usual < PROMISED * promised:
+        evidence = (
+            f"{_rate(usual)} between hosts; the plan reckons with {_rate(promised)} ({cluster.network_gbit:g} Gbit/s)"
+        )
+        fix = "set hardware.network_gbit to what there is, or find out why: `ethtool` and `ibstat` on the hosts"
+        faults.append((cluster.hosts[0].name, ("link", "warning", evidence, fix)))
+    return faults
+
+
+def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
+    """Return the bus bandwidth of a good link in bytes/s.
+
+    Of hosts: the median of the best that each reaches, since a bad card makes most links of three hosts slow. Inside a
+    host: the median link, since GPUs may be bridged in pairs by design.
+    """
+    if len(cluster.hosts) == 1:
+        return statistics.median(pairs.values()) if pairs else 0.0
+    ends = {rank for ranks in pairs for rank in ranks}
+    best = [max(speed for ranks, speed in pairs.items() if rank in ranks) for rank in ends]
+    return statistics.median(best) if best else 0.0
+
+
+def _report_dead(plan: Plan, cluster: Cluster, speeds: Speeds, dead: Sequence[Ranks]) -> Iterator[HostFault]:
+    """Yield an error for every pair of ranks that cannot talk."""
+    names = _name_ranks(plan, cluster)
+    for ranks in dead:
+        host = _host_of_rank(cluster, _most_common(ranks, dead))
+        evidence = f"{names[ranks[0]]} and {names[ranks[1]]} cannot talk: {speeds.failed[ranks]}"
+        yield host, ("link", "error", evidence, _where_to_look(cluster))
+
+
+def _report_slow(
+    plan: Plan, cluster: Cluster, pairs: Mapping[Ranks, float], slow: Sequence[Ranks], usual: float
+) -> Iterator[HostFault]:
+    """Yield a warning for every pair of ranks that is slow. usual: bytes/s of a good link."""
+    names = _name_ranks(plan, cluster)
+    for ranks in slow:
+        host = _host_of_rank(cluster, _most_common(ranks, slow))
+        evidence = (
+            f"{names[ranks[0]]} and {names[ranks[1]]}: {_rate(pairs[ranks])}, a usual link here has {_rate(usual)}"
+        )
+        yield host, ("link", "warning", evidence, _where_to_look(cluster))
+
+
+def _where_to_look(cluster: Cluster) -> str:
+    """Return the fix for a bad link, inside a host or between hosts."""
+    if len(cluster.hosts) == 1:
+        return "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` show how the GPUs are linked"
+    return "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
+
+
+def _most_common(ranks: Ranks, groups: Sequence[Ranks]) -> int:
+    """Return the rank of the pair that is in the most of these groups; the second rank when both are."""
+    count = Counter(rank for group in groups for rank in group)
+    return max(reversed(ranks), key=lambda rank: count[rank])
+
+
+def _host_of_rank(cluster: Cluster, rank: int) -> str:
+    """Return the name of a rank's host."""
+    first = _first_ranks(cluster)
+    return [name for name in first if first[name] <= rank][-1]
+
+
+def _name_ranks(plan: Plan, cluster: Cluster) -> dict[int, str]:
+    """Return what a person calls each rank: its host, or its GPU when there is a single host."""
+    if len(cluster.hosts) > 1:
+        return {rank: _host_of_rank(cluster, rank) for rank in range(cluster.world_size)}
+    kind = "GPU" if plan.device == "cuda" else "rank"
+    return {rank: f"{kind} {rank}" for rank in range(cluster.world_size)}
+
+
+def _rate(bytes_per_second: float) -> str:
+    """Return bytes/s as words in GB/s."""
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def _show(plan: Plan, cluster: Cluster, names: Mapping[int, str], speeds: Speeds) -> None:
+    """Print each group's bandwidth and latency."""
+    backend = "NCCL" if plan.device == "cuda" else "gloo"
+    for ranks, row in sorted(speeds.measured.items(), key=lambda item: (len(item[0]), item[0])):
+        pair = len(ranks) == 2 and cluster.world_size > 2
+        who = f"{names[ranks[0]]} - {names[ranks[1]]}" if pair else f"all {len(ranks)} ranks"
+        size, seconds = format_bytes(row.bytes), f"{row.seconds * 1e3:.3g} ms"
+        rate = _rate(row.bus_bytes_per_second)
+        latency = f"{row.latency * 1e6:.0f} us"
+        screen.show(
+            f"{backend} all-reduce, {who:<16} {rate:>10} bus bandwidth ({size} in {seconds}), latency {latency}"
+        )

@@ -1,0 +1,110 @@
+"""Print the steps of `finlm train --dry-run`: every step of pipeline.py with what is done and what is to do."""
+
+from __future__ import annotations
+
+from finlm import pipeline, prepare
+from finlm.base import screen
+from finlm.plan.plan import Plan
+from finlm.recipe import parents
+from finlm.record import trackers
+from finlm.runs import lineage
+
+DONE, TO_DO, NOT_NEEDED = "done", "to do", "-"
+
+
+def print_steps(t: pipeline.Training) -> None:
+    """Print every step with what is done and what is to do; start nothing and write nothing."""
+    trackers.check(t.recipe.record.tracking)
+    known = _look_before_launch(t)
+    known |= _look_after_launch(t)
+    screen.heading(f"steps of {t.loaded.path}")
+    for step in pipeline.STEPS:
+        state, words = known.get(step.name, (TO_DO, step.does))
+        screen.show(f"  {step.name:<14} {state:<6} {words}")
+    screen.show("nothing was started or written; the same command without --dry-run does the steps to do")
+
+
+Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
+
+
+def _look_before_launch(t: pipeline.Training) -> Known:
+    """Return the known state of the steps before launch.
+
+    Sets shards, plan, ds_config, resumed and init_from of t where they can be known without doing the steps.
+    """
+    known: Known = {}
+    init_from = t.recipe.model.init_from
+    known["parent"] = NOT_NEEDED, f"starts from {init_from or 'scratch'}"
+    if is_waiting := parents.is_recipe(init_from):
+        export, _ = lineage.find_export(t.read(str(init_from)).recipe, t.runs, t.read)
+        known["parent"] = TO_DO, f"train {init_from} first: {t.runs} holds no finished run of it as it is written"
+        if export is not None:
+            pipeline.start_from(t, export)
+            is_waiting, known["parent"] = False, (DONE, str(screen.relative(export)))
+    shards = None if is_waiting else prepare.locate(t.recipe)
+    if shards is None:
+        prepare.check_sources(t.recipe)
+    else:
+        t.shards = shards
+        known["data"] = DONE, str(screen.relative(shards.directory))
+    if shards is not None or pipeline.plans_without_data(t.recipe):
+        t.plan, t.ds_config = pipeline.decide(t.recipe, t.hosts, shards)
+        plan = t.plan
+        words = (
+            f"ZeRO-{plan.zero_stage}, {plan.precision}, world size {plan.world_size}, micro-batch {plan.micro_batch}"
+        )
+        known["plan"] = DONE, f"{words}, {plan.steps:,} steps of {plan.tokens_per_step:,} tokens"
+    if shards is not None:
+        known |= _look_for_runs(t)
+    if t.is_trained or t.recipe.stage == "pretrain":
+        known["labels"] = NOT_NEEDED, "trained already" if t.is_trained else "pretraining has none"
+    names = ", ".join(f"{host.name} ({host.slots} x {host.gpu or 'CPU rank'})" for host in t.hosts.hosts)
+    known["hosts"] = (NOT_NEEDED, "trained already") if t.is_trained else (TO_DO, f"check {names}")
+    return known
+
+
+def _look_for_runs(t: pipeline.Training) -> Known:
+    """Return the state of the steps `resume` and `run directory`, and set t.resumed (and t.plan to its plan).
+
+    Holds no lock and reads no checkpoint.
+    """
+    where = t.recipe, t.plan, t.shards.directory, t.runs
+    t.resumed = None if t.new else lineage.find_unfinished(*where)
+    if t.resumed is not None:
+        t.plan = Plan.read(t.resumed.plan)
+        return {"resume": (DONE, "unfinished"), "run directory": (DONE, str(screen.relative(t.resumed.path)))}
+    if earlier := None if t.new else next(lineage.find_continuable(*where), None):
+        step = earlier.run.recorded_checkpoint()
+        words = f"make one that continues {screen.relative(earlier.run.path)} from step {step:,} under this plan"
+        return {"resume": (NOT_NEEDED, "planned otherwise"), "run directory": (TO_DO, words)}
+    finished = lineage.find_finished(t.recipe, t.shards.directory, t.runs)
+    if finished is not None:
+        why = f"{screen.relative(finished.path)} is finished, this would be another run"
+    else:
+        why = f"{t.runs} holds no unfinished run of this"
+    return {
+        "resume": (NOT_NEEDED, "--new" if t.new else why),
+        "run directory": (TO_DO, f"make {t.runs}/{t.recipe.name}-<time>"),
+    }
+
+
+def _look_after_launch(t: pipeline.Training) -> Known:
+    """Return the known state of the steps from `train` to `promises`."""
+    known: Known = {}
+    if t.is_trained:
+        known["train"] = DONE, f"{t.plan.steps:,} steps"
+    elif t.resumed is not None:
+        known["train"] = (
+            TO_DO,
+            f"from step {max(t.resumed.recorded_checkpoint(), t.resumed.recorded_in_memory()):,} of {t.plan.steps:,}",
+        )
+    if len(t.hosts.hosts) == 1:
+        known["gather"] = NOT_NEEDED, "one host"
+    if t.resumed is not None and t.resumed.export.exists():
+        known["export"] = DONE, str(screen.relative(t.resumed.export))
+    if t.recipe.stage == "reward":
+        known["sample"] = NOT_NEEDED, "a reward model writes nothing"
+    known["questions"] = (TO_DO, ", ".join(t.recipe.eval.suites)) if t.recipe.eval.suites else (NOT_NEEDED, "none")
+    if t.recipe.expect is None:
+        known["promises"] = TO_DO, "compare with the plan; the recipe has no expect: for this"
+    return known

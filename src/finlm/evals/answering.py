@@ -1,0 +1,450 @@
+"""Build the prompts of questions (text to continue with a letter, or messages of a chat) and get the model's answers.
+
+Examples that do not fit the model's context are left out, the last first, and a prompt says how many it shows; a
+question that does not fit alone loses its beginning, as in lm-eval. Answers are kept as they come: an evaluation that
+was killed goes on where it stopped.
+
+Every answer is a line of a JSON-lines file under a key of the model (weights, tokenizer, precision), the prompt as the
+model sees it, and the settings; what has a line is not asked again. Decoding is greedy. A written answer that gives no
+letter counts as wrong and is reported as unanswered; the reference draws a random letter for it, unseeded.
+
+Likelihoods of letters: the examples that all questions of a subject begin with are computed once, and so is what the
+letters' token sequences have in common: one forward pass a question instead of four. Of options in full every token
+counts. Batches hold rows of similar length, padded on the right. Nothing here knows the right answers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from finlm.base import files, machine, screen
+from finlm.base.errors import UserError
+from finlm.evals import questions as sets
+from finlm.evals.questions import STYLES, Question, Style, Suite
+from finlm.inference.open import Opened, generate
+from finlm.world.exam import LETTERS
+
+PUBLISHED_TOKENS = 2048  # of a prompt of FinanceIQ's code
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question ready to be asked."""
+
+    question: Question
+    text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
+    shots: int  # examples shown
+    ids: tuple[tuple[int, ...], ...]  # tokens: with each of the four letters behind, or those of the conversation
+    begin: int | None = None  # the first token whose likelihood counts; None = the first that differs
+    characters: tuple[int, ...] = ()  # of each of the four answers, where likelihoods are compared per character
+
+
+def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Return prompts of text for base models; what is too long loses examples, then its beginning."""
+    style, prompts = STYLES[suite.name], list[Prompt]()
+    for start in range(0, len(questions), 256):  # the tokenizer works on many texts at once
+        waiting = [(question, len(_examples(suite, question, shots))) for question in questions[start : start + 256]]
+        while waiting:
+            texts = [_continuation(style, suite, question, count) for question, count in waiting]
+            four_each = [text + letter for text in texts for letter in LETTERS]
+            ids = opened.tokenizer(four_each, verbose=False)["input_ids"]  # it warns of length, which is dealt with
+            again = []
+            for number, (question, count) in enumerate(waiting):
+                four = ids[4 * number : 4 * number + 4]
+                longest = max(map(len, four))
+                # Whole examples go first; how many is a guess by length, tried again until it fits.
+                if count and longest > opened.context:
+                    again.append((question, min(count - 1, int(count * opened.context / longest))))
+                    continue
+                cut = max(0, longest - opened.context)
+                prompts.append(Prompt(question, texts[number], count, tuple(tuple(own[cut:]) for own in four)))
+            waiting = again
+    return prompts
+
+
+def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, ...]:
+    """Return at most `shots` solved questions of the same subject: a set may have fewer, or none."""
+    return suite.examples.get(question.subject, ())[:shots]
+
+
+def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
+    parts = [style.begin(question.subject)]
+    parts += [_format_solved(style, example) for example in _examples(suite, question, shots)]
+    return "".join(parts) + style.ask(question.text, question.options) + style.cue
+
+
+def _format_solved(style: Style, example: Question) -> str:
+    return style.ask(example.text, example.options) + style.cue + example.answer + "\n\n"
+
+
+def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Return texts that FinanceIQ's code lets a model continue: at most 2,048 tokens; drops the longest examples.
+
+    A question that is too long even without examples loses the header, as there, and then its beginning.
+    """
+    style, prompts = chat_style(opened, suite), list[Prompt]()
+    room = min(PUBLISHED_TOKENS, opened.context - style.max_tokens)
+
+    def size(text: str) -> int:
+        return len(opened.tokenizer(text, verbose=False)["input_ids"])  # each with its <s>, as there
+
+    for question in questions:
+        header, asked = style.begin(question.subject), _continuation(style, suite, question, 0)
+        asked = asked.removeprefix(header)
+        left = room - size(header) - size(asked)
+        shown = [_format_solved(style, example) for example in _examples(suite, question, shots)] if left >= 0 else []
+        sizes = [size(text) for text in shown]
+        while sizes and sum(sizes) >= left:
+            longest = max(sizes)
+            shown = [text for text, tokens in zip(shown, sizes, strict=True) if tokens < longest]
+            sizes = [tokens for tokens in sizes if tokens < longest]
+        text = (header if left >= 0 else "") + "".join(shown) + asked
+        ids = opened.tokenizer(text, verbose=False)["input_ids"]
+        prompts.append(Prompt(question, text, len(shown), (tuple(ids[-(opened.context - style.max_tokens) :]),)))
+    return prompts
+
+
+def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Return texts that end with each of the four options in full instead of with its letter; no examples.
+
+    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446), and
+    as there the likelihood counts per character, or short options would win. An assistant sees the options in the
+    user's turn and opens its own with one of them; a base model sees no option.
+    """
+    style, prompts = STYLES[suite.name], list[Prompt]()
+    is_chat = bool(opened.tokenizer.chat_template)
+    for question in questions:
+        answers = [f"{option}。" for option in question.options]
+        if is_chat:
+            texts = [_render_with_answer(opened, _turn(style, question), answer) for answer in answers]
+        else:
+            stem = style.begin(question.subject) + style.lead + question.text + style.cue
+            texts = [stem + answer for answer in answers]
+        stem = texts[0].removesuffix(answers[0])
+        stem_ids, *ids = opened.tokenizer([stem, *texts], add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        cut = max(0, max(map(len, ids)) - opened.context)
+        prompts.append(
+            Prompt(
+                question,
+                "\n".join(texts),
+                0,
+                tuple(tuple(own[cut:]) for own in ids),
+                # The last token of the stem may be another one before each answer.
+                begin=max(1, len(common_prefix([tuple(stem_ids), *map(tuple, ids)])) - cut),
+                characters=tuple(map(len, answers)),
+            )
+        )
+    return prompts
+
+
+def common_prefix(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the longest beginning that all sequences share."""
+    pairs = zip(min(sequences), max(sequences), strict=False)
+    return tuple(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _render_with_answer(opened: Opened, asked: str, answer: str) -> str:
+    """Return the conversation up to the end of the answer, with whatever the template puts before it."""
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
+    return text[: text.rindex(answer) + len(answer)]
+
+
+def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
+    """Return chats for assistants, in the model's own template, with as many examples as leave room for the answer."""
+    style, prompts = chat_style(opened, suite), list[Prompt]()
+    room = opened.context - style.max_tokens
+    for question in questions:
+        for count in range(len(_examples(suite, question, shots)), -1, -1):
+            text = _conversation(opened, style, suite, question, count)
+            ids = opened.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) <= room:
+                break
+        prompts.append(Prompt(question, text, count, (tuple(ids[-room:]),)))
+    return prompts
+
+
+def chat_style(opened: Opened, suite: Suite) -> Style:
+    """Return the suite's style, with answers of at most a quarter of the context."""
+    style = STYLES[suite.name]
+    return replace(style, max_tokens=max(1, min(style.max_tokens, opened.context // 4)))
+
+
+def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
+    """Render examples and question as a conversation in the model's template, ready for the answer."""
+    messages = []
+    for example in _examples(suite, question, shots):
+        messages.append({"role": "user", "content": _turn(style, example)})
+        messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
+    messages.append({"role": "user", "content": _turn(style, question)})
+    return str(opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _turn(style: Style, question: Question) -> str:
+    asked = style.begin(question.subject) + style.ask(question.text, question.options)
+    return asked + style.cue if style.chat_cue else asked
+
+
+_WORTH_SHARING = 16  # tokens; below it a second forward pass costs more
+_SHARE_OF_FREE_MEMORY = 0.1  # for the keys and values of a batch, held three times while it grows
+_CPU_TOKENS, _GPU_TOKENS = 2_048, 16_384  # computed at once
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens to compute, and what to read: (place, token, letter) whose log-probability counts for the letter."""
+
+    ids: tuple[int, ...]
+    targets: tuple[tuple[int, int, int], ...]
+
+
+def score_letters(
+    opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None
+) -> Iterator[dict[int, list[float]]]:
+    """Yield {place in prompts: log-likelihood of each letter}, a batch of at most `tokens` at a time."""
+    budget = tokens or (_GPU_TOKENS if opened.device.type == "cuda" else _CPU_TOKENS)
+    alike: dict[tuple[str, int], list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        alike.setdefault((prompt.question.subject, prompt.shots), []).append(place)
+    for places in alike.values():
+        begins = {place: _first_counted(prompts[place]) for place in places}
+        shared = common_prefix([ids for place in places for ids in prompts[place].ids])[: min(begins.values()) - 1]
+        if len(shared) < _WORTH_SHARING or len(places) == 1:
+            shared = ()
+        work = {place: _rows(prompts[place].ids, begins[place], len(shared)) for place in places}
+        with torch.inference_mode():
+            prefix = _compute_prefix(opened, shared)
+            for batch in _batches(opened, work, prefix, budget):
+                rows = [row for place in batch for row in work[place]]
+                sums = iter(_forward(opened, rows, prefix))
+                yield {
+                    place: [sum(own) for own in zip(*islice(sums, len(work[place])), strict=True)] for place in batch
+                }
+
+
+def _first_counted(prompt: Prompt) -> int:
+    """Return the first token whose likelihood counts: of each answer at least the last."""
+    begin = len(common_prefix(prompt.ids)) if prompt.begin is None else prompt.begin
+    return min(begin, *(len(ids) - 1 for ids in prompt.ids))
+
+
+def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Row]:
+    """Return a question's rows without the shared tokens: one if each letter is one token, else one per letter."""
+    if all(len(ids) == begin + 1 for ids in four):
+        last = begin - shared - 1
+        return [Row(four[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(four)))]
+    return [
+        Row(ids[shared:-1], tuple((at - shared - 1, ids[at], letter) for at in range(begin, len(ids))))
+        for letter, ids in enumerate(four)
+    ]
+
+
+def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
+    """Compute the keys and values of the shared tokens; None without any."""
+    if not shared:
+        return None
+    ids = torch.tensor([shared], device=opened.device)
+    return opened.model(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: int) -> Iterator[list[int]]:
+    """Yield places of prompts of similar length, the longest first: what does not fit in memory fails at once."""
+    most = _most_rows(opened, prefix)
+    batch, width, count = list[int](), 0, 0
+    for place in sorted(work, key=lambda place: -max(len(row.ids) for row in work[place])):
+        rows = len(work[place])
+        if batch and ((count + rows) * width > budget or count + rows > most):
+            yield batch
+            batch, width, count = [], 0, 0
+        width = width or max(len(row.ids) for row in work[place])
+        batch.append(place)
+        count += rows
+    yield batch
+
+
+def _most_rows(opened: Opened, prefix: Any) -> int:
+    """Return how many rows' copies of the prefix fit in memory."""
+    if prefix is None:
+        return 1_000
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
+    free = torch.cuda.mem_get_info(opened.device)[0] if opened.device.type == "cuda" else machine.available_bytes()
+    return max(1, min(1_000, int(_SHARE_OF_FREE_MEMORY * free / held)))
+
+
+def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
+    """Return, for each row, the log-likelihood that it adds to each letter."""
+    width = max(len(row.ids) for row in rows)
+    ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
+    places = sorted({at for row in rows for at, _, _ in row.targets})
+    cache = None
+    if prefix is not None:
+        cache = copy.deepcopy(prefix)
+        cache.batch_repeat_interleave(len(rows))
+    # Logits of the few places that are read, not of all: a vocabulary is wider than the model.
+    keep = torch.tensor(places, device=opened.device)
+    logits = opened.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
+    # Only the places that a row reads leave the model's precision: rows x places of a wide vocabulary are gigabytes.
+    column = {at: number for number, at in enumerate(places)}
+    targets = [(row, column[at], token, letter) for row, own in enumerate(rows) for at, token, letter in own.targets]
+    read = {pair: number for number, pair in enumerate(dict.fromkeys((row, at) for row, at, _, _ in targets))}
+    picked = torch.log_softmax(logits[tuple(zip(*read, strict=True))].float(), dim=-1)  # [read, vocabulary]
+    values = picked[[read[row, at] for row, at, _, _ in targets], [token for _, _, token, _ in targets]].tolist()
+    added = [[0.0] * 4 for _ in rows]
+    for (row, _, _, letter), value in zip(targets, values, strict=True):
+        added[row][letter] += value
+    return added
+
+
+Mode = Literal["likelihood", "chat", "cloze", "published"]
+VERSION = 3  # of what decides an answer here
+_PROMPTS = {
+    "likelihood": continuations,
+    "chat": conversations,
+    "cloze": cloze_prompts,
+    "published": published_prompts,
+}
+_CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a question, and how it was found."""
+
+    letter: str | None
+    shots: int
+    scores: tuple[float, ...] = ()  # log-likelihoods, sums over tokens
+    text: str = ""  # what it wrote
+    drawn: bool = False  # published: the text names no letter, so this one was drawn
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], shots: int) -> Answer:
+        """Read a row of the ledger."""
+        return cls(row["answer"], shots, tuple(row.get("scores", ())), row.get("text", ""), "drawn" in row)
+
+    def to_json(self, *, is_written: bool) -> Mapping[str, Any]:
+        """Return the answer's part of a row of the ledger."""
+        said = {"text": self.text} if is_written else {"scores": self.scores}
+        return {"answer": self.letter, "shots": self.shots} | said | ({"drawn": True} if self.drawn else {})
+
+
+def answer_questions(
+    opened: Opened, suite: Suite, questions: Sequence[Question], mode: Mode, shots: int, ledger: Path
+) -> list[Answer]:
+    """Return an answer to each question; asks and appends to the ledger what it lacks. Raises UserError."""
+    if mode == "chat" and not opened.tokenizer.chat_template:
+        raise UserError(
+            f"{opened.name} has no chat template: it continues text",
+            fix="use --mode likelihood, or evaluate the model after SFT",
+        )
+    asked = _PROMPTS[mode](opened, suite, questions, shots)
+    style = chat_style(opened, suite)
+    writes = mode in ("chat", "published")
+    settings = [VERSION, mode, opened.fingerprint, repr(style) if writes else ""]
+    keys = {id(prompt): files.sha256_json([*settings, prompt.text]) for prompt in asked}
+    known = {row["key"]: row for row in files.read_json_lines(ledger) if isinstance(row, dict) and "key" in row}
+    left = [prompt for prompt in asked if keys[id(prompt)] not in known]
+    try:
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        ledger.touch()
+    except OSError as error:
+        raise UserError(
+            f"answers cannot be kept in {ledger.parent}",
+            evidence=str(error),
+            fix="name another folder with --answers DIR",
+        ) from None
+    if len(left) < len(asked):
+        screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
+    batches = _generate_answers(opened, left, style, mode == "published") if writes else _choose_likeliest(opened, left)
+    with screen.progress(f"{suite.name}, {mode}", len(left), "answered") as advance:
+        for batch in batches:
+            for prompt, answer in batch:
+                asked_about = {"question": prompt.question.sha256, "subject": prompt.question.subject}
+                row = {"key": keys[id(prompt)], **answer.to_json(is_written=writes), **asked_about}
+                files.append_json_line(ledger, row)
+                known[row["key"]] = row
+            advance(len(batch))
+    of_question = {prompt.question.sha256: Answer.from_json(known[keys[id(prompt)]], prompt.shots) for prompt in asked}
+    return [of_question[question.sha256] for question in questions]
+
+
+def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tuple[Prompt, Answer]]]:
+    """Yield batches of prompts with the letter of highest likelihood (per character for options in full)."""
+    for batch in score_letters(opened, asked):
+        answered = []
+        for place, scores in batch.items():
+            # Of options in full the likeliest per character, as acc_norm of lm-evaluation-harness and OLMES.
+            lengths = asked[place].characters or (1,) * len(scores)
+            compared = [score / length for score, length in zip(scores, lengths, strict=True)]
+            best = LETTERS[compared.index(max(compared))]
+            rounded = tuple(round(score, 5) for score in scores)
+            answered.append((asked[place], Answer(best, asked[place].shots, scores=rounded)))
+        yield answered
+
+
+def _generate_answers(
+    opened: Opened, asked: list[Prompt], style: Style, as_published: bool
+) -> Iterator[list[tuple[Prompt, Answer]]]:
+    """Yield batches of prompts with the letters of the answers that the model writes, the longest prompts first."""
+    decided = _opens_with_letter if as_published else sets.decided_letter
+    size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
+    by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
+    for start in range(0, len(by_length), size):
+        batch = by_length[start : start + size]
+        texts = _generate(opened, [prompt.ids[0] for prompt in batch], style, decided)
+        read = _as_published if as_published else _as_chat
+        yield [(prompt, read(prompt, text)) for prompt, text in zip(batch, texts, strict=True)]
+
+
+def _as_chat(prompt: Prompt, text: str) -> Answer:
+    return Answer(sets.extract_letter(text.strip(), prompt.question.options), prompt.shots, text=text.strip())
+
+
+def _as_published(prompt: Prompt, text: str) -> Answer:
+    """Return the published extraction; where it finds no letter one is drawn, the same each time for a question."""
+    letter = sets.read_published(text)
+    drawn = LETTERS[int(prompt.question.sha256, 16) % len(LETTERS)]
+    return Answer(letter or drawn, prompt.shots, text=text, drawn=letter is None)
+
+
+def _opens_with_letter(text: str) -> str | None:
+    """Return the letter that a text begins with, which the published extraction takes whatever follows; else None."""
+    return next((letter for letter in text.replace("\n", "")[:1] if letter in LETTERS), None)
+
+
+class _Decided(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row as soon as no further token can change its letter; a long answer is checked at every eighth token."""
+
+    def __init__(self, opened: Opened, begin: int, rows: int, decided: Callable[[str], str | None]) -> None:
+        self.tokenizer, self.ends, self.begin = opened.tokenizer, opened.eos_ids, begin
+        self.ended, self.decided = [False] * rows, decided
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return which rows are done, bool [rows]; ids: int64 [rows, tokens so far]."""
+        count = ids.shape[1] - self.begin
+        if count <= 16 or count % 8 == 0:
+            for row, tokens in enumerate(ids[:, self.begin :].tolist()):
+                if not self.ended[row]:
+                    text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                    self.ended[row] = tokens[-1] in self.ends or self.decided(text) is not None
+        return torch.tensor(self.ended, device=ids.device)
+
+
+def _generate(
+    opened: Opened,
+    rows: Sequence[tuple[int, ...]],
+    style: Style,
+    decided: Callable[[str], str | None] = sets.decided_letter,
+) -> list[str]:
+    """Return the greedy continuation of each row of ids, without padding in the penalty on repetition."""
+    stop = StoppingCriteriaList([_Decided(opened, max(map(len, rows)), len(rows), decided)])
+    out = generate(opened, rows, style.max_tokens, repetition_penalty=style.repetition_penalty, stopping_criteria=stop)
+    texts: list[str] = opened.tokenizer.batch_decode(out, skip_special_tokens=True)
+    return texts

@@ -1,0 +1,315 @@
+"""Run `finlm attempt RECIPE`: several answers to each prompt of a GRPO recipe: pass@k, maj@k, and the best as SFT data.
+
+An attempt is right when the recipe's own rules say so, the first that applies to the prompt. pass@k is the unbiased
+estimate of arXiv 2107.03374 from all attempts; maj@k is the answer that most of the first k name, ties to the earlier
+one. Intervals are bootstraps over prompts. Answers are kept as they come, so that a killed command goes on; what is
+drawn depends on (seed, prompt, attempt) alone, but for rounding.
+
+Of each prompt with a right attempt the one that earns most is written (rejection sampling); every other prompt is
+counted by its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Cache
+from finlm.corpus import steps
+from finlm.corpus.read import parsing
+from finlm.corpus.workers import Context
+from finlm.dialogues import encode, scoring
+from finlm.dialogues.templates import LeftOut, Message, Refused
+from finlm.evals.questions import Interval, bootstrap
+from finlm.inference.open import Opened, generate, open_model
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Grpo, Sft
+from finlm.train.post import rollouts
+
+_CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line."""
+
+    model: Path
+    count: int = 8
+    split: str = "held_out"
+    limit: int | None = None
+    seed: int = 0
+    best: Path | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as messages and as the model's ids, with its right answer."""
+
+    messages: list[Message]
+    ids: list[int]
+    right: str
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts with its 95 % interval."""
+
+    value: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of `finlm attempt`: pass@k and maj@k by k, and counts of prompts by outcome."""
+
+    recipe: str
+    model: str
+    split: str
+    prompts: int
+    attempts: int
+    seed: int
+    passed: dict[int, Estimate]
+    majority: dict[int, Estimate]
+    best: Path | None
+    counts: Counter[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of --json."""
+        names = ("recipe", "model", "split", "prompts", "attempts", "seed", "counts")
+        row = {name: getattr(self, name) for name in names}
+        row |= {name: {k: each._asdict() for k, each in part.items()} for name, part in self._parts()}
+        return row if self.best is None else row | {"best": str(self.best)}
+
+    def _parts(self) -> tuple[tuple[str, dict[int, Estimate]], ...]:
+        """Return the estimates with the names that --json gives them."""
+        return ("pass", self.passed), ("majority", self.majority)
+
+
+def run(recipe: Recipe, options: Options) -> Result:
+    """Return counts, pass@k and maj@k of a recipe's prompts, and write the best answers to options.best.
+
+    Raises UserError for a recipe that no text alone can be judged by, and for a split without prompts.
+    """
+    grpo = _check(recipe, options)
+    opened = open_model(options.model)
+    counts: Counter[str] = Counter()
+    asked = list(read_prompts(recipe, options, counts))
+    if not asked:
+        raise UserError(
+            f"{recipe.name} has no prompts of split {options.split}",
+            evidence=_format_counts(counts),
+            fix="choose another --split",
+        )
+    said = draw(opened, grpo, asked, options)
+    graded = [
+        [_grade(grpo, prompt, text, tokens) for text, tokens in texts]
+        for prompt, texts in zip(asked, said, strict=True)
+    ]
+    if options.best is not None:
+        counts += write_best(options.best, asked, said, graded)
+    about = recipe.name, opened.name, options.split, len(asked), options.count, options.seed
+    return Result(*about, *score(graded), options.best, counts)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """An attempt: whether it is right, what it earns, and the answer it concludes with."""
+
+    is_right: bool
+    reward: float
+    named: Hashable | None
+
+
+def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict[int, Estimate]]:
+    """Return (pass@k, maj@k) for k of 1, 2, 4, ... and all attempts."""
+    count = len(graded[0])
+    sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
+    right = [sum(attempt.is_right for attempt in attempts) for attempts in graded]
+    passed = {k: [pass_at(k, count, number) for number in right] for k in sizes}
+    majority = {k: [float(is_majority_right(attempts[:k])) for attempts in graded] for k in sizes}
+    estimates = (
+        {k: Estimate(float(np.mean(values)), bootstrap(values)) for k, values in each.items()}
+        for each in (passed, majority)
+    )
+    return next(estimates), next(estimates)
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Return the chance that k of `count` attempts, of which `right` are right, hold a right one."""
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def is_majority_right(attempts: Sequence[Graded]) -> bool:
+    """Return whether the answer that most attempts name is right; attempts that name none have no vote."""
+    votes = Counter(attempt.named for attempt in attempts if attempt.named is not None)
+    if not votes:
+        return False
+    chosen = max(votes, key=lambda named: votes[named])  # the first of those with most votes
+    return next(attempt.is_right for attempt in attempts if attempt.named == chosen)
+
+
+def _check(recipe: Recipe, options: Options) -> Grpo:
+    """Return the recipe's grpo section.
+
+    Raises UserError when its rewards cannot judge a text, or options.best exists.
+    """
+    grpo = recipe.grpo
+    if grpo is None:
+        raise UserError(
+            f"{recipe.name} is of stage {recipe.stage}: nothing says what an answer is worth",
+            fix="give a recipe of stage grpo",
+        )
+    if not grpo.checked:
+        raise UserError(
+            f"{recipe.name} checks no right answer",
+            evidence=f"grpo.reward: {', '.join(term.rule for term in grpo.reward)}",
+            fix="give grpo.reward a term of rule option, number or terms",
+        )
+    others = [term.rule for term in grpo.reward if term.rule in ("model", "function")]
+    if others:
+        raise UserError(
+            f"an attempt is judged by its text: {' and '.join(others)} is no rule for it",
+            fix="--set grpo.reward=[...] without it",
+        )
+    if options.best is not None and options.best.exists():
+        raise UserError(f"{options.best} exists already", fix="name another file")
+    return grpo
+
+
+def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
+    """Yield the prompts of a split in order, at most options.limit (0: all); counts "asked" and reasons of others."""
+    context = Context(recipe, Cache(Path(recipe.data.cache_dir), build=True))
+    assert recipe.chat is not None
+    assert recipe.grpo is not None
+    directory = options.model / "export" if (options.model / "plan.json").is_file() else options.model
+    limit = recipe.batch.sequence_length - recipe.grpo.max_new_tokens
+    encoder = encode.Encoder(encode.Rules(directory, recipe.chat, Sft(), limit))
+    with context.cache.lock_cache():
+        every = steps.list_inputs(context)
+    inputs = [item for item in every if (item.split == "held_out") == (options.split == "held_out")]
+    for item in inputs:
+        for block in parsing.dialogue_blocks(item, _ignore_progress):
+            for row in parsing.parse_dialogues(block):
+                try:
+                    preference = encode.read_preference(row.value)
+                    (piece,) = encode.encode_preference(encoder, preference, "grpo", limit, recipe.grpo.checked)
+                except (LeftOut, Refused) as error:
+                    counts[str(error)] += 1
+                    continue
+                asked = piece.mask.count(0)
+                yield Asked(preference.prompt, piece.ids[:asked], encoder.tokenizer.decode(piece.ids[asked:]).strip())
+                counts["asked"] += 1
+                if counts["asked"] == options.limit:
+                    return
+
+
+def _ignore_progress(amount: float, description: str | None = None) -> None:
+    """Ignore the progress of reading prompts."""
+
+
+def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[tuple[str, int]]]:
+    """Return (text, tokens) of options.count attempts at each prompt; those in the ledger are not drawn again.
+
+    New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come.
+    """
+    ledger = Path("runs") / "evals" / f"attempts-{opened.fingerprint[:12]}.jsonl"
+    settings = [opened.fingerprint, grpo.temperature, grpo.top_p, grpo.max_new_tokens, options.seed]
+    keys = [[files.sha256_json([*settings, prompt.ids, n])[:24] for n in range(options.count)] for prompt in asked]
+    known = (
+        {row["key"]: (row["text"], row["tokens"]) for row in files.read_json_lines(ledger)} if ledger.exists() else {}
+    )
+    left = [(keys[place][n], prompt.ids) for place, prompt in enumerate(asked) for n in range(options.count)]
+    left = sorted((each for each in left if each[0] not in known), key=lambda each: -len(each[1]))
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
+    with screen.progress("attempts", len(left), "drawn") as advance:
+        for start in range(0, len(left), size):
+            batch = left[start : start + size]
+            for (key, _), ids in zip(batch, _generate(opened, grpo, batch), strict=True):
+                text = opened.tokenizer.decode(ids, skip_special_tokens=True)
+                known[key] = (text, len(ids))
+                files.append_json_line(ledger, {"key": key, "text": text, "tokens": len(ids)})
+            advance(len(batch))
+    return [[known[key] for key in prompt_keys] for prompt_keys in keys]
+
+
+def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]) -> list[list[int]]:
+    """Return the drawn ids of each (key, prompt), with their end."""
+    prompts = [ids for _, ids in batch]
+    keys = torch.cat([rollouts.row_keys(key, range(1)) for key, _ in batch]).to(opened.device)
+    nucleus = [TopPLogitsWarper(grpo.top_p)] if grpo.top_p < 1 else []
+    noise = rollouts.Noise(keys, max(map(len, prompts)))
+    drawn = LogitsProcessorList([TemperatureLogitsWarper(grpo.temperature), *nucleus, noise])
+    out = generate(opened, prompts, grpo.max_new_tokens, logits_processor=drawn)
+    return [rollouts.cut_after_end(row, opened.eos_ids) for row in out]
+
+
+def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
+    """Grade an attempt by the recipe's rewards; it is right when the first checked rule that applies gives 1."""
+    asked, right = prompt.messages[-1]["content"], prompt.right
+    values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
+    rule, value = next(
+        (term.rule, value)
+        for term, value in zip(grpo.reward, values, strict=True)
+        if term.rule in grpo.checked and value is not None
+    )
+    reward = sum(term.weight * (value or 0.0) for term, value in zip(grpo.reward, values, strict=True))
+    return Graded(value == 1.0, reward, _read_conclusion(rule, asked, said))
+
+
+def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
+    """Return the answer that a text concludes with, as the rule reads it; None when it concludes with none."""
+    if rule == "option":
+        return scoring.find_letter(said)
+    if rule == "words":
+        return scoring.find_quoted_option(asked, said)
+    if rule == "terms":
+        return frozenset(scoring.list_items(said)) or None
+    number = scoring.find_number(said)
+    return None if number is None else (number.value, number.unit)
+
+
+def write_best(
+    path: Path, asked: Sequence[Asked], said: Sequence[Sequence[tuple[str, int]]], graded: Sequence[Sequence[Graded]]
+) -> Counter[str]:
+    """Write each prompt's right attempt that earns most as messages to path; return counts of prompts by outcome."""
+    counts: Counter[str] = Counter()
+    lines = []
+    for prompt, texts, grades in zip(asked, said, graded, strict=True):
+        places = [place for place, grade in enumerate(grades) if grade.is_right]
+        if not places:
+            counts["no right attempt"] += 1
+            continue
+        best = max(places, key=lambda place: grades[place].reward)  # the first of those that earn most
+        counts["written"] += 1
+        counts["written, every attempt right"] += len(places) == len(grades)
+        answer = {"role": "assistant", "content": texts[best][0].strip()}
+        lines.append(json.dumps({"messages": [*prompt.messages, answer]}, ensure_ascii=False) + "\n")
+    files.write_text(path, "".join(lines))
+    return counts
+
+
+def _format_counts(counts: Counter[str]) -> str:
+    return "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common(5)) or "no rows"
+
+
+def show(result: Result) -> None:
+    """Print pass@k and maj@k with their intervals, and the counts of prompts."""
+    screen.heading(f"{result.recipe}, {result.prompts:,} prompts of {result.split}: {result.model}")
+    rows = [
+        (f"{name}@{k}", f"{100 * value:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}")
+        for name, part in (("pass", result.passed), ("maj", result.majority))
+        for k, (value, (low, high)) in part.items()
+    ]
+    screen.table(("", "share", "95 % interval"), rows)
+    screen.show(_format_counts(result.counts))

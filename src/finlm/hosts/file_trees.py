@@ -1,0 +1,343 @@
+"""List the files that a sync carries and that must be equal on every host, and send them by rsync.
+
+Code is what git would show a new clone plus the untracked files it does not ignore, so edits travel before they are
+committed and .venv, caches and runs do not. For a sync every file is read once to hash it (about 1 GB/s); doctor
+compares fingerprints (remote/receiver.py), within a second also for large data. Submodules and nested repositories are
+named and left out.
+
+A file appears under its final name only when it is whole; what a cut transfer brought waits in .finlm-partial beside
+it, and the next one sends only the rest. `cd` runs before the far rsync, so no path is ever read by its own quoting or
+wildcard rules, which changed between versions. Nothing is deleted on the far side, and no owner or group is kept, as
+users differ between hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.hosts import ssh
+from finlm.hosts.remote import receiver
+from finlm.recipe import parents
+from finlm.recipe.schema import Recipe
+
+_SYNC_OWN = ".finlm-"  # record, lock and cut transfers
+
+
+@dataclass(frozen=True, eq=False)
+class SyncTree:
+    """A directory's files: sha256 by relative name; links are followed in data and kept in code."""
+
+    path: Path
+    files: dict[str, str]
+    size_bytes: int
+    follow_links: bool
+    there: Path | None = None  # where it lies on the host; the same path when None
+
+    @property
+    def key(self) -> str:
+        """The tree's path on the host, as text that survives JSON."""
+        return receiver.text(self.there or self.path)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The tree hash: sha256 over the sorted lines `path sha256`."""
+        return receiver.tree_hash(dict(self.files))
+
+    def for_receiver(self) -> receiver.Tree:
+        """Return the tree as remote/receiver.py takes it in a request."""
+        return receiver.Tree(self.key, self.files, self.follow_links)
+
+
+def code_tree(root: Path) -> SyncTree:
+    """Hash a checkout's tracked files and its untracked files that are not ignored.
+
+    Without git: all but .venv, cache and runs. Prints nested repositories, which are left out.
+    """
+    names = _list_by_git(root) if (root / ".git").exists() else list(_list_by_walk(root))
+    nested = [name for name in names if _is_folder(root, name)]
+    for name in nested:
+        screen.say(f"{root / name}: a repository of its own, not copied")
+    return _hash_tree(root, [name for name in names if name not in set(nested)], follow_links=False)
+
+
+def named_tree(root: Path, names: list[str]) -> SyncTree:
+    """Hash these files below root, and all files of those that are directories; skip names that do not exist."""
+    listed = [name for name in names if (root / name).is_file()]
+    for name in names:
+        below = _files_below(root / name, skip=("__pycache__",)) if (root / name).is_dir() else ()
+        listed += [f"{name}/{file}" for file in below]
+    return _hash_tree(root, listed, follow_links=False)
+
+
+def data_tree(path: Path) -> SyncTree:
+    """Hash all files of a data directory, or a single data file. Raises UserError when the path does not exist."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links, and the path must stay the same
+    if path.is_file():
+        return _hash_tree(path.parent, [path.name], follow_links=True)
+    if not path.is_dir():
+        raise UserError(
+            f"the data path {path} does not exist", fix="make it with `finlm prepare RECIPE`, or correct it"
+        )
+    return _hash_tree(path, list(_files_below(path)), follow_links=True)
+
+
+def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
+    """Hash files of a directory, without sync's records. Raises UserError when a file cannot be read."""
+    names = [name for name in names if not any(part.startswith(_SYNC_OWN) for part in name.split("/"))]
+    try:
+        digests = receiver.digests(receiver.text(path), names, follow_links)
+    except OSError as error:
+        raise UserError(f"a file of {path} cannot be read", evidence=str(error)) from None
+    files = {name: value for name, value in digests.items() if value is not None}  # tracked, but deleted here
+    size = sum((path / receiver.local(name)).stat(follow_symlinks=follow_links).st_size for name in files)
+    return SyncTree(path, files, size, follow_links)
+
+
+def _list_by_git(root: Path) -> list[str]:
+    """Return the names of a checkout's tracked and not ignored files. Raises UserError when git is missing or fails."""
+    command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        raise UserError(
+            f"{root} is a git checkout, and git is not installed",
+            evidence="git knows which files are ignored and must not be copied",
+            fix="apt-get install git",
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            f"git cannot list the files of {root}",
+            evidence=ssh.last_lines(error.stderr.decode(errors="replace")),
+            fix=f"make `git -C {root} status` work first",
+        ) from None
+    return list(dict.fromkeys(receiver.decode(name).rstrip("/") for name in listed.split(b"\0") if name))
+
+
+def _list_by_walk(root: Path) -> Iterator[str]:
+    """Yield the names of all files below a directory without git, but caches, .venv and runs."""
+    for name in _files_below(root, links_to_folders=False, skip=("__pycache__", ".git")):
+        if name.split("/")[0] not in receiver.UNTOUCHED:
+            yield name
+
+
+def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield relative names of all files, sorted; a folder reached twice through links comes once, so loops end."""
+    seen = set()
+    for folder, folders, names in os.walk(root, followlinks=links_to_folders):
+        if os.path.realpath(folder) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(folder))
+        folders[:] = sorted(name for name in folders if name not in skip)
+        links = [] if links_to_folders else [name for name in folders if (Path(folder) / name).is_symlink()]
+        for name in sorted(names + links):
+            yield receiver.text((Path(folder) / name).relative_to(root))
+
+
+def _is_folder(root: Path, name: str) -> bool:
+    """Return whether a name is a real directory, not a link to it."""
+    path = root / receiver.local(name)
+    return path.is_dir() and not path.is_symlink()
+
+
+Role = Literal["code", "data", "model"]
+RUNS = ("src/", "requirements")  # what ranks run; an edited recipe or hostfile takes effect from this machine alone
+ANY = "any"  # instead of a fingerprint: the file must be there, and is not here to compare with
+
+
+@dataclass(frozen=True)
+class CheckedTree:
+    """Files below `path` by relative name, with their fingerprints on this machine, for doctor to compare."""
+
+    role: Role
+    path: Path
+    files: Mapping[str, str | None]
+    follow: bool
+
+    def request(self, path: Path) -> dict[str, str | list[str] | bool]:
+        """Return the arguments of receiver.fingerprints on a host where the tree lies at `path`."""
+        return {"path": str(path), "names": list(self.files), "follow": self.follow}
+
+
+def trees_to_check(recipe: Recipe, root: Path | None, shards: Path | None) -> list[CheckedTree]:
+    """Return fingerprints of the repository's code, the prepared shards and the start weights that are here."""
+    trees = []
+    if root is not None:
+        names = [name for name in code_tree(root).files if name.startswith(RUNS)]
+        trees.append(_fingerprint_tree("code", root, names, follow=False))
+    if shards is not None:
+        trees.append(_fingerprint_tree("data", shards, _list_below(shards), follow=True))
+    model, named = model_path(recipe), recipe.model.init_from
+    if model is not None:
+        trees.append(_fingerprint_tree("model", model, _list_below(model), follow=True))
+    elif named is not None and not parents.is_recipe(named) and parents.is_directory(named):
+        trees.append(CheckedTree("model", Path(named).absolute(), {"config.json": ANY}, follow=True))
+    return trees
+
+
+def model_path(recipe: Recipe) -> Path | None:
+    """Return the directory of model.init_from; None for a Hub id, a recipe, or a start from scratch."""
+    named = recipe.model.init_from
+    return Path(named).absolute() if named is not None and Path(named).is_dir() else None
+
+
+def _list_below(path: Path) -> list[str]:
+    """Return the relative names of all files below a directory, sorted, without hidden ones at its top."""
+    names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _fingerprint_tree(role: Role, path: Path, names: list[str], *, follow: bool) -> CheckedTree:
+    """Compute the fingerprints of files on this machine."""
+    path = path.absolute()
+    fingerprints = receiver.fingerprints(str(path), names, follow)
+    return CheckedTree(role, path, fingerprints, follow)
+
+
+def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield `name: why` for every file whose fingerprint on the host (`there`) differs from this machine's."""
+    for name, expected in tree.files.items():
+        seen = there.get(name)
+        if seen is None or expected not in (seen, ANY):
+            yield f"{name}: " + ("missing" if seen is None else f"{_short(seen)}, here {_short(expected)}")
+
+
+def _short(fingerprint: str | None) -> str:
+    """Return a fingerprint cut to 12 hex digits, or "missing"."""
+    return "missing" if fingerprint is None else fingerprint[: len("sha256 ") + 12]
+
+
+Started = Callable[["subprocess.Popen[bytes]"], None]
+SILENCE_SECONDS = 300  # ssh notices a dead host in 20 s; this is for a far disk that hangs
+_BROKEN = (10, 12, 30, ssh.FAILED)  # socket, stream, timeout: what rsync says when ssh below it has ended
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a transfer sent: the number of files that differed, and bytes of content that the host did not have."""
+
+    files: int = 0
+    content_bytes: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.files + other.files, self.content_bytes + other.content_bytes)
+
+
+def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new: bool) -> list[str]:
+    """Return rsync's command line to the host's `path`; the names of the files, ended by NUL, go to its stdin.
+
+    whole: compare contents, without trust in sizes and times.
+    """
+    return [
+        *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
+        *(("--ignore-times",) if whole else ()),
+        *("--files-from=-", "--from0", f"--partial-dir={receiver.PARTIAL}", f"--timeout={SILENCE_SECONDS}"),
+        *("--info=progress2", "--stats", "--no-human-readable"),
+        *("-e", shlex.join(["ssh", *ssh.options(accept_new), *ssh.port_option(host)])),
+        *("--rsync-path", f"cd {shlex.quote(str(path))} && rsync"),
+        *("--", "./", f"{ssh.login(host)}:./"),
+    ]
+
+
+def send(
+    host: str, tree: SyncTree, names: list[str], *, whole: bool, accept_new: bool, percent: Callable[[int], None]
+) -> Sent:
+    """Copy these files of the tree to the host; `whole` compares contents, without trust in sizes and times.
+
+    Calls percent(0..100) while it runs. Raises UserError with ssh's or rsync's reason.
+    """
+    if not names:
+        return Sent()
+    there = tree.there or tree.path
+    line = rsync_command(host, there, follow_links=tree.follow_links, whole=whole, accept_new=accept_new)
+    output = _run(line, host, tree.path, names, percent=percent)
+    return Sent(_parse_number(rb"regular files transferred", output), _parse_number(rb"Literal data", output))
+
+
+def fetch(
+    host: str,
+    there: Path,
+    path: Path,
+    names: list[str],
+    *,
+    accept_new: bool,
+    started: Started = lambda _: None,
+) -> None:
+    """Copy files below `there` on the host to `path` here. Raises UserError with ssh's or rsync's reason.
+
+    started: called with the rsync process, so that the caller can kill it.
+    """
+    if not names:
+        return
+    *settings, here, far = rsync_command(host, there, follow_links=True, whole=False, accept_new=accept_new)
+    _run([*settings, far, here], host, path, names, started=started)
+
+
+def _run(
+    line: list[str],
+    host: str,
+    path: Path,
+    names: list[str],
+    *,
+    started: Started = lambda _: None,
+    percent: Callable[[int], None] = lambda _: None,
+) -> bytes:
+    """Run rsync in `path` for these names and return its last 64 KiB of output. Raises UserError with the reason."""
+    with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
+        listed.write(b"".join(receiver.encode(name) + b"\0" for name in names))
+        listed.seek(0)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            line, cwd=path, stdin=listed, stdout=pipe, stderr=errors, env=ssh.environment()
+        ) as process:
+            started(process)
+            assert process.stdout is not None
+            output = b""
+            while block := os.read(process.stdout.fileno(), 1 << 16):
+                output = (output + block)[-(1 << 16) :]
+                if shown := re.findall(rb"(\d+)%", block):
+                    percent(int(shown[-1]))
+        errors.seek(0)
+        if process.returncode:
+            raise _explain(host, path, process.returncode, errors.read().decode(errors="replace"))
+    return output
+
+
+def _parse_number(label: bytes, output: bytes) -> int:
+    """Return the number that rsync --stats prints after a label. Raises AssertionError when it printed none."""
+    match = re.search(label + rb": (\d+)", output)
+    if match is None:
+        raise AssertionError(f"rsync --stats printed no {label.decode()!r}: {output[-500:]!r}")
+    return int(match[1])
+
+
+def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
+    """Return the error of an rsync that ended with `code`: noisy login scripts, ssh's reason, or rsync's last lines."""
+    if "your shell clean" in stderr:
+        return UserError(
+            f"login scripts on {host} print text where rsync expects none",
+            evidence=ssh.last_lines(stderr),
+            fix=f"this must print nothing: ssh {host} true   (guard echo in ~/.bashrc: [[ $- == *i* ]] || return)",
+        )
+    if code in _BROKEN and (reason := ssh.reason(host, stderr)):
+        return reason
+    if code in _BROKEN:
+        problem = f"the connection to {host} broke off during rsync (code {code})"
+    else:
+        problem = f"rsync to {host} " + (f"was killed by signal {-code}" if code < 0 else f"failed with code {code}")
+    return UserError(
+        problem,
+        evidence=ssh.last_lines(stderr) or f"no message; it was copying {path}",
+        fix="run the same command again: it goes on where it stopped",
+    )

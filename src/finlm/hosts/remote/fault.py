@@ -1,0 +1,111 @@
+"""Break something of a run on this host: `python3 - RUN FAULT < fault.py`, sent by `finlm drill`.
+
+Same rules as probe.py: Python 3.8, standard library only. Only processes of this user whose command line or environment
+names the run directory are touched, and only files below it. Prints one JSON document: what was done, or why not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Callable  # noqa: UP035 - Python 3.8
+
+SLOW_SECONDS = 20.0
+RANK, LAUNCHER, AGENT = "finlm.train", "deepspeed.launcher.launch", "finlm.launch.agent"
+
+
+def main() -> None:
+    """Cause the fault FAULT of the run RUN, from the command line, and print {"done": what} or {"failed": why}."""
+    run, fault = Path(sys.argv[1]), sys.argv[2]
+    try:
+        print(json.dumps({"done": FAULTS[fault](run)}))
+    except (OSError, LookupError) as error:
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+
+
+def find_processes(run: Path, word: str) -> list[int]:
+    """Return the pids of the run's ranks, launcher or agent (by `word`) on this host, sorted."""
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            of_run = str(run) in line or str(run).encode() + b"/" in (entry / "environ").read_bytes()
+            of_kind = f"-m {word} " in line.replace("--module ", "-m ") + " " and (word != RANK or LAUNCHER not in line)
+            if of_run and of_kind and int(entry.name) != os.getpid():
+                pids.append(int(entry.name))
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return sorted(pids)
+
+
+def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
+    """Send a signal to the first `how_many` processes of a kind and say which. Raises LookupError without any."""
+    pids = find_processes(run, word)[:how_many]
+    if not pids:
+        raise LookupError(f"no process of {word} runs here")
+    for pid in pids:
+        os.kill(pid, number)
+    return f"signal {number} to {', '.join(map(str, pids))} ({word})"
+
+
+def cut_connection(run: Path) -> str:
+    """Kill the ssh server's process that carries the agent, and say which. Raises LookupError without one."""
+    for pid in find_processes(run, AGENT):
+        parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        while parent > 1:
+            name = (Path("/proc") / str(parent) / "comm").read_text().strip()
+            if name.startswith("sshd"):
+                os.kill(parent, signal.SIGKILL)
+                return f"killed {name} {parent}, which carried the agent"
+            parent = int((Path("/proc") / str(parent) / "stat").read_text().rpartition(")")[2].split()[1])
+    raise LookupError("no agent here that came over ssh")
+
+
+def damage_checkpoint(run: Path) -> str:
+    """Flip a bit of the newest checkpoint's largest .pt file, kill a rank, and say so.
+
+    Raises LookupError without a checkpoint or a rank.
+    """
+    steps = sorted((run / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
+    files = sorted((path for path in steps[-1].rglob("*.pt")), key=lambda path: path.stat().st_size) if steps else []
+    if not files:
+        raise LookupError("no checkpoint lies here yet")
+    with files[-1].open("r+b") as file:
+        file.seek(files[-1].stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    return f"a byte of {files[-1].name} of {steps[-1].name}; {send_signal(run, RANK, signal.SIGKILL)}"
+
+
+def slow_rank_down(run: Path) -> str:
+    """Stop and continue a rank every 0.2 s for 20 s, and say so. Raises LookupError without a rank."""
+    pids = find_processes(run, RANK)[:1]
+    if not pids:
+        raise LookupError("no rank runs here")
+    end = time.monotonic() + SLOW_SECONDS
+    while time.monotonic() < end:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(pids[0], number)
+            time.sleep(0.2)
+    return f"rank process {pids[0]} stopped half of {SLOW_SECONDS:g} s"
+
+
+FAULTS: dict[str, Callable[[Path], str]] = {
+    "rank-killed": lambda run: send_signal(run, RANK, signal.SIGKILL),
+    "rank-stopped": lambda run: send_signal(run, RANK, signal.SIGSTOP),
+    "rank-slow": slow_rank_down,
+    "launcher-killed": lambda run: send_signal(run, LAUNCHER, signal.SIGKILL),
+    "agent-killed": lambda run: send_signal(run, AGENT, signal.SIGKILL),
+    "connection-cut": cut_connection,
+    "checkpoint-damaged": damage_checkpoint,
+    "all-killed": lambda run: "; ".join(send_signal(run, word, signal.SIGKILL, 99) for word in (AGENT, RANK)),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Be a node of a Ray cluster for as long as stdin is open: this file and a call are sent to the host's interpreter.
+
+The interpreter reads `length of the source`, the source, then lines of JSON: a Greeting's environment, answered by what
+this host has, and the arguments of `ray start`, answered by "started" or by the log's end. When the line closes, as the
+other end is done or dead, every process that was started here is ended. Python 3.8, standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+MARK = "finlm-ray:"
+STARTED = b"Ray runtime started"
+SLOW = b"timed out during startup"  # Ray gives a node 30 s to come up, too few where other programs take the cores
+_ATTEMPTS = 3
+_GIB = 2**30
+_END_SECONDS = 8.0
+_libc = ctypes.CDLL(None)
+
+
+def serve() -> None:
+    """Greet, start Ray as asked, and end it when stdin closes or Ray ends."""
+    os.environ.update(json.loads(sys.stdin.readline() or "{}"))
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    say(describe_host())
+    line = sys.stdin.readline()
+    if not line:
+        return
+    request = json.loads(line)
+    os.environ.update(request["env"])
+    _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what Ray leaves behind becomes a child of this process
+    closed = threading.Event()
+
+    def follow() -> None:
+        sys.stdin.read()
+        closed.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    for left in reversed(range(_ATTEMPTS)):
+        log = start_and_wait(request["arguments"], closed)
+        end_all()
+        if not (left and SLOW in log) or closed.is_set():
+            break
+    if not closed.is_set():
+        say({"ended": log[-2000:].decode("utf-8", "replace")})
+
+
+def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
+    """Start Ray, say when it runs, and wait until it ends or the line is closed; return what it has printed."""
+    parent, is_started = os.getpid(), False
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: end_with(parent)
+        )
+        while child.poll() is None and not closed.wait(0.2):
+            if not is_started and STARTED in read_log(log):
+                is_started = True
+                say({"started": True})
+        return read_log(log)
+
+
+def say(message: dict[str, Any]) -> None:
+    """Print a message on a line that begins with MARK."""
+    print(MARK + json.dumps(message), flush=True)
+
+
+def describe_host() -> dict[str, Any]:
+    """Return Ray's and Python's version, the cores and bytes of memory to use, and both ends of the ssh connection."""
+    try:
+        from importlib import metadata
+
+        version = metadata.version("ray")
+    except Exception:
+        version = ""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    ends = (connection[0], connection[2]) if len(connection) == 4 else ("", "")
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        memory = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass
+    workers = max(1, min(count_cores(), (memory - _GIB) // (_GIB // 2)))
+    return {"ray": version, "python": platform.python_version(), "workers": workers, "from": ends[0], "at": ends[1]}
+
+
+def count_cores() -> int:
+    """Return the cores of this process: its affinity, and the quota of its cgroup (v2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # "max"
+        return cores
+
+
+def read_log(log: Any) -> bytes:
+    """Return what the child has printed."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), size, 0)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when the one that started it ends (PR_SET_PDEATHSIG)."""
+    _libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_all() -> None:
+    """End every process below this one: SIGTERM, and SIGKILL after 8 s; a last look 2 s later."""
+    for number, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
+        deadline = time.monotonic() + patience
+        left = find_descendants()
+        for pid in left:
+            send(pid, number)
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            reap()
+            left = find_descendants()
+            if number == signal.SIGKILL:
+                for pid in left:
+                    send(pid, number)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def reap() -> None:
+    """Collect the children that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def find_descendants() -> list[int]:
+    """Return the pids of all processes below this one."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        try:
+            text = Path("/proc", name, "stat").read_text(encoding="ascii", errors="replace")
+            parents[int(name)] = int(text.rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+    level, below = [os.getpid()], []
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        below += level
+    return below

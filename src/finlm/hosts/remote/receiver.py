@@ -1,0 +1,362 @@
+"""Answer sync's requests on a host, piped to `ssh host python3 -`; sync imports its hash, so both ends use the same.
+
+One self-contained file, standard library only, Python 3.8: a bare host can run it. It answers with a line of JSON after
+MARK, whatever a login script printed before. Paths travel as UTF-8 text with surrogate escapes, so that neither a
+host's locale nor a name that is not UTF-8 matters.
+
+It does not copy anything (rsync does) and removes only files that an earlier sync recorded. Doctor sends it too, for
+fingerprints that tell a drifted copy: a look at 100 GB of shards takes no longer than a look at code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECORD = ".finlm-sync.json"  # on a target: the files that sync put there
+LOCK = ".finlm-sync.lock"  # on the source: held during a sync; a target that sees it shares the source's disk
+PARTIAL = ".finlm-partial"  # beside a file whose transfer was cut: what has arrived
+UNTOUCHED = (".venv", "cache", "runs")  # a host's own; never part of the code
+RUN = (".lock", "events.jsonl", "checkpoints", "plan.json")  # any of them makes a directory a run
+MARK = "finlm-sync:"
+HASHED_BYTES = 64 << 20  # for doctor larger files are only measured; sync hashes everything
+
+
+@dataclass
+class Tree:
+    """Files by relative name with their sha256, below a path of this host; follow: links count by their target."""
+
+    path: str
+    files: dict[str, str]
+    follow: bool
+
+
+@dataclass
+class Request:
+    """What sync asks: "prepare", "verify", or to "read" a run directory, which needs `root` alone."""
+
+    do: str
+    root: str
+    source: str = ""
+    token: str = ""
+    dry_run: bool = False
+    trees: list[Tree] = field(default_factory=list)
+
+
+@dataclass
+class Prepared:
+    """Whether this host may be written to.
+
+    `state`: "ready", "shared" (the source's own disk), "foreign" (a directory sync did not write) or "taken" (files in
+    the way that sync did not put there). `names` are the first of `count` files in the way.
+    """
+
+    state: str
+    names: list[str] = field(default_factory=list)
+    count: int = 0
+    is_run: bool = False
+    holder: str = ""
+    is_held: bool = False
+    removed: int = 0
+    changed: int = 0
+    rsync: bool = False
+
+
+@dataclass
+class Proof:
+    """The hash of a tree as it lies here, and the names that differ from the request."""
+
+    tree: str
+    differing: list[str]
+
+
+@dataclass
+class Contents:
+    """What a run directory on this host holds.
+
+    `parts`: the manifest of every complete checkpoint by its folder, None where it cannot be read; `damaged`: folders
+    set aside; `source`: from where sync brought the directory; `holder`, `is_held`: pid and machine of the process that
+    runs it or ran it last, and whether it still does.
+    """
+
+    parts: dict[str, Any]
+    damaged: list[str]
+    source: str
+    holder: str
+    is_held: bool
+
+
+@dataclass
+class Recorded:
+    """The files that sync put below a path; tree: their tree hash once proved."""
+
+    tree: str | None = None
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """The content of RECORD, the file that sync leaves on a host: what it put where, and from which source."""
+
+    trees: dict[str, Recorded]
+    source: str = ""
+
+
+def encode(text: str) -> bytes:
+    """Return a path's text as the bytes that the file system holds."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def decode(path: bytes) -> str:
+    """Return a path's bytes as text that JSON can carry."""
+    return path.decode("utf-8", "surrogateescape")
+
+
+def local(*parts: str) -> Path:
+    """Return the path of texts from `text` or `decode`, in this host's own encoding."""
+    return Path(*(os.fsdecode(encode(part)) for part in parts))
+
+
+def text(path: str | Path) -> str:
+    """Return a path of this host as text that JSON can carry."""
+    return decode(os.fsencode(path))
+
+
+def digest(path: Path, follow: bool) -> str | None:
+    """Return hex sha256 of a file's bytes, or of a symlink's target unless followed; None without such a file."""
+    result = hashlib.sha256()
+    try:
+        if path.is_symlink() and not follow:
+            result.update(b"-> " + os.fsencode(os.readlink(path)))  # noqa: PTH115 - not in Python 3.8
+        elif not path.is_file():
+            return None
+        else:
+            with path.open("rb") as file:
+                for block in iter(lambda: file.read(1 << 20), b""):
+                    result.update(block)
+    except FileNotFoundError:
+        return None
+    return result.hexdigest()
+
+
+def digests(root: str, names: list[str], follow: bool) -> dict[str, str | None]:
+    """Return digest() of every name under root; four at a time, since hashlib releases the interpreter lock."""
+    with ThreadPoolExecutor(4) as pool:
+        values = pool.map(lambda name: digest(local(root, name), follow), names)
+        return dict(zip(names, values))  # noqa: B905 - `strict` is not in Python 3.8
+
+
+def tree_hash(files: dict[str, str | None]) -> str:
+    """Return hex sha256 over the sorted lines `path sha256`; a missing file counts as `path missing`."""
+    lines = sorted(f"{name} {value or 'missing'}" for name, value in files.items())
+    return hashlib.sha256(encode("\n".join(lines))).hexdigest()
+
+
+def fingerprints(path: str, names: list[str], follow: bool) -> dict[str, str | None]:
+    """Return fingerprint() of every name below path: "sha256 ..." or "... bytes"; None where there is no such file."""
+    return {name: fingerprint(Path(path, name), follow) for name in names}
+
+
+def fingerprint(path: Path, follow: bool) -> str | None:
+    """Return the sha256 of a file, above 64 MiB its size; for a link not followed its target; None without a file.
+
+    When the file cannot be read, return the reason.
+    """
+    try:
+        if path.is_symlink() and not follow:
+            return "link to " + os.readlink(path)  # noqa: PTH115 - Path.readlink is not in Python 3.8
+        if not path.exists():
+            return None
+        if not path.is_file():
+            return "not a file"
+        size = path.stat().st_size
+        return f"{size} bytes" if size > HASHED_BYTES else "sha256 " + hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return str(error.strerror)
+
+
+def prepare(request: Request) -> Prepared:
+    """Decide whether this host may be written to, remove what left the source, and record what will come.
+
+    With `dry_run` nothing is written and `changed` counts the differing files.
+    """
+    root = local(request.root)
+    if _is_shared(request):
+        return Prepared("shared")
+    record = _read_record(root)
+    entries = sorted(text(name) for name in os.listdir(root)) if root.is_dir() else []
+    strangers = [name for name in entries if name not in UNTOUCHED and not name.startswith(RECORD)]
+    if record is None and strangers:
+        is_run = any((root / name).exists() for name in RUN)
+        return Prepared("foreign", strangers[:5], len(strangers), is_run, *_read_holder(root))
+    record = record or Record({})
+    taken, gone, changed = [], [], 0
+    for tree in request.trees:
+        former = set(record.trees.get(tree.path, Recorded()).files)
+        unsure = [name for name in tree.files if request.dry_run or name not in former]
+        present = digests(tree.path, unsure, False)
+        other = [name for name in unsure if present[name] != tree.files[name]]
+        changed += len(other)
+        leaving = [name for name in sorted(former - set(tree.files)) if _may_go(tree.path, name)]
+        blocked = [n for n in other if n not in former and _is_in_the_way(tree.path, n, set(leaving))]
+        taken += [text(local(tree.path, name)) for name in blocked]
+        gone += [(tree.path, name) for name in leaving]
+    if taken:
+        return Prepared("taken", sorted(taken)[:5], len(taken))
+    if not request.dry_run:
+        for path, name in gone:
+            _remove(path, name)
+        for tree in request.trees:
+            local(tree.path).mkdir(parents=True, exist_ok=True)
+            _adopt_cut_transfers(tree.path, set(tree.files))
+        _write_record(request, record, {})  # before the first byte: a cut first sync may go on
+    return Prepared("ready", removed=len(gone), changed=changed, rsync=shutil.which("rsync") is not None)
+
+
+def verify(request: Request) -> dict[str, Proof]:
+    """Hash the files here and return a proof by tree path; record the trees when all files are equal."""
+    proofs = {}
+    for tree in request.trees:
+        present = digests(tree.path, list(tree.files), tree.follow)
+        differing = sorted(name for name, value in present.items() if value != tree.files[name])
+        proofs[tree.path] = Proof(tree_hash(present), differing)
+    if not _is_shared(request) and not any(proof.differing for proof in proofs.values()):
+        _write_record(request, _read_record(local(request.root)) or Record({}), proofs)
+        for tree in request.trees:
+            for folder in {local(tree.path, name).parent for name in tree.files}:
+                shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    return proofs
+
+
+def read_run(root: Path) -> Contents:
+    """Return what a run directory holds; writes nothing."""
+    parts = {}
+    for path in sorted(root.glob("checkpoints/step-*/manifest.json")):
+        if path.parent.name[5:].isdigit():
+            parts[text(path.parent.relative_to(root))] = _read_json(path)
+    damaged = [path.name for path in sorted(root.glob("checkpoints/step-*.damaged"))]
+    record = _read_record(root)
+    return Contents(parts, damaged, record.source if record else "", *_read_holder(root))
+
+
+def _read_json(path: Path) -> Any:
+    """Return a file's JSON; None when it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_holder(root: Path) -> tuple[str, bool]:
+    """Return the pid and machine written in a run's lock, and whether the lock is held now; "" without a lock."""
+    try:
+        with (root / ".lock").open(encoding="utf-8") as lock:
+            holder = lock.read().strip()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return holder, True
+            return holder, False
+    except OSError:
+        return "", False
+
+
+def _is_shared(request: Request) -> bool:
+    """Return True when this host sees the very directory the files come from, on a shared disk."""
+    lock = local(request.root, LOCK)
+    return bool(request.token) and lock.exists() and lock.read_text(encoding="ascii") == request.token
+
+
+def _read_record(root: Path) -> Record | None:
+    """Return what sync recorded in a directory; None when it was never there."""
+    path = root / RECORD
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text(encoding="ascii"))
+    return Record({name: Recorded(**tree) for name, tree in fields["trees"].items()}, fields.get("source", ""))
+
+
+def _is_in_the_way(root: str, name: str, leaving: set[str]) -> bool:
+    """Return True when something is at this path; a folder with nothing but `leaving` files is not in the way."""
+    path = local(root, name)
+    if path.is_dir() and not path.is_symlink():
+        below = (Path(folder) / file for folder, _, files in os.walk(path) for file in files)
+        return not {text(file.relative_to(local(root))) for file in below} <= leaving
+    return os.path.lexists(path)
+
+
+def _may_go(root: str, name: str) -> bool:
+    """Return True for a recorded file that still exists, inside root even if a folder became a link elsewhere."""
+    path = local(root, name)
+    inside = os.path.commonpath([path.parent.resolve(), local(root).resolve()]) == str(local(root).resolve())
+    return inside and (path.is_symlink() or path.is_file())
+
+
+def _remove(root: str, name: str) -> None:
+    """Remove a file and the folders it leaves empty."""
+    path = local(root, name)
+    path.unlink()
+    folder = path.parent
+    while folder != local(root) and not os.listdir(folder):
+        folder.rmdir()
+        folder = folder.parent
+
+
+def _adopt_cut_transfers(root: str, names: set[str]) -> None:
+    """Keep what a killed rsync left under a temporary name as its partial file, which the next rsync continues."""
+    wanted = {local(root, name) for name in names}
+    for folder in sorted({path.parent for path in wanted if path.parent.is_dir()}):
+        for entry in sorted(folder.iterdir()):
+            cut = re.fullmatch(r"\.(.+)\.[A-Za-z0-9]{6}", entry.name, re.DOTALL)
+            if cut is None or entry in wanted or folder / cut[1] not in wanted:
+                continue
+            kept = folder / PARTIAL / cut[1]
+            kept.parent.mkdir(exist_ok=True)
+            if kept.exists() and kept.stat().st_size >= entry.stat().st_size:
+                entry.unlink()
+            else:
+                entry.replace(kept)
+
+
+def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) -> None:
+    """Record the files of the request's trees, with their tree hash once proved; other trees' records stay."""
+    for tree in request.trees:
+        record.trees[tree.path] = Recorded(proofs[tree.path].tree if proofs else None, sorted(tree.files))
+    record.source = request.source
+    path = local(request.root, RECORD)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(RECORD + ".tmp")
+    with temporary.open("w", encoding="ascii") as file:
+        json.dump(asdict(record), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def answer(line: str) -> None:
+    """Do a request, a line of JSON, and print MARK and the reply; an OSError or ValueError becomes {"error": why}."""
+    fields = json.loads(line)
+    trees = [Tree(**tree) for tree in fields.pop("trees", ())]
+    request = Request(trees=trees, **fields)
+    try:
+        reply: Any
+        if request.do == "read":
+            reply = read_run(local(request.root))
+        else:
+            reply = prepare(request) if request.do == "prepare" else {"trees": verify(request)}
+    except (OSError, ValueError) as error:
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    print(MARK + json.dumps(reply, default=vars), flush=True)
+
+
+def answer_fingerprints(line: str) -> None:
+    """Print {role: {name: fingerprint}} for the JSON {role: arguments of fingerprints()}."""
+    print(json.dumps({role: fingerprints(**tree) for role, tree in json.loads(line).items()}))

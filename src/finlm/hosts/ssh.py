@@ -1,0 +1,280 @@
+"""Run a command on a host over OpenSSH, and say in plain words why it did not run.
+
+Every call stands alone: 0.2 s on a local network for never having a stale master connection to clean up. Nothing is
+ever asked at a prompt, a dead host is given up after 8 s, a host that dies during a command after 15 to 20 s.
+
+A host is written [user@]name[:port]; paths on it are those of this machine, or below the host's work_dir. It does not
+switch host key checking off, choose keys (~/.ssh/config does), or retry.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finlm.base.errors import UserError
+from finlm.recipe.schema import HostAccess
+
+CONNECT_SECONDS = 8
+ALIVE_SECONDS = 5
+ALIVE_COUNT = 3
+FAILED = 255  # ssh's own exit code for everything that is not the remote command's
+NOT_FOUND = 127  # the remote shell's
+
+# ssh's words in the C locale -> (problem, fix); the first match wins. {host} is filled in.
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"Could not resolve hostname",
+        "the name {host} does not resolve",
+        "correct the name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config on this machine",
+    ),
+    (
+        r"IDENTIFICATION HAS CHANGED|host key .* has changed|REVOKED HOST KEY",
+        "the host key of {host} has changed: another machine answers under this name, or it was installed anew",
+        "on the console of {host}, compare: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub\n"
+        "if the fingerprint is the one in the evidence: ssh-keygen -R {name}, then connect once: ssh {host}",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "the host key of {host} is not known here",
+        "connect once and compare the fingerprint: ssh {host}\n"
+        "or, on a network you trust, store the keys of new hosts unseen: --accept-new",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "{host} does not let this user in without a password",
+        "ssh-copy-id {host}   (no key yet? ssh-keygen -t ed25519 first), then check: ssh {host} true",
+    ),
+    (
+        r"Connection refused",
+        "{host} refuses ssh connections",
+        "start its ssh server (sudo systemctl enable --now ssh), or give its port in ~/.ssh/config",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|not responding|Host is down",
+        "{host} does not answer",
+        "check that it is switched on and on this network, and that no firewall drops port 22: ping {name}",
+    ),
+    (
+        r"Connection (reset|closed)|closed by remote host|send disconnect|kex_exchange_identification",
+        "{host} closed the connection",
+        "read its ssh server's log: journalctl -u ssh   (MaxStartups, AllowUsers, a reboot)",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a remote command left: its exit code and its output."""
+
+    host: str
+    code: int
+    stdout: str
+    stderr: str
+
+
+def check_host(host: str) -> str:
+    """Return the host unchanged. Raises UserError unless it is [user@]name[:port] of A-Z a-z 0-9 '.', '_' and '-'."""
+    word = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+    if re.fullmatch(rf"({word}@)?{word}(:\d{{1,5}})?", host) is None:
+        raise UserError(
+            f"{host!r} is not a host name",
+            evidence="a name is made of letters, digits, '.', '_' and '-', starts with none of the last two, "
+            "and may have user@ before it",
+            fix="correct it in the hostfile; an IPv6 address gets a name in ~/.ssh/config",
+        )
+    return host
+
+
+def login(host: str) -> str:
+    """Return [user@]name without the port. Raises UserError for what is no host name."""
+    return check_host(host).partition(":")[0]
+
+
+def port_option(host: str) -> list[str]:
+    """Return ssh's option for the host's port, [] when it has none."""
+    port = check_host(host).partition(":")[2]
+    return ["-p", port] if port else []
+
+
+def ssh_name(host: str) -> str:
+    """Return the host as a user types it after `ssh `: `-p 2222 name`."""
+    return shlex.join([*port_option(host), login(host)])
+
+
+def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list[str]:
+    """Return OpenSSH's options for a connection without a terminal, which never prompts.
+
+    accept_new stores unknown host keys, never changed ones. A host that is silent for alive_count * 5 s is given up.
+    """
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ServerAliveInterval": ALIVE_SECONDS,
+        "ServerAliveCountMax": alive_count,
+        "StrictHostKeyChecking": "accept-new" if accept_new else "yes",
+        "ClearAllForwardings": "yes",  # a LocalForward in ~/.ssh/config would collide with itself
+        "LogLevel": "INFO",  # below it, "Timeout, server not responding" is not said
+    }
+    return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+
+
+def command(host: str, argv: Sequence[str], *, accept_new: bool = False, alive_count: int = ALIVE_COUNT) -> list[str]:
+    """Return the local command line that runs argv on the host, every argument quoted for the remote shell."""
+    settings = options(accept_new, alive_count=alive_count)
+    return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment with LC_ALL=C, so that ssh's messages are in the English explain() reads."""
+    return os.environ | {"LC_ALL": "C"}
+
+
+def run(
+    host: str,
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    timeout_seconds: float = 60,
+    accept_new: bool = False,
+    check: bool = True,
+) -> Result:
+    """Run argv on the host with `stdin` as its input, and return its exit code and output.
+
+    Raises UserError when ssh fails, when the program is not there, on the timeout and, with `check`, on exit codes
+    other than 0.
+    """
+    line = command(host, argv, accept_new=accept_new)
+    try:
+        done = subprocess.run(line, input=stdin, capture_output=True, timeout=timeout_seconds, env=environment())
+    except FileNotFoundError:
+        raise UserError(
+            "ssh is not installed on this machine", evidence="no `ssh` on PATH", fix="apt-get install openssh-client"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{host} did not finish `{argv[0]}` within {timeout_seconds:.0f} seconds",
+            evidence=shlex.join(line),
+            fix=f"look at the load and the disks of {host}: ssh {ssh_name(host)} uptime",
+        ) from None
+    result = Result(host, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    if result.code in (FAILED, NOT_FOUND) or (check and result.code):
+        raise explain(host, result.code, result.stderr, argv[0])
+    return result
+
+
+def answers(host: str) -> bool:
+    """Return whether the host runs a command over ssh within 10 seconds; True for this machine."""
+    if is_this_machine(host):
+        return True
+    try:
+        run(host, ["true"], timeout_seconds=10)
+    except UserError:
+        return False
+    return True
+
+
+def explain(host: str, code: int, stderr: str, program: str) -> UserError:
+    """Return the failure of `program` on the host as problem, evidence and fix, from ssh's exit code and messages."""
+    evidence = last_lines(stderr) or f"exit code {code}, no message"
+    if code == FAILED and not last_lines(stderr):
+        return UserError(
+            f"{host} fell silent after the login",
+            evidence=evidence,
+            fix=f"does it answer, and do large packets pass? ping -M do -s 1472 {login(host).rpartition('@')[2]}",
+        )
+    if code == NOT_FOUND:
+        return UserError(
+            f"{program} is not installed on {host}",
+            evidence=evidence,
+            fix=f"ssh {ssh_name(host)} sudo apt-get install {program}   (dnf, yum or zypper on other systems)",
+        )
+    known = reason(host, stderr) if code == FAILED else None
+    return known or UserError(
+        f"{program} failed on {host} with exit code {code}", evidence=evidence, fix=f"try by hand: ssh {ssh_name(host)}"
+    )
+
+
+def reason(host: str, stderr: str) -> UserError | None:
+    """Return why ssh did not get through, from its messages; None when no message of ssh is known."""
+    for pattern, problem, fix in _REASONS:
+        if re.search(pattern, stderr):
+            name = login(host).rpartition("@")[2]
+            fix = fix.format(host=ssh_name(host), name=name)
+            return UserError(problem.format(host=host), evidence=last_lines(stderr), fix=fix)
+    return None
+
+
+def last_lines(text: str, count: int = 12) -> str:
+    """Return the last lines that have content; lines of @, with which ssh frames its warnings, are left out."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n".join([line for line in lines if line.strip("@ ")][-count:])
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether host names this machine: localhost, its node name, or a name of an address of this machine.
+
+    Another port of this machine, given or by ~/.ssh/config, is another host: a container or a tunnel. So is another
+    user's account, whose processes this user cannot start without ssh.
+    """
+    user, _, name = login(host).rpartition("@")
+    if port_option(host) not in ([], ["-p", "22"]) or (user and user != getpass.getuser()):
+        return False
+    node = os.uname().nodename
+    if name in {"localhost", node, node.partition(".")[0]}:
+        return True
+    settings = _read_settings(host)
+    if settings.get("port", "22") != "22":
+        return False
+    try:
+        entries = socket.getaddrinfo(settings.get("hostname", name), 22, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_own_address(family, address) for family, _, _, _, address in entries)
+
+
+def address(host: str) -> str:
+    """Return what ssh connects to: HostName of ~/.ssh/config, else the host's name."""
+    return _read_settings(host).get("hostname", login(host).rpartition("@")[2])
+
+
+def _read_settings(host: str) -> dict[str, str]:
+    """Return the settings that ~/.ssh/config gives the host (`ssh -G`, contacts nothing); {} when ssh fails."""
+    try:
+        line = ["ssh", "-G", *port_option(host), "--", login(host)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=10, env=environment())
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = (line.partition(" ") for line in done.stdout.splitlines())
+    return {key: value for key, _, value in pairs}
+
+
+def _is_own_address(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
+    """Return whether an address can be bound, which only this machine's can; needs no list of interfaces."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+def path_on_host(path: Path, access: HostAccess) -> Path:
+    """Return where a path of this machine lies on a host: hosts.<name>.work_dir stands for the working directory."""
+    path, here = path.absolute(), Path.cwd()
+    if access.work_dir is None or not path.is_relative_to(here):
+        return path
+    return Path(access.work_dir) / path.relative_to(here)
+
+
+def python_on_host(access: HostAccess) -> str:
+    """Return the interpreter of a host's ranks: hosts.<name>.python, else this interpreter's path there."""
+    return access.python or str(path_on_host(Path(sys.executable), access))

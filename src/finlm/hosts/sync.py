@@ -1,0 +1,365 @@
+"""Bring code and data to the same absolute path on every host, and prove that what lies there is equal.
+
+rsync over ssh, all hosts at once, each in its own thread: ask it, claim the directory, copy, prove, repair once. Every
+host hashes what it has and the answer is compared with this machine's hashes, so equality never rests on sizes and
+times. The proof costs one read of all files at both ends (0.4 to 2 GB/s); a host that is already equal costs three ssh
+calls, under a second for code. The far end (remote/receiver.py) is sent along every time, so a host needs only python3
+and rsync.
+
+It removes only what an earlier sync put there, refuses a directory that sync did not write, installs nothing, and
+leaves .venv, cache and runs of a host alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.base.units import format_bytes
+from finlm.hosts import file_trees, ssh
+from finlm.hosts.file_trees import Sent, SyncTree
+from finlm.hosts.remote import receiver
+
+HOSTS_AT_ONCE = 16  # more only divide this machine's network link
+
+
+def repository_root() -> Path:
+    """Return the nearest directory, from the working directory upwards, that holds requirements.txt.
+
+    Raises UserError outside a repository.
+    """
+    here = Path.cwd()
+    for directory in (here, *here.parents):
+        if (directory / "requirements.txt").is_file():
+            return directory
+    raise UserError(
+        "not inside the repository", evidence=f"no requirements.txt in {here} or above", fix="cd to the repository"
+    )
+
+
+def sync(
+    root: Path,
+    hosts: Sequence[str],
+    *,
+    names: Sequence[str] | None = None,
+    data: Sequence[Path] = (),
+    there: Mapping[str, Callable[[Path], Path]] | None = None,
+    accept_new: bool = False,
+    dry_run: bool = False,
+) -> list[HostResult]:
+    """Make root's code (or its files and directories `names`) and the data paths equal on every host.
+
+    `there` maps a path here to the path on a host where it differs. Returns a HostResult per host in the order given.
+    dry_run: only count what would change. Raises UserError before anything is contacted when a host name or path is
+    unusable, and after all hosts are done when some failed, naming each with its reason.
+    """
+    wanted = [ssh.check_host(host) for host in dict.fromkeys(hosts)]
+    with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
+        is_here = dict(zip(wanted, pool.map(ssh.is_this_machine, wanted), strict=True))
+    results = {name: HostResult(name, "this machine") for name in wanted if is_here[name]}
+    for result in results.values():
+        screen.say(str(result))
+    remote = [name for name in wanted if not is_here[name]]
+    if not remote:
+        screen.say("the hostfile names only this machine: nothing to sync")
+        return list(results.values())
+    if shutil.which("rsync") is None:
+        raise UserError("rsync is not installed on this machine", fix="apt-get install rsync   (or dnf, brew)")
+    root = Path(os.path.abspath(root))  # noqa: PTH100 - resolve() would follow links, and the path must stay the same
+    with _lock_root(root) as token:
+        first = file_trees.code_tree(root) if names is None else file_trees.named_tree(root, list(names))
+        trees = (first, *(file_trees.data_tree(path) for path in data))
+        for tree in trees:
+            size = format_bytes(tree.size_bytes)
+            screen.say(f"{tree.path}: {len(tree.files):,} files, {size}, tree {tree.sha256[:12]}")
+        jobs = {name: Job(root, trees, token, accept_new, dry_run) for name in remote}
+        for name, place in (there or {}).items():
+            if name in jobs:
+                moved = tuple(dataclasses.replace(tree, there=place(tree.path)) for tree in trees)
+                jobs[name] = dataclasses.replace(jobs[name], root=place(root), trees=moved)
+        results |= _sync_all_hosts(jobs)
+    return [results[name] for name in wanted]
+
+
+@contextmanager
+def _lock_root(root: Path) -> Iterator[str]:
+    """Hold root's lock file while the block runs and yield its random token, "" where root cannot be written.
+
+    A host that reads the token there shares this disk. Raises UserError when another sync of root is running.
+    """
+    path = root / receiver.LOCK
+    try:
+        lock = path.open("a+", encoding="ascii")
+    except OSError:  # not writable here, so no target that can be written shares it
+        yield ""
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "another sync of this directory is running", evidence=f"{path} is locked", fix="wait until it has ended"
+            ) from None
+        try:
+            token = secrets.token_hex(16)
+            lock.truncate(0)
+            lock.write(token)
+            lock.flush()
+            os.fsync(lock.fileno())
+            yield token
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
+    """Sync all hosts in parallel and print each result; a failed host does not hold up the others.
+
+    Raises UserError that names the failed ones.
+    """
+    total = sum(tree.size_bytes for job in jobs.values() for tree in job.trees)
+    done: dict[str, HostResult] = {}
+    failed: dict[str, UserError] = {}
+    one_at_a_time = threading.Lock()
+    with screen.progress("sync", total or None) as advance, ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
+
+        def add_bytes(amount: float) -> None:
+            with one_at_a_time:
+                advance(amount)
+
+        running = {pool.submit(sync_host, host, job, add_bytes): host for host, job in jobs.items()}
+        for future in as_completed(running):
+            host = running[future]
+            try:
+                done[host] = future.result()
+                screen.say(str(done[host]))
+            except UserError as error:
+                failed[host] = error
+                screen.say(f"{host}: failed: {error.problem}")
+    if failed:
+        raise _combine_errors([(host, failed[host]) for host in jobs if host in failed], len(jobs))
+    return done
+
+
+def _combine_errors(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
+    """Return an error for all hosts that failed, with equal fixes together; a single host's error stays as it is."""
+    if len(failed) == hosts == 1:
+        return failed[0][1]
+    fixes: dict[str, list[str]] = {}
+    for host, error in failed:
+        fixes.setdefault(error.fix, []).append(host)
+    return UserError(
+        f"{len(failed)} of {hosts} hosts are not in sync: {', '.join(host for host, _ in failed)}",
+        evidence="\n".join(f"{host}: {error.problem}\n{error.evidence}".rstrip() for host, error in failed),
+        fix="\n".join(f"{', '.join(names)}: {fix}" for fix, names in fixes.items() if fix),
+    )
+
+
+SLOWEST_HASH = 20e6  # bytes per second below which a host's disk counts as stuck
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What sync did on a host; status is "equal", "this machine", "shared" or, after a dry run, "would change"."""
+
+    host: str
+    status: str
+    tree: str = ""
+    sent_files: int = 0
+    sent_bytes: int = 0
+    removed_files: int = 0
+    repaired: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the result as a line for the screen."""
+        if self.status == "this machine":
+            return f"{self.host}: this machine, nothing to copy"
+        if self.status == "would change":
+            return f"{self.host}: {self.sent_files:,} files would be copied, {self.removed_files:,} removed"
+        if self.status == "shared":
+            return f"{self.host}: sees the same directory (shared file system), equal, tree {self.tree[:12]}"
+        done = f"{self.sent_files:,} files sent ({format_bytes(self.sent_bytes)}), {self.removed_files:,} removed"
+        mended = f", repaired {', '.join(self.repaired[:3])}{' ...' * (len(self.repaired) > 3)}" * bool(self.repaired)
+        return f"{self.host}: equal, tree {self.tree[:12]}, {done}{mended}, {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a host is to get. `root` is the first tree's path there."""
+
+    root: Path
+    trees: tuple[SyncTree, ...]
+    token: str
+    accept_new: bool
+    dry_run: bool
+
+
+def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostResult:
+    """Claim the directories on a host, copy, and prove all files by their hashes; send what differs again, once.
+
+    Calls add_bytes(bytes since the last call) while it copies. Raises UserError when the host's directory is not
+    sync's, rsync is missing there, or files still differ.
+    """
+    started = time.monotonic()
+    reply = receiver.Prepared(**_ask_about_job(host, job, "prepare"))
+    is_shared = reply.state == "shared"
+    if reply.state in ("foreign", "taken"):
+        raise _refusal(host, job.root, reply)
+    if not is_shared and not reply.rsync:
+        raise ssh.explain(host, ssh.NOT_FOUND, f"no `rsync` on the PATH of {host}", "rsync")
+    if job.dry_run:
+        status = "shared" if is_shared else "would change"
+        return HostResult(host, status, job.trees[0].sha256, reply.changed, 0, reply.removed)
+    sent = Sent()
+    if not is_shared:
+        for tree in job.trees:
+            sent += _copy(host, job, tree, list(tree.files), add_bytes)
+    differing = _list_differing(host, job)
+    repaired: list[str] = []
+    for tree, names in differing.items():
+        if names and not is_shared:
+            sent += _copy(host, job, tree, names, None)
+            repaired += names
+    if repaired:
+        differing = _list_differing(host, job)
+    still = [str(tree.path / name) for tree, names in differing.items() for name in names]
+    if still:
+        raise _unequal(host, job.root, still, is_shared)
+    status, seconds = "shared" if is_shared else "equal", time.monotonic() - started
+    tree_hash = job.trees[0].sha256
+    return HostResult(host, status, tree_hash, sent.files, sent.content_bytes, reply.removed, tuple(repaired), seconds)
+
+
+def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Callable[[float], None] | None) -> Sent:
+    """Copy `names` of a tree to the host with rsync.
+
+    add_bytes: called with the bytes since the last call; None for a repair, which compares contents and moves no bar.
+    """
+    shown = 0
+
+    def percent(now: int) -> None:
+        nonlocal shown
+        if now > shown and add_bytes:
+            add_bytes((now - shown) / 100 * tree.size_bytes)
+            shown = now
+
+    sent = file_trees.send(host, tree, names, whole=add_bytes is None, accept_new=job.accept_new, percent=percent)
+    percent(100)
+    return sent
+
+
+def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError:
+    """Return the error of files that still differ on a host after copying. shared: it sees this machine's disk."""
+    shown = "\n".join(names[:10]) + (f"\nand {len(names) - 10} more" if len(names) > 10 else "")
+    if shared:
+        return UserError(
+            f"{host} shares {root} with this machine, but not all of the data: {len(names)} files differ there",
+            evidence=shown,
+            fix=f"put the data on the shared file system too, for example below {root / 'cache'}",
+        )
+    return UserError(
+        f"{len(names)} files on {host} differ from this machine's after copying",
+        evidence=shown,
+        fix="were they edited meanwhile? run finlm sync again; the same files again mean a failing disk or memory",
+    )
+
+
+def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
+    """Return the error of a host whose directory sync did not write, or that has unknown files in the way."""
+    names = ", ".join(reply.names) + (f" and {reply.count - 5} more" if reply.count > 5 else "")
+    if reply.state == "foreign" and reply.is_run:
+        return started_elsewhere(str(root), host, reply.holder, reply.is_held)
+    if reply.state == "foreign":
+        here, aside = (shlex.quote(shlex.quote(path)) for path in (str(root), f"{root}.before"))
+        return UserError(
+            f"{root} on {host} is not empty and was not written by finlm sync",
+            evidence=f"it has {names}, and no {receiver.RECORD}",
+            fix=f"look at it, then put it aside: ssh {ssh.ssh_name(host)} mv {here} {aside}\n"
+            "or keep it and work in another directory on this machine: sync uses the same path on every host",
+        )
+    return UserError(
+        f"files on {host} that finlm sync did not put there are in the way",
+        evidence=f"they differ from this machine's: {names}",
+        fix=f"rename them on {host}; nothing has been changed there",
+    )
+
+
+def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: str = "") -> UserError:
+    """Return the error of a run directory that belongs to a run started on another host.
+
+    holder: pid and machine of its process. is_held: it runs now. source: from where sync brought the directory here.
+    """
+    pid, _, node = holder.partition(" ")
+    if is_held:
+        return UserError(
+            f"{run} is running now, started on {host}",
+            evidence=f"process {pid} on {node} holds its lock",
+            fix=f"wait for it, or end it with `kill {pid}` on {node}; --new starts another run here",
+        )
+    came = f"{receiver.RECORD} here: it came from {source}" if source else f"no {receiver.RECORD} on {host}"
+    return UserError(
+        f"{run} was started on {host}, not on this machine",
+        evidence=f"{came}; process {pid} on {node} ran it last" if pid else came,
+        fix=f"go on there, with the same command on {host}; --new starts another run here",
+    )
+
+
+def _ask_about_job(host: str, job: Job, what: str) -> Any:
+    """Run receiver.py on the host with a request, "prepare" or "verify", and return its reply's JSON."""
+    request = receiver.Request(
+        what,
+        job.trees[0].key,
+        source=f"{os.uname().nodename}:{receiver.text(job.trees[0].path)}",
+        token=job.token,
+        dry_run=job.dry_run,
+        trees=[tree.for_receiver() for tree in job.trees],
+    )
+    patience = 120 + sum(tree.size_bytes for tree in job.trees) / SLOWEST_HASH
+    return ask(host, request, patience, job.accept_new)
+
+
+def ask(host: str, request: receiver.Request, patience: float, accept_new: bool) -> Any:
+    """Run receiver.py on the host with a request and return its reply's JSON. patience: seconds.
+
+    Raises UserError when the host, or its disk, gives no reply.
+    """
+    source = Path(receiver.__file__).read_text(encoding="utf-8")
+    script = f"{source}\n\nanswer({json.dumps(dataclasses.asdict(request))!a})\n".encode()
+    result = ssh.run(host, ["python3", "-I", "-S", "-"], stdin=script, timeout_seconds=patience, accept_new=accept_new)
+    _, mark, line = result.stdout.rpartition(receiver.MARK)
+    reply = json.loads(line) if mark else {"error": f"its python3 printed {result.stdout[-200:]!r}"}
+    if "error" in reply:
+        raise UserError(
+            f"{host} cannot {request.do} {request.root}",
+            evidence=reply["error"],
+            fix=f"mend it on {host}, then run the same command again",
+        )
+    return reply
+
+
+def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
+    """Return for each tree the names that differ on the host, as it hashes them.
+
+    Raises AssertionError when all files are equal but the tree hash is not.
+    """
+    proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
+    for tree in job.trees:
+        proof = proofs[tree.key]
+        if not proof.differing and proof.tree != tree.sha256:
+            raise AssertionError(f"{host}: equal files but tree hash {proof.tree} instead of {tree.sha256}")
+    return {tree: proofs[tree.key].differing for tree in job.trees}

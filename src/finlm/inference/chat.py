@@ -1,0 +1,259 @@
+"""Chat with a model in the terminal, its answers shown as they are written: `finlm chat`.
+
+Lines come from a terminal or a pipe, answers go to stdout, everything else to stderr: `finlm chat RUN < questions.txt`
+gives one answer a question. Ctrl-C ends an answer, what was said of it stays in the conversation; at the prompt, twice
+Ctrl-C or Ctrl-D ends the chat. Control characters of the model cannot reach the terminal.
+
+Keys and values of the conversation are kept between turns, as far as the token ids begin alike. Sampling is temperature
+and nucleus (Holtzman et al. 2020). One conversation at a time, no batching: evals/answering.py batches. `finlm self-qa`
+asks the same way when the recipe names no endpoint; a server (vLLM, llama.cpp) is the way to many.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+import torch
+from jinja2 import TemplateError
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.inference.open import Opened, open_model
+from finlm.selfqa.endpoint import Conversation, Refused, Reply
+
+HELP = "/reset begins a new conversation, /exit ends the chat, Ctrl-C ends an answer"
+_DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's embeddings, overrides, isolates
+
+
+def run(
+    checkpoint: Path,
+    system: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 0.9,
+    max_tokens: int = 512,
+    seed: int = 0,
+) -> int:
+    """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
+
+    Prints answers on stdout, hints on stderr. temperature, top_p, max_tokens: of the sampling. Raises UserError for a
+    model that cannot chat.
+    """
+    opened = open_model(checkpoint)
+    talker = Talker(opened, seed)
+    screen.say(f"{opened.name}, {opened.context:,} tokens of context. {HELP}.")
+    begin = [{"role": "system", "content": system}] if system else []
+    messages, interrupted = list(begin), False
+    while True:
+        try:
+            line = _read()
+        except KeyboardInterrupt:
+            if interrupted:
+                return 130
+            interrupted = True
+            screen.say("\n(once more to leave)")
+            continue
+        interrupted = False
+        if line is None or line in ("/exit", "/quit"):
+            return 0
+        if line == "/reset":
+            messages = list(begin)
+            screen.say("(a new conversation)")
+        elif line.startswith("/"):
+            screen.say(HELP)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append(
+                    {"role": "assistant", "content": _answer(talker, messages, (temperature, top_p), max_tokens)}
+                )
+            except UserError as error:  # no room left, say; the conversation can be begun anew
+                messages.pop()
+                screen.fail(error)
+                if not sys.stdin.isatty():
+                    return error.exit_code
+
+
+def _read() -> str | None:
+    """Return the next line of stdin, stripped, None at its end; print a prompt where it is a terminal.
+
+    Raises UserError when the line is not UTF-8.
+    """
+    if sys.stdin.isatty():
+        screen.console().print("› ", style="bold cyan", end="")
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "the input is not UTF-8", evidence=str(error), fix="convert it: iconv -f GB18030 -t UTF-8 questions.txt"
+        ) from None
+    return line.strip() if line else None
+
+
+def _answer(talker: Talker, messages: list[dict[str, str]], sampling: tuple[float, float], max_tokens: int) -> str:
+    """Show an answer while it is written; return what was shown, also when it was interrupted."""
+    shown, stream = "", talker.stream(messages, *sampling, max_tokens)
+    try:
+        for piece in stream:
+            shown += piece
+            screen.write(_harmless(piece))
+        if talker.reply and talker.reply.finish_reason == "length":
+            screen.say(" … (cut off by --tokens or the context)")
+    except KeyboardInterrupt:
+        stream.close()  # type: ignore[attr-defined]
+        screen.say(" … (interrupted)")
+    screen.write("\n")
+    return shown
+
+
+def _harmless(text: str) -> str:
+    """Return the text without characters that steer the terminal or reverse the direction of writing."""
+    return "".join(
+        character
+        for character in text
+        if character in "\n\t" or (category(character) not in ("Cc", "Cs") and character not in _DIRECTIONS)
+    )
+
+
+class Talker:
+    """Answers the messages of one conversation. Raises UserError for a model without a chat template."""
+
+    def __init__(self, opened: Opened, seed: int = 0) -> None:
+        """Begin without a conversation. Raises UserError for a model without a chat template."""
+        if not opened.tokenizer.chat_template:
+            raise UserError(
+                f"{opened.name} has no chat template: it continues text and has not learnt to answer",
+                fix="use `finlm sample` with it, or train it further with a recipe of stage sft",
+            )
+        self.opened = opened
+        # The last one; its finish_reason is "stop" when the model ended by itself, "length" when it was cut off.
+        self.reply: Reply | None = None
+        self.reused_tokens = 0  # of the last prompt, not computed again
+        self._random = torch.Generator(opened.device).manual_seed(seed)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cache: Any = None
+        self._seen: list[int] = []  # whose keys and values are in the cache
+
+    def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
+        """Return the whole answer to the last message."""
+        for _ in self.stream(messages, temperature, 1.0, max_tokens):
+            pass
+        assert self.reply is not None
+        return self.reply
+
+    def stream(self, messages: Conversation, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
+        """Yield the answer to the last message in pieces of whole characters; self.reply holds it at the end.
+
+        Raises UserError when the conversation leaves no room in the model's context, or its template does not take it.
+        """
+        tokenizer = self.opened.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UserError(
+                f"the chat template of {self.opened.name} does not take this conversation",
+                evidence=str(error),
+                fix="leave out the system prompt, and let user and assistant take turns",
+            ) from None
+        prompt: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        room = min(max_tokens, self.opened.context - len(prompt))
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(prompt):,} tokens, the model's context {self.opened.context:,}",
+                fix="start a new one (/reset in the chat)",
+            )
+        written, shown, reason = list[int](), "", "length"
+        self.reply = None
+        for token in self._tokens(prompt, temperature, top_p):
+            if token in self.opened.eos_ids:
+                reason = "stop"
+                break
+            written.append(token)
+            text = tokenizer.decode(written, skip_special_tokens=True)
+            # An unfinished character of several byte tokens shows as U+FFFD until its last byte is there.
+            if not text.endswith("\ufffd") and len(text) > len(shown):
+                yield text[len(shown) :]
+                shown = text
+            if len(written) == room:
+                break
+        text = tokenizer.decode(written, skip_special_tokens=True)
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+        self.reply = Reply(text, reason, len(prompt), len(written))
+
+    def _tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
+        """Yield sampled ids without end. _seen always lists the ids whose keys are cached, wherever this is left."""
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
+        self._shorten(common)
+        self.reused_tokens = len(self._seen)
+        ids = prompt[len(self._seen) :]
+        while True:
+            logits = self._logits(ids)
+            token = self._choose(logits, temperature, top_p)
+            yield token
+            ids = [token]
+
+    def _shorten(self, length: int) -> None:
+        """Drop keys and values behind the first `length` tokens; drop all where the cache cannot be cut."""
+        if self._cache is None or length == len(self._seen):
+            return
+        layers = getattr(self._cache, "layers", ())
+        if not length or any(getattr(layer, "keys", None) is None for layer in layers) or self._slides():
+            self._forget()
+            return
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        del self._seen[length:]
+
+    def _slides(self) -> bool:
+        """Return whether the model forgets its beginning: then a cache cannot be shortened."""
+        return bool(getattr(self.opened.model.config, "sliding_window", None))
+
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        """Return the logits, fp32 [vocabulary], after ids, which follow _seen; extends the cache and _seen."""
+        inputs = torch.tensor([ids], device=self.opened.device)
+        cache, self._cache = self._cache, None  # an interrupt while it grows leaves it unusable
+        seen, self._seen = self._seen, []
+        with torch.inference_mode():
+            out = self.opened.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._cache, self._seen = out.past_key_values, seen + ids
+        return out.logits[0, -1].float()  # type: ignore[no-any-return]
+
+    def _choose(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
+        """Return a token drawn with temperature from the nucleus top_p; the likeliest one at temperature 0."""
+        if temperature <= 0:
+            return int(logits.argmax())
+        warm = (logits - logits.max()) / temperature  # at most 0: a small temperature would reach infinity
+        ordered, places = torch.sort(torch.softmax(warm, dim=-1), descending=True)
+        before = ordered.cumsum(0) - ordered
+        ordered[before >= top_p] = 0  # the first always stays
+        return int(places[torch.multinomial(ordered, 1, generator=self._random)])
+
+
+class LocalModel:
+    """A checkpoint, run, export or Hugging Face directory that answers; fingerprint is of its weights."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        """Load the model. Raises UserError when there is none, or it has no chat template."""
+        if not path.exists():
+            raise UserError(
+                f"self_qa.model: there is no {path}",
+                evidence="without self_qa.endpoint it names a directory on this machine",
+                fix="give runs/<run> or a model directory, or set self_qa.endpoint to an OpenAI-compatible address",
+            )
+        opened = open_model(path)
+        self.fingerprint = opened.fingerprint
+        self._talker = Talker(opened, seed)
+
+    def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
+        """Return the model's reply. Raises Refused when the messages do not fit its context or its template."""
+        try:
+            return self._talker.ask(messages, temperature, max_tokens)
+        except UserError as error:
+            raise Refused(error.problem) from None

@@ -1,0 +1,408 @@
+"""Export a checkpoint as a Hugging Face model, and prove the export by loading it back.
+
+Written are safetensors, tokenizer, chat template and model card. Weights come from the fp32 master copy where ZeRO
+keeps one, with adapters merged, and are saved in the run's precision without the rows that padded the vocabulary. The
+proof is part of the export: the plain transformers classes give the source model's logits, and AutoTokenizer gives the
+ids the model was trained on. vLLM and llama.cpp's convert_hf_to_gguf.py read the layout too: tokenizer.model beside
+tokenizer.json, and rope_theta in both places. Pretraining that goes on from a model with a tokenizer.json hands its
+files on as they were. Other stages write the tokenizer that they used, with their chat template.
+
+Adapters can be written alone, as peft reads them: a few megabytes beside the model they were trained on. vLLM
+(`--enable-lora`), transformers and llama.cpp's convert_lora_to_gguf.py read the layout. Weights in 4 bits
+(lora.quantize) are not part of it: the adapters go on the whole ones.
+
+The card names no licence, since weights inherit terms from data and parent model that only the author knows, and no
+machine and no credential, since a card is made to be published.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from finlm.base import files, runs, step_cache
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir, open_run
+from finlm.base.runs import complete_checkpoint
+from finlm.base.secrets import redact
+from finlm.base.units import parse_bytes
+from finlm.inference.open import Trained, load_trained, open_model, read_weights, step_of
+from finlm.plan.plan import Plan
+from finlm.recipe import parents
+from finlm.recipe import recipe as recipes
+from finlm.recipe.models import traits
+from finlm.recipe.recipe import for_publication
+from finlm.recipe.schema import Model, Recipe
+from finlm.tokens import encoders, pretrained
+from finlm.train.model.causal_lm import plain_attention
+from finlm.train.post import start
+
+transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
+SHARD_SIZE = "5GB"
+# Share of 1 + the loss by which a text may be read otherwise than in training, on other hardware: a few roundings.
+READS_ALIKE = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 2e-2, "fp8": 5e-2}
+OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version")  # keys that saving and loading set
+
+
+_MARKS = re.compile(r"{% (end)?generation %}(?!\n)")
+PROBES = (
+    "2023年营业收入同比增长12.5%，净利润为3.6亿元。",
+    "Revenue rose 5 % to $1.2bn.\n\n第二段：㎡ ①  空格",
+    "</s><s>",
+)
+_CONVERSATION = [
+    {"role": "user", "content": "净利润是什么？"},
+    {"role": "assistant", "content": "收入减去成本、费用和税。"},
+    {"role": "user", "content": "Thanks!"},
+]
+
+
+def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
+    """Write a checkpoint (runs/<run>/checkpoints/step-N, or the newest of runs/<run>) to the new directory out.
+
+    Returns out. Weight files have at most shard_size bytes. Raises UserError when the checkpoint is not complete, or
+    out exists; RuntimeError when the export is not the trained model.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already", fix="give a new directory")
+    try:
+        most = parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    trained = load_trained(checkpoint)
+    tokenizer = start.run_tokenizer(
+        trained.shards, trained.recipe.tokenizer.add_bos, trained.model.config.max_position_embeddings
+    )
+    with step_cache.new_directory(out) as directory:
+        trained.model.save_pretrained(directory, max_shard_size=most)
+        _write_tokenizer(directory, trained, tokenizer)
+        _complete_config(directory, trained)
+        files.write_text(directory / "README.md", card_text(trained, directory))
+        _prove(directory, trained, tokenizer)
+        _seal(directory, trained.run, trained.recipe, trained.checkpoint)
+    return out
+
+
+def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> None:
+    origin = {"run": run.path.name, "recipe": recipe.name, "stage": recipe.stage}
+    runs.seal_model(directory, **origin, step=step_of(checkpoint))
+
+
+def _complete_config(directory: Path, trained: Trained) -> None:
+    """Add to config.json the fields that transformers 5 does not write and others read."""
+    config = files.read_json(directory / "config.json")
+    files.write_json(directory / "config.json", _with_start(config, trained.recipe.model))
+
+
+def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return the start's fields under config's, which win; one RoPE's also under its names before transformers 5."""
+    start = dict(model.config or {}) if model.init_from is not None else {}
+    if model.former_rope_theta is not None:
+        start = {key: value for key, value in start.items() if key not in ("rope_theta", "rope_scaling")}
+    if "torch_dtype" in start:
+        start["torch_dtype"] = config["dtype"]
+    (rope, *others), theta = traits.ropes(config), traits.rope_theta(config)
+    former: dict[str, Any] = {} if others else {"rope_theta": theta}
+    if not others and rope.get("rope_type", "default") != "default":
+        former["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return start | former | config
+
+
+def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
+    """Raise RuntimeError when the written files do not give the trained model and tokenizer."""
+    kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
+    model = trained.model
+    attention = plain_attention(model.config)
+    reloaded = kind.from_pretrained(directory, dtype=model.dtype, attn_implementation=attention)
+    again = AutoTokenizer.from_pretrained(directory)
+    _prove_tokenizer(again, trained, tokenizer)
+    ours, theirs = ({k: v for k, v in m.config.to_dict().items() if k not in OF_FILES} for m in (model, reloaded))
+    if lost := [f"{key}: {theirs.get(key)!r} for {ours[key]!r}" for key in ours if ours[key] != theirs.get(key)]:
+        raise RuntimeError(f"the reloaded configuration differs from the trained one: {', '.join(lost[:3])}")
+    weights = model.state_dict()
+    changed = [name for name, tensor in reloaded.state_dict().items() if not torch.equal(tensor, weights[name])]
+    if changed:
+        raise RuntimeError(f"reloaded weights differ from the exported model's: {', '.join(changed[:3])}")
+    ids = torch.tensor([again(PROBES[0])["input_ids"]])
+    with torch.no_grad():
+        if not _is_alike(reloaded(ids).logits, model(ids).logits):
+            raise RuntimeError("the reloaded model's logits differ from the exported model's")
+    _prove_training(reloaded, trained)
+    if getattr(reloaded.config, "vocab_size", 0) != trained.plan.vocab_size:
+        raise RuntimeError(f"the exported vocabulary has {reloaded.config.vocab_size} rows")
+
+
+def _prove_training(reloaded: Any, trained: Trained) -> None:
+    """Raise RuntimeError when the reloaded model reads a text otherwise than the training's model did at its end.
+
+    Only the checkpoint of the last step has a row for this, and none of a run of a former version.
+    """
+    step = step_of(trained.checkpoint)
+    rows = [row for row in trained.run.read_events("proof") if row["step"] == step]
+    if not rows:
+        return
+    ids = torch.tensor([rows[-1]["ids"]])
+    with torch.no_grad():
+        logits = reloaded(ids).logits.float()
+    key = "reward" if trained.recipe.stage == "reward" else "loss"
+    value = float(logits if key == "reward" else torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
+    expected = rows[-1][key]
+    if expected is not None and not abs(value - expected) <= READS_ALIKE[trained.plan.precision] * (1 + abs(expected)):
+        raise RuntimeError(f"the reloaded model's {key} of a held-out text is {value:.5f}, in training {expected:.5f}")
+
+
+def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether the values agree up to a few roundings of the largest: sums may go in another order."""
+    largest = float(expected.abs().max())
+    share = 1e-4 if expected.dtype == torch.float32 else 2e-2
+    return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=share * largest)
+
+
+def _write_tokenizer(directory: Path, trained: Trained, tokenizer: Any) -> None:
+    """Write the tokenizer's files: those of the model that pretraining went on from, or else what training used."""
+    source = trained.shards.directory / "tokenizer"
+    if trained.recipe.stage == "pretrain" and source.is_dir():
+        pretrained.copy_files(source, directory)
+        return
+    tokenizer.save_pretrained(directory)
+    if trained.shards.manifest["encoder"] == "tokenizers":  # word for word what encoded the data
+        shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
+    about = files.read_json(directory / "tokenizer_config.json")
+    if about["tokenizer_class"] == "TokenizersBackend":  # the former name of tokenizer.json word for word, known to all
+        files.write_json(directory / "tokenizer_config.json", about | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    template = directory / "chat_template.jinja"
+    if template.is_file():  # the marks around what the assistant says are for training; plain Jinja refuses them
+        files.write_text(template, _MARKS.sub("", template.read_text(encoding="utf-8")))
+    model_file = _sentencepiece_file(trained)
+    if model_file is not None:
+        shutil.copyfile(model_file, directory / "tokenizer.model")
+
+
+def _sentencepiece_file(trained: Trained) -> Path | None:
+    """Return the tokenizer.model that the tokenizer was made from; None for tokenizers of another library."""
+    directory = trained.shards.directory / "tokenizer"
+    file = directory / "tokenizer.model" if directory.is_dir() else trained.shards.tokenizer
+    return file if file.is_file() else None
+
+
+def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
+    """Raise RuntimeError when the exported template or ids are not those of the training data."""
+    texts = list(PROBES)
+    if tokenizer.chat_template and trained.recipe.stage != "pretrain":  # which renders none, and copies the file
+        rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, again)]
+        if rendered[0] != rendered[1]:
+            raise RuntimeError(f"exported chat template differs: {rendered[1]!r} instead of {rendered[0]!r}")
+        texts.append(rendered[0])
+    expect, how = _training_encoder(trained)
+    for text in texts:
+        ids = again(text, **how)["input_ids"]
+        if ids != (expected := expect(text)):
+            raise RuntimeError(f"exported tokenizer differs on {text!r}: {ids} instead of {expected}")
+
+
+def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dict[str, bool]]:
+    """Return (function that encodes as the training data was encoded, transformers' arguments for the same ids).
+
+    Documents know no control tokens in their text, and a tokenizer.json begins them by its own rules, not the recipe's.
+    """
+    directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
+    if trained.recipe.stage != "pretrain":
+        dialogues = pretrained.open_tokenizer(directory, library)
+        return lambda text: dialogues.encode(text)[0], {"add_special_tokens": False, "split_special_tokens": False}
+    encode, add_bos = encoders.reference(trained.shards.tokenizer), not directory.is_dir()
+    begin = [trained.shards.bos_id] * (add_bos and trained.recipe.tokenizer.add_bos)
+    how = {"add_special_tokens": add_bos, "split_special_tokens": True}
+    return lambda text: begin + encode([text.encode()])[0].tolist(), how
+
+
+def export_adapters(checkpoint: Path, out: Path) -> Path:
+    """Write the adapters of a checkpoint (or of a run's newest) with the tokenizer's files to the new directory out.
+
+    Raises UserError when the run trained every weight, or out exists.
+    """
+    from finlm.train.model import lora  # loads torchao
+
+    if out.exists():
+        raise UserError(f"{out} exists already", fix="give a new directory")
+    checkpoint = complete_checkpoint(checkpoint)
+    run = open_run(checkpoint.resolve().parent.parent)
+    recipe = recipes.load(run.recipe).recipe
+    settings = lora.lora_config(recipe)
+    if settings is None:
+        raise UserError(
+            f"{run.path.name} trained every weight and has no adapters", fix="leave --adapter out: that is the model"
+        )
+    trained = read_weights(checkpoint, Plan.read(run.plan))
+    tensors = {
+        name.replace(".default.weight", ".weight"): tensor.contiguous()
+        for name, tensor in trained.items()
+        if ".lora_" in name
+    }
+    settings.base_model_name_or_path, settings.revision = recipe.model.init_from, recipe.model.revision
+    settings.inference_mode = True
+    with step_cache.new_directory(out) as directory:
+        settings.save_pretrained(directory)
+        save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+        tokenizer = run.shards / "tokenizer"
+        if tokenizer.is_dir():
+            pretrained.copy_files(tokenizer, directory)
+        _seal(directory, run, recipe, checkpoint)
+    return out
+
+
+def generate(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
+    """Return a sampled continuation (temperature 0.8, top-p 0.9) of prompt by a run, checkpoint or model directory.
+
+    The first quarter of the tokens cannot be the end of the text: a model of a few steps would often write nothing.
+    Raises UserError when there is no model, or when the prompt fills its context.
+    """
+    opened = open_model(checkpoint)
+    inputs = opened.tokenizer(prompt, return_tensors="pt", verbose=False).to(opened.device)
+    length = inputs.input_ids.shape[1]
+    if not 0 < length < opened.context:
+        raise UserError(
+            f"the prompt has {length:,} tokens, the model's context {opened.context:,}",
+            fix="give a shorter one" if length else "give a word to begin with",
+        )
+    tokens = max(1, min(tokens, opened.context - length))
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        out = opened.model.generate(
+            inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens // 4,
+            do_sample=True,
+            temperature=0.8,
+            top_p=0.9,
+            eos_token_id=list(opened.eos_ids) or None,
+            pad_token_id=next(iter(opened.eos_ids), None),  # one row is never padded; unset, transformers warns
+        )
+    text = str(opened.tokenizer.decode(out[0, length:], skip_special_tokens=True))
+    return text.rstrip("\ufffd")  # the last character's bytes may be cut off
+
+
+_STAGES = {
+    "pretrain": "Pretrained",
+    "sft": "Fine-tuned on dialogues",
+    "dpo": "Trained on preferences (DPO)",
+    "reward": "Trained as a reward model",
+    "grpo": "Trained by reinforcement learning (GRPO)",
+}
+
+
+def card_text(trained: Trained, directory: Path) -> str:
+    """Return the text of README.md for an export whose other files lie in directory already."""
+    plan, recipe = trained.plan, trained.recipe
+    task = "text-classification" if recipe.stage == "reward" else "text-generation"
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "language: [zh, en]", "tags: [finlm]", "---"]
+    lines += [f"# {recipe.name}", ""]
+    if recipe.description:
+        lines += [recipe.description, ""]
+    step, context = step_of(trained.checkpoint), trained.model.config.max_position_embeddings
+    start = parents.start_recorded(trained.run, recipe)
+    lines += [
+        f"{plan.parameters:,} parameters, {context:,} tokens of context, {plan.precision}. "
+        f"{_STAGES[recipe.stage]} with finlm: {step:,} steps of {plan.tokens_per_step:,} tokens"
+        + (f", starting from {start}." if start else "."),
+        "",
+        "The licence of the weights follows from their training data and parent model and is yours to state.",
+        "",
+        *_use(directory, recipe.stage),
+        *_data(trained),
+        *_held_out(trained, step),
+        *_suites(trained, step),
+        *_origin(trained),
+        "## Recipe",
+        "",
+        "```yaml",
+        redact("", recipes.dump(for_publication(recipe))).rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _use(directory: Path, stage: str) -> Iterator[str]:
+    """Yield the lines of a model card's section on use; none for a reward model."""
+    if stage == "reward":
+        return
+    chats = (directory / "chat_template.jinja").is_file()
+    prompt = '[{"role": "user", "content": "什么是净利润？"}]' if chats else '"公司营业收入"'
+    yield from ("## Use", "", "```python", "from transformers import pipeline", "")
+    yield from (f'pipeline("text-generation", model="DIRECTORY")({prompt}, max_new_tokens=64)', "```", "")
+
+
+def _data(trained: Trained) -> Iterator[str]:
+    """Yield the card's table of training data: documents and tokens of each source."""
+    shards: dict[str, list[int]] = {}
+    for shard in trained.shards.split("train"):
+        counts = shards.setdefault(shard.source, [0, 0])
+        counts[0] += shard.documents
+        counts[1] += shard.tokens
+    yield from ("## Training data", "", "| source | documents | tokens |", "| --- | --- | --- |")
+    for source, (documents, tokens) in shards.items():
+        yield f"| {source} | {documents:,} | {tokens:,} |"
+    yield ""
+
+
+def _held_out(trained: Trained, step: int) -> Iterator[str]:
+    """Yield the card's table of the last evaluation up to `step`, with whatever numbers it has."""
+    rows = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
+    sources = (rows[-1].get("sources") or {}) if rows else {}
+    keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]
+    if not keys:
+        return
+    yield from ("## Held-out text", "", f"| source | {' | '.join(key.replace('_', ' ') for key in keys)} |")
+    yield "| --- " * (len(keys) + 1) + "|"
+    for name, row in sources.items():
+        yield f"| {name} | {' | '.join(_number(row.get(key)) for key in keys)} |"
+    yield ""
+
+
+def _suites(trained: Trained, step: int) -> Iterator[str]:
+    """Yield the card's table of multiple-choice results of this step."""
+    rows = [row for row in trained.run.read_events("suite") if row.get("step") == step]
+    if not rows:
+        return
+    yield from ("## Multiple choice", "", "| suite | mode | questions | macro | micro | 95 % interval |")
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        low, high = (f"{100 * bound:.1f}" for bound in row["micro_interval"])
+        macro, micro = f"{100 * row['macro']:.2f} %", f"{100 * row['micro']:.2f} %"
+        mode = f"{row['mode']}, {row['shots']}-shot"
+        yield f"| {row['suite']} | {mode} | {row['questions']:,} | {macro} | {micro} | {low} to {high} |"
+    yield ""
+
+
+def _origin(trained: Trained) -> Iterator[str]:
+    """Yield the card's section of finlm's version and commit, hashes of code and inputs, and hardware."""
+    manifest = files.read_json(trained.run.manifest)
+    code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
+    git = code.get("git") or {}
+    facts = {
+        "finlm": code.get("version"),
+        "git commit": git.get("commit"),
+        "code sha256": code.get("code_sha256"),
+        "recipe sha256": (manifest.get("recipe") or {}).get("sha256"),
+        "shards sha256": shards.get("sha256"),
+        "tokenizer sha256": shards.get("tokenizer_sha256"),
+        "hardware": ", ".join(f"{host.slots} x {host.gpu or 'CPU rank'}" for host in trained.plan.hosts),
+    }
+    yield from ("## Origin", "", "| | |", "| --- | --- |")
+    for name, value in facts.items():
+        if value:
+            yield f"| {name} | {value} |"
+    yield ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4f}" if isinstance(value, (int, float)) else "–"

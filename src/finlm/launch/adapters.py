@@ -1,0 +1,306 @@
+"""Compute the environment of a host's ranks, and write the files that start a run under another launcher.
+
+For clusters where Slurm, Kubernetes or Ray starts the ranks, and for those who prefer torchrun or accelerate: files in
+<run>/launch/ and the commands to type. Nothing is started here. The run directory and the prepared data must lie at the
+same path on all hosts, on a shared disk or copied (`finlm sync` proves copies); doctor, the watchdog and the gathering
+of a checkpoint belong to `finlm train` and are not part of it.
+
+A rank's environment is what finlm sets for its host, with the recipe's own `env:` on top.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import HOST_VARIABLE, RunDir
+from finlm.plan.plan import ON_HOST, Plan
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Recipe
+from finlm.record import manifest
+
+# Read when CUDA and NCCL start. A ring adds in the order of the ranks; trees and the switches of NVLink may not.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+
+# ZeRO-3 moves weights and gradients while matrix products run. NCCL takes SMs from these, and a product laid out for
+# all SMs then takes a second turn: with few, two H200s train 27,806 tokens/s instead of 27,144 (LOGBOOK.md). Few are
+# slower too, so only where a layer's arithmetic is long.
+FEW_SMS = {"NCCL_MAX_CTAS": "4"}
+FEW_SMS_FROM_TOKENS = 16_384  # of a micro-batch
+
+
+def host_env(
+    recipe: Recipe, plan: Plan, host: Host, cores: int | None = None, network: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment variables of a host's ranks: timeout, threads, CUDA and NCCL, then `network`.
+
+    The recipe's `env:` and then the host's `env:` override them. cores: the CPU cores of the host (1 when None),
+    divided among its CPU ranks. network: variables that choose the network card (doctor/network.py).
+    """
+    longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
+    env = {
+        "DS_SKIP_CUDA_CHECK": "1",  # nvcc may be newer than torch's CUDA within a major version
+        "TOKENIZERS_PARALLELISM": "false",
+        "DEEPSPEED_TIMEOUT": str(math.ceil(longest) + 1),  # minutes; the watchdog comes first and says more
+    }
+    if plan.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // host.slots))
+    else:
+        env["OMP_NUM_THREADS"] = "16" if plan.offload_optimizer in ON_HOST else "4"
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        tokens = plan.micro_batch * plan.sequence_length
+        if plan.zero_stage == 3 and len(plan.hosts) == 1 and tokens >= FEW_SMS_FROM_TOKENS:
+            env |= FEW_SMS
+        if recipe.train.deterministic:
+            env |= DETERMINISTIC
+    return env | dict(network or {}) | recipe.env | host.access.env
+
+
+PORT = 29500  # torch's own default; launch.master_port where the recipe gives one
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start: its directory, recipe, plan and hosts."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    hosts: Cluster
+
+    @property
+    def master(self) -> str:
+        """The first host's address, or its name when the recipe gives no address."""
+        return self.hosts.hosts[0].access.address or self.hosts.hosts[0].name
+
+    @property
+    def port(self) -> int:
+        """The port of the rendezvous: launch.master_port, or 29500 when it is `auto`."""
+        return PORT if self.recipe.launch.master_port == "auto" else self.recipe.launch.master_port
+
+    def env(self, host: Host) -> dict[str, str]:
+        """Return host_env of a host, for a host with a name also PYTHONPATH and the name that its log files carry."""
+        host_only = {"PYTHONPATH": str(self.run.code), HOST_VARIABLE: host.name} if host.name else {}
+        return host_env(self.recipe, self.plan, host) | host_only
+
+    def slots(self, launcher: str) -> int:
+        """Return the number of ranks per host. Raises UserError when hosts differ, which `launcher` cannot express."""
+        counts = {host.slots for host in self.hosts.hosts}
+        if len(counts) > 1:
+            raise UserError(
+                f"{launcher} starts the same number of ranks on every host",
+                evidence=", ".join(f"{host.name} {host.slots}" for host in self.hosts.hosts),
+                fix="use --print torchrun, or --include hosts with equal slots",
+            )
+        return counts.pop()
+
+    def slots_anywhere(self, launcher: str) -> int:
+        """Return the ranks per host, for a launcher that numbers the hosts itself.
+
+        Raises UserError when hosts have different numbers of ranks, or ranks have different micro-batches.
+        """
+        if len(set(self.plan.rank_micro_batches)) > 1:
+            raise UserError(
+                f"{launcher} chooses which host has which ranks, but their micro-batches differ",
+                evidence=", ".join(f"{host.name} {host.micro_batch} rows" for host in self.plan.hosts),
+                fix="use --print torchrun, or one number for batch.micro_batch",
+            )
+        return self.slots(launcher)
+
+
+LaunchFiles = tuple[dict[str, str], list[str]]
+"""Texts by file name, and the commands; `{here}` stands for the directory of the files."""
+
+
+def torchrun(job: Job) -> LaunchFiles:
+    """Return a shell script per host that runs torchrun, and the commands; the first host is the rendezvous."""
+    made = {}
+    for node, host in enumerate(job.hosts.hosts):
+        line = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts.hosts)}"),
+            *(f"--nproc_per_node={host.slots}", f"--node_rank={node}", f"--master_addr={job.master}"),
+            *(f"--master_port={job.port}", "-m", "finlm.train", str(job.run.path)),
+        ]
+        made[f"torchrun-{host.name}.sh"] = _script(_exports(job.env(host), _devices(host)), f"exec {shlex.join(line)}")
+    return made, [f"bash {{here}}/{name}    # on {name[9:-3]}" for name in made]
+
+
+def accelerate(job: Job) -> LaunchFiles:
+    """Return for each host a file as `accelerate config` writes it and a script that uses it, and the commands.
+
+    Raises UserError when hosts have different numbers of ranks.
+    """
+    made: dict[str, str] = {}
+    slots = job.slots("accelerate")
+    for node, host in enumerate(job.hosts.hosts):
+        name = f"accelerate-{host.name}"
+        made[f"{name}.yaml"] = _yaml(
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {
+                    "deepspeed_config_file": str(job.run.ds_config),
+                    "deepspeed_multinode_launcher": "standard",
+                    "zero3_init_flag": False,
+                },
+                "use_cpu": job.plan.device == "cpu",
+                "num_machines": len(job.hosts.hosts),
+                "num_processes": slots * len(job.hosts.hosts),
+                "machine_rank": node,
+                "main_process_ip": job.master,
+                "main_process_port": job.port,
+                "rdzv_backend": "static",
+                "same_network": True,
+                "main_training_function": "main",
+            }
+        )
+        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        last = ["-m", "finlm.train", str(job.run.path)]
+        run = f'exec {shlex.join(line)} "$(dirname "$0")/{name}.yaml" {shlex.join(last)}'
+        made[f"{name}.sh"] = _script(_exports(job.env(host), _devices(host)), run)
+    return made, [f"bash {{here}}/{name}    # on {name[11:-3]}" for name in made if name.endswith(".sh")]
+
+
+def slurm(job: Job) -> LaunchFiles:
+    """Return an sbatch script and its command: a task per rank on nodes that Slurm chooses.
+
+    All tasks end when one fails. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    """
+    slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
+    directory = str(job.run.logs).replace("%", "%%")  # Slurm replaces %j and others, also in directories
+    log = f"{directory}/slurm-%j.log".replace("\\", "\\\\").replace('"', '\\"')
+    header: dict[str, object] = {
+        "job-name": job.recipe.name,
+        "nodes": nodes,
+        "ntasks-per-node": slots,
+        "output": f'"{log}"',
+        "open-mode": "append",
+        "exclusive": None,
+        "signal": "TERM@60",
+    }
+    if job.plan.device == "cuda":
+        header["gpus-per-node"] = slots
+    lines = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in header.items()]
+    port = job.port if job.recipe.launch.master_port != "auto" else "$((20000 + SLURM_JOB_ID % 10000))"
+    exports = [
+        *_exports({"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))),
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        f"export MASTER_ADDR MASTER_PORT={port} WORLD_SIZE=$SLURM_NTASKS",
+    ]
+    rank = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_SIZE=$SLURM_NTASKS_PER_NODE; " + 'exec "$@"'
+    task = shlex.join([sys.executable, "-u", "-m", "finlm.train", str(job.run.path)])
+    run = f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(rank)} rank {task}"
+    return {"job.sbatch": _script(exports, run, lines)}, ["sbatch {here}/job.sbatch"]
+
+
+def k8s(job: Job) -> LaunchFiles:
+    """Return a Kubeflow PyTorchJob (kubeflow.org/v1) in the Dockerfile's image, and the commands.
+
+    The user fills in the volume claim. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    """
+    slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
+    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    image = f"finlm:{manifest.version()}-{job.plan.device}"
+    limits = {"resources": {"limits": {"nvidia.com/gpu": slots}}} if job.plan.device == "cuda" else {}
+    container = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": image,
+        "workingDir": str(Path.cwd()),
+        "command": ["python", "-m", "torch.distributed.run", "-m", "finlm.train", str(job.run.path)],
+        # Kubernetes expands $(NAME) in values; $$ stands for a dollar sign.
+        "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in sorted(env.items())],
+        "volumeMounts": [{"name": "work", "mountPath": str(Path.cwd())}, {"name": "shm", "mountPath": "/dev/shm"}],
+        **limits,
+    }
+    volumes = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": "CLAIM-OF-THE-WORKING-DIRECTORY"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a pod's own has 64 MiB, too little for NCCL
+    ]
+    pod = {"template": {"spec": {"containers": [container], "volumes": volumes}}, "restartPolicy": "Never"}
+    replicas = {"Master": {"replicas": 1, **pod}}
+    if nodes > 1:
+        replicas["Worker"] = {"replicas": nodes - 1, **pod}
+    document = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": job.recipe.name.replace("_", "-").replace(".", "-")},
+        "spec": {
+            "nprocPerNode": str(slots),
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+    index = "" if job.plan.device == "cuda" else " --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+    build = f"docker build -t {image}{index} .    # once; push it where the cluster pulls from"
+    return {"pytorchjob.yaml": _yaml(document)}, [build, "kubectl apply -f {here}/pytorchjob.yaml"]
+
+
+def ray(job: Job) -> LaunchFiles:
+    """Return a script for a Ray cluster's head node and its command: a worker per rank with a GPU (or CPU) of its own.
+
+    Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    """
+    slots = job.slots_anywhere("Ray")
+    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    line = [sys.executable, "-m", "finlm.launch.ray_job", str(job.run.path), str(len(job.hosts.hosts)), str(slots)]
+    line += ["--gpu"] if job.plan.device == "cuda" else []
+    line += [f"--env={','.join(sorted(env))}"]  # names only: a command line is for everyone to read
+    return {"ray.sh": _script(_exports(env), f"exec {shlex.join(line)}")}, ["bash {here}/ray.sh    # on the head node"]
+
+
+ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
+    "torchrun": torchrun,
+    "accelerate": accelerate,
+    "slurm": slurm,
+    "k8s": k8s,
+    "ray": ray,
+}
+
+
+def write(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
+    """Write the files of the launcher `name` to <run>/launch, make <run>/logs, and return the commands to type.
+
+    Raises UserError when the launcher cannot express these hosts.
+    """
+    made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
+    directory = run.path / "launch"
+    run.logs.mkdir(exist_ok=True)  # Slurm loses the output of a job whose directory is not there
+    for file, text in made.items():
+        files.write_text(directory / file, text)
+    return [command.format(here=shlex.quote(str(directory))) for command in commands]
+
+
+def _script(settings: list[str], last: str, directives: Sequence[str] = ()) -> str:
+    """Return the text of a bash script: directives, settings, then the last command."""
+    return "\n".join(["#!/usr/bin/env bash", *directives, "set -euo pipefail", *settings, last, ""])
+
+
+def _exports(*envs: Mapping[str, str]) -> list[str]:
+    """Return a sorted `export NAME=value` line for every variable; a later mapping overrides an earlier mapping."""
+    merged = {name: value for env in envs for name, value in env.items()}
+    return [f"export {name}={shlex.quote(value)}" for name, value in sorted(merged.items())]
+
+
+def _devices(host: Host) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for a host whose devices were chosen, or {} when they were not."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.devices))} if host.devices else {}
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    """Return a document as YAML without anchors and without wrapped lines."""
+    stream = StringIO()
+    yaml = YAML()
+    yaml.representer.ignore_aliases = lambda *_: True  # Master and Worker share a pod
+    yaml.width = 1000
+    yaml.dump(document, stream)
+    return stream.getvalue()

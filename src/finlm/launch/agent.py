@@ -1,0 +1,442 @@
+"""Run the agent that finlm keeps on every host of a run: it starts the host's ranks, sends their logs home, ends them.
+
+`python -m finlm.launch.agent`, over ssh or, on this machine, as a child; it talks to the head in messages.py. It lives
+only as long as its stdin: when that closes, or nothing is heard for the agreed time, the head or the network is gone
+and the ranks are ended. The kernel ends them when the agent itself is killed (PR_SET_PDEATHSIG from agent to launcher
+to rank), so that no case leaves a process behind.
+
+Runs on a host that has the run directory and its Python packages; standard library and finlm.base only.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import functools
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from finlm.base import processes, rundir, runs
+from finlm.launch import messages
+
+BEAT_SECONDS = 2.0
+TICK_SECONDS = 0.1
+END_SECONDS = 4.0  # between SIGTERM and SIGKILL
+LOCK_SECONDS = 12.0  # a former run's agent needs so long to notice that it is alone
+CHUNK_BYTES = 1 << 18
+MISSED = -1000  # reaped before it was seen: the launcher's own exit code says more
+QUEUED = 8  # lines; what a line that is stuck holds back
+
+
+class Line:
+    """Connection to the head over stdin and stdout, with a thread for each direction.
+
+    heard: time.monotonic() of the head's last message. open: False once either direction is closed. Writing has a
+    thread of its own because a write without a network waits for as long as TCP tries, and the ranks have to end before
+    that.
+    """
+
+    def __init__(self) -> None:
+        self.heard = time.monotonic()
+        self.open = True
+        self._requests: queue.SimpleQueue[messages.Request | None] = queue.SimpleQueue()
+        self._out = os.dup(1)  # whatever the launcher prints must not mix with it
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def say(self, message: messages.Reply) -> None:
+        """Queue a message for the head and return at once; lines that cannot be written set `open` to False."""
+        self._lines.put(f"{messages.MARK}{messages.write_reply(message)}\n".encode())
+
+    @property
+    def is_stuck(self) -> bool:
+        """True while 8 or more lines wait to be written, so that heartbeats are better left out."""
+        return self._lines.qsize() >= QUEUED
+
+    def wait_for_room(self) -> None:
+        """Wait until fewer than 4 lines are queued or the line has closed; the rest of the queue is for short lines."""
+        while self._lines.qsize() >= QUEUED // 2 and self.open:
+            time.sleep(0.02)
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Wait until all queued lines are written, at most `seconds` on a stuck line."""
+        self._lines.put(None)
+        self._writer.join(seconds)
+
+    def _write(self) -> None:
+        """Write queued lines to stdout until a None; set `open` to False when the head is gone."""
+        try:
+            while line := self._lines.get():
+                while line:
+                    line = line[os.write(self._out, line) :]
+        except OSError:
+            self.open = False
+
+    def next(self, seconds: float) -> messages.Request | None:
+        """Return the head's oldest unread request; None after `seconds`, or when the line has closed."""
+        try:
+            return self._requests.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def _listen(self) -> None:
+        """Read requests from stdin until it closes, and queue all but pings; then set `open` to False."""
+        for text in sys.stdin:
+            self.heard = time.monotonic()
+            request = messages.read_request(text)
+            if request is not None and request is not messages.Command.PING:
+                self._requests.put(request)
+        self.open = False
+        self._requests.put(None)
+
+
+def main() -> None:
+    """Greet the head, start the ranks that it asks for, and follow them to their end.
+
+    Exits the process: 0 after the launcher has ended, 1 when the head asks for something else, former ranks still hold
+    the run, or the launcher cannot be started.
+    """
+    processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
+    line = Line()
+    request = line.next(30)
+    if not isinstance(request, messages.Greet):
+        os._exit(1)
+    processes.adopt_orphans()
+    run = rundir.RunDir(Path(request.run))
+    lock = _lock(run, request.host)
+    if request.events and lock is not None and _take_events(run):
+        request.sent.pop(run.events.name, None)
+    names = [run.logs / f"{request.host}.*.log", *([run.events] if request.events else [])]
+    sender = Sender(line, run.path, names if request.stream else [], request.sent)
+    if lock is not None:
+        sender.send()  # what was written while the line was down comes home before anything new
+    line.say(_hello(lock is not None, request.port))
+    start = line.next(request.patience)
+    if lock is None or not isinstance(start, messages.Start):
+        os._exit(1)
+    sender.start()
+    try:
+        launcher = _launch(run, request.host, start, lock)
+    except OSError as error:
+        line.say(messages.Refused(f"{type(error).__name__}: {error}"))
+        line.finish()
+        os._exit(1)
+    _follow(request, line, launcher, sender)
+    line.finish()
+    os._exit(0)
+
+
+def _lock(run: rundir.RunDir, host: str) -> int | None:
+    """Lock this host's part of the run for this process and its ranks to come, and return the file descriptor.
+
+    Waits up to 12 s; returns None when former ranks still hold the lock.
+    """
+    lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else holds it
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # each rank takes it too: runs.hold
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+
+
+def _take_events(run: rundir.RunDir) -> bool:
+    """Copy the head's events.jsonl to this host when the host has none; return True when it was copied.
+
+    Rank 0 reads from it which data roll-backs have left out.
+    """
+    if run.events.exists() or not run.lent_events.exists():
+        return False
+    whole = run.events.with_suffix(".copied")
+    shutil.copyfile(run.lent_events, whole)
+    os.replace(whole, run.events)
+    return True
+
+
+def _hello(locked: bool, port: int | None) -> messages.Hello:
+    """Return the greeting to the head. port: the rendezvous port to try; 0 = any free port; None = not this host's."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    is_remote = len(connection) == 4
+    return messages.Hello(
+        locked=locked,
+        port=None if port is None else processes.free_port(port),
+        cores=len(os.sched_getaffinity(0)),
+        came_from=connection[0] if is_remote else None,
+        arrived_at=connection[2] if is_remote else None,
+        hostname=os.uname().nodename,
+    )
+
+
+def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> subprocess.Popen[bytes]:
+    """Start DeepSpeed's launcher for this node in a new session and return its process.
+
+    Links the prepared data into the run directory and writes the host's environment there. Raises OSError, for example
+    on a full disk.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
+    named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}
+    env = os.environ | named | start.env
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(run.code), env.get("PYTHONPATH"))))
+    if start.shards:
+        link = run.path / "shards"
+        link.unlink(missing_ok=True)
+        link.symlink_to(start.shards)
+    runs.write_host_env(run, host, start.env)
+    devices: dict[str, list[int] | list[str]] = {**start.world}
+    if not start.chosen:
+        devices[host] = _visible_devices(start.world[host], env.get("CUDA_VISIBLE_DEVICES"))
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    command = [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"),
+        *(f"--node_rank={start.node}", f"--master_addr={start.address}", f"--master_port={start.port}"),
+        *("--no_local_rank", "--module", "finlm.train", str(run.path)),
+    ]
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with (run.logs / f"{host}.launcher.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(lock,),
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+        )
+
+
+def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[str]:
+    """Return the devices of a host whose hostfile line gives only a count: those of CUDA_VISIBLE_DEVICES, else `slots`.
+
+    DeepSpeed's launcher sets the variable anew, which would hide the user's choice.
+    """
+    named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
+    return named if visible and len(named) == len(slots) else slots
+
+
+def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
+    """Send heartbeats and obey the head until the launcher ends, the head is silent too long, or it asks for the end.
+
+    Then end all ranks that are left, send the last logs, and tell the head the launcher's exit code.
+    """
+    ranks = Ranks(launcher.pid, greet.slots)
+    next_beat, kills_before = 0.0, count_oom_kills()
+
+    def beat() -> None:
+        kills = count_oom_kills()
+        killed = None if kills is None or kills_before is None else kills - kills_before
+        free = shutil.disk_usage(greet.run).free
+        line.say(messages.Beat({str(rank): state for rank, state in ranks.states().items()}, free, killed))
+
+    while launcher.poll() is None and line.open and time.monotonic() - line.heard < greet.patience:
+        request = line.next(TICK_SECONDS)
+        if request is messages.Command.STACKS:
+            ranks.signal(signal.SIGUSR1)
+        elif isinstance(request, messages.Stop):
+            ranks.signal(signal.Signals(request.signal))
+        elif request is messages.Command.END:
+            break
+        for rank, status in ranks.find_ended():
+            line.say(messages.RankEnded(rank, status))
+        if time.monotonic() > next_beat and not line.is_stuck:
+            beat()
+            next_beat = time.monotonic() + BEAT_SECONDS
+    code = launcher.poll()
+    beat()
+    for rank, status in ranks.find_ended():
+        line.say(messages.RankEnded(rank, status))
+    end_all(launcher, ranks)
+    sender.finish()
+    line.say(messages.Exited(as_signal(launcher.returncode if code is None else code), asked=code is None))
+
+
+def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
+    """End the launcher, its ranks with it (PR_SET_PDEATHSIG), and every process they left to this subreaper.
+
+    SIGTERM for 4 s, then SIGKILL for 4 s; returns when none is left.
+    """
+    launcher.kill()
+    for how, patience in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            launcher.poll()
+            left = ranks.find_processes()
+            if not left:
+                launcher.poll()  # it may have ended since
+                return
+            for pid in left:
+                try:
+                    os.kill(pid, how)
+                except ProcessLookupError:
+                    continue
+            reap(launcher.pid)
+            time.sleep(0.05)
+
+
+class Sender(threading.Thread):
+    """A thread that sends the head what is appended to the files that match some patterns.
+
+    sent: up to which byte the head has each file; of files not in it only what is appended from now on is sent.
+    """
+
+    def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
+        super().__init__(daemon=True)
+        self.line, self.root, self.patterns = line, root, patterns
+        sizes = {path: path.stat().st_size for path in self._files()}
+        self.offsets = {path: min(size, sent.get(self._relative(path), size)) for path, size in sizes.items()}
+        self.ending = threading.Event()
+
+    def run(self) -> None:
+        """Send new text every 0.2 s until `finish` is called, then once more."""
+        while not self.ending.wait(0.2):
+            self.send()
+        self.send()
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Ask the thread to send what is left and wait for it, at most `seconds` when the line is stuck."""
+        self.ending.set()
+        self.join(seconds)
+
+    def _files(self) -> list[Path]:
+        """Return the files that match the patterns now."""
+        return [path for pattern in self.patterns for path in sorted(pattern.parent.glob(pattern.name))]
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def send(self) -> None:
+        """Send what was appended to the files since the last call, in blocks of at most 256 KiB."""
+        for path in self._files():
+            with path.open("rb") as file:
+                file.seek(self.offsets.get(path, 0))
+                while block := file.read(CHUNK_BYTES):
+                    text = block.decode("utf-8", "surrogateescape")
+                    self.offsets[path] = file.tell()
+                    self.line.wait_for_room()
+                    self.line.say(messages.Log(self._relative(path), text, self.offsets[path]))
+
+
+class Ranks:
+    """The ranks of one launcher as the kernel shows them in /proc: their pids, states and exit codes.
+
+    A rank is a child of DeepSpeed's launcher with RANK in its environment. The launcher reaps a dead rank up to a
+    second later and does not say which rank died first, so the exit status is read from /proc in that second.
+    """
+
+    def __init__(self, launcher: int, count: int) -> None:
+        self.launcher, self.count = launcher, count
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+
+    def find_ended(self) -> list[tuple[int, int]]:
+        """Look for new ranks; return (rank, exit code) of those that ended since the last call, signals negative."""
+        ended = []
+        for rank, pid in self.pids.items():
+            status = None if rank in self.ended else _read_status(pid)
+            if rank not in self.ended and (status is None or status[0] in "ZX"):
+                self.ended[rank] = MISSED if status is None else status[2]
+                ended.append((rank, self.ended[rank]))
+        known = set(self.pids.values())
+        for pid in children(self.launcher) if len(known) < self.count else ():
+            number = None if pid in known else _read_rank(pid)
+            if number is not None:
+                self.pids[number] = pid
+        return ended
+
+    def states(self) -> dict[int, str]:
+        """Return the kernel's state letter of each living rank: R, S, D (waits for a device), T (stopped)."""
+        statuses = {rank: _read_status(pid) for rank, pid in self.pids.items() if rank not in self.ended}
+        return {rank: status[0] for rank, status in statuses.items() if status}
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every living rank."""
+        for rank in self.states():
+            os.kill(self.pids[rank], number)
+
+    def find_processes(self) -> list[int]:
+        """Return the pids of the launcher, all processes below it, and those this subreaper inherited; no zombies."""
+        return [pid for pid in descendants(os.getpid()) if (_read_status(pid) or "Z")[0] not in "ZX"]
+
+
+def children(parent: int) -> list[int]:
+    """Return the pids of the processes whose parent is `parent`."""
+    return [pid for pid, above in _read_parents().items() if above == parent]
+
+
+def descendants(top: int) -> list[int]:
+    """Return the pids of all processes below `top`, nearest first."""
+    parents, level, below = _read_parents(), [top], []
+    while level:
+        level = [pid for pid, above in parents.items() if above in level]
+        below += level
+    return below
+
+
+def reap(launcher: int) -> None:
+    """Collect zombies that this subreaper inherited, but not the launcher, which its Popen collects."""
+    for pid in children(os.getpid()):
+        status = _read_status(pid)
+        if pid != launcher and status and status[0] == "Z":
+            os.waitpid(pid, os.WNOHANG)
+
+
+def count_oom_kills() -> int | None:
+    """Return how many processes the kernel killed for memory since boot, in cgroups too; None if it does not count."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def as_signal(code: int) -> int:
+    """Return the launcher's exit code; 256 - N, for a rank that died of signal N, becomes -N as in subprocess."""
+    return code - 256 if code > 128 + 64 else code
+
+
+def _read_parents() -> dict[int, int]:
+    """Return {pid: parent's pid} of all processes on this machine."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        status = _read_status(int(entry)) if entry.isdigit() else None
+        if status:
+            parents[int(entry)] = status[1]
+    return parents
+
+
+def _read_status(pid: int) -> tuple[str, int, int] | None:
+    """Return state letter, parent and exit code (signals negative) of a process; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    status = int(fields[-1])
+    return fields[0], int(fields[1]), -(status & 127) if status & 127 else status >> 8
+
+
+def _read_rank(pid: int) -> int | None:
+    """Return RANK of a process's environment; None before it is set, or for another user's process."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    values = [entry.partition(b"=")[2] for entry in entries if entry.startswith(b"RANK=")]
+    return int(values[0]) if values and values[0].isdigit() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Copy the other hosts' parts of each checkpoint to this machine while the ranks train (checkpoint.copies).
+
+The checkpoint here is then whole, so any other host may be lost with its disk. A thread at low priority does it and the
+ranks never wait for it; a failure is recorded as an incident and tried again. The ranks here keep the newest whole
+checkpoint until a newer one is whole (train/zero/checkpoint.py); keep_last removes the others with their copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finlm.base import checkpoints, screen
+from finlm.base.checkpoints import Manifest
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.hosts import checkpoint_parts, ssh
+from finlm.recipe.cluster import Cluster
+from finlm.recipe.schema import Recipe
+from finlm.record import live
+
+POLL_SECONDS = 1.0
+RETRY_SECONDS = 60.0
+NICE = 10
+
+
+@contextlib.contextmanager
+def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[None]:
+    """Copy the checkpoints that are saved while the block runs, in a thread.
+
+    After an interruption the last checkpoint is copied too, within launch.grace_seconds. Does nothing without
+    checkpoint.copies, or when all ranks are on this machine.
+    """
+    if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
+        yield
+        return
+    copier = Copier(run, recipe, hosts, accept_new)
+    thread = threading.Thread(target=copier.work, name="copies", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        rows = [row for row in run.read_events() if row["kind"] in ("start", "end")]
+        if rows and rows[-1].get("status") == "interrupted":
+            copier.no_more.set()
+            thread.join(recipe.launch.grace_seconds)
+            if thread.is_alive():
+                screen.say(f"the last checkpoint has no copy here after {recipe.launch.grace_seconds:g} s")
+        copier.cancel()
+        thread.join()  # rsync is killed by now; what is left to do is to hash what has arrived
+
+
+class Copier:
+    """The work of the copying thread: copy the newest checkpoint that events.jsonl records."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> None:
+        self.run, self.keep, self.hosts, self.accept_new = run, recipe.checkpoint, hosts, accept_new
+        self.has_ranks_here = any(ssh.is_this_machine(host.destination) for host in hosts.hosts)
+        self.no_more, self.cancelled = threading.Event(), threading.Event()
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.seen_bytes = run.events.stat().st_size if run.events.exists() else 0
+
+    def cancel(self) -> None:
+        """Stop the copying thread, and kill the rsync processes that it waits for."""
+        self.cancelled.set()
+        for process in list(self.running):
+            process.kill()
+
+    def work(self) -> None:
+        """Copy checkpoints until `no_more` is set and all events are read, or until `cancel` is called.
+
+        Retries a failed copy after 60 s, and records each new reason as an incident. After a rollback the copies of
+        later steps are removed.
+        """
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # rsync and hashing threads inherit it
+        events, due, not_before, reported = live.follow(self.run, self.seen_bytes), 0, 0.0, ""
+        while not self.cancelled.is_set():
+            is_last = self.no_more.is_set()  # asked first: no event comes after it
+            for row in next(events):
+                if row["kind"] in ("checkpoint", "rollback") or self._begins_on_disk(row):
+                    due, not_before = row["step"], 0.0
+                    if row["kind"] == "rollback":
+                        self._remove(due)
+            if due and time.monotonic() >= not_before:
+                try:
+                    self._copy(due)
+                    due, reported = 0, ""
+                except (UserError, OSError) as error:
+                    shutil.rmtree(self.run.checkpoints / f".step-{due}.copying", ignore_errors=True)
+                    not_before = time.monotonic() + RETRY_SECONDS
+                    if not self.cancelled.is_set() and str(error) != reported:
+                        reported = str(error)
+                        self._record_failure(due, error)
+            if is_last:
+                return
+            self.cancelled.wait(POLL_SECONDS)
+
+    def _begins_on_disk(self, row: Mapping[str, Any]) -> bool:
+        """Return whether an event is a start that does not go on from a checkpoint in memory, which needs no copy."""
+        return row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
+
+    def _copy(self, step: int) -> None:
+        """Gather a step's checkpoint on this machine, and record a `copied` event unless it was whole before.
+
+        Without ranks here, also remove the checkpoints that keep_last leaves out. Lets UserError and OSError through.
+        """
+        self.running.clear()
+        directory, began = self.run.checkpoint(step), time.monotonic()
+        before = Manifest.read(directory) if (directory / checkpoints.MANIFEST).exists() else None
+        own_bytes = before.bytes if before is not None else 0
+        checkpoint_parts.gather_checkpoint(
+            self.run, self.hosts, step, self.accept_new, started=self._keep_process, spare_bytes=own_bytes + 1
+        )
+        if before is None or not before.is_whole:
+            size, seconds = Manifest.read(directory).bytes - own_bytes, round(time.monotonic() - began, 3)
+            self.run.append_event("copied", step=step, bytes=size, seconds=seconds)
+        if not self.has_ranks_here:  # then no rank removes what keep_last leaves out
+            steps = [step for step, _ in self.run.complete_checkpoints()]
+            for former in checkpoints.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps):
+                checkpoints.remove(self.run.checkpoint(former))
+
+    def _keep_process(self, process: subprocess.Popen[bytes]) -> None:
+        """Remember an rsync process so that `cancel` can kill it; kill it now when already cancelled."""
+        self.running.append(process)
+        if self.cancelled.is_set():
+            process.kill()
+
+    def _remove(self, step: int) -> None:
+        """Remove copies of checkpoints later than `step`, unless ranks here do so themselves."""
+        for later, directory in self.run.complete_checkpoints():
+            if later > step and not self.has_ranks_here:
+                checkpoints.remove(directory)
+
+    def _record_failure(self, step: int, error: UserError | OSError) -> None:
+        """Append an incident to events.jsonl that says why the checkpoint of a step was not copied."""
+        why = f"{error.problem}: {error.evidence}" if isinstance(error, UserError) else str(error)
+        if self.has_ranks_here and not self.run.checkpoint(step).exists():
+            why = "it was removed before its parts were here: raise checkpoint.every_steps or checkpoint.keep_last"
+        detail = f"{why}; training goes on, it or the next one is tried again"
+        self.run.append_event("incident", step=step, what="checkpoint not copied", detail=detail)

@@ -1,0 +1,191 @@
+"""Start a Ray cluster for `finlm prepare` on this machine and the hosts of a hostfile over ssh, and end it.
+
+Each host runs hosts/remote/ray_node.py for as long as its connection is open, so nothing stays there whatever happens
+here. This machine is the head; it has workers when the hostfile names it. Only who has this cluster's token, which no
+command line shows, can give it work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import os
+import queue
+import secrets
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from finlm.base import processes, screen
+from finlm.base.errors import UserError
+from finlm.hosts import ssh
+from finlm.hosts.remote import ray_node
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Recipe
+
+_BOOT = "import sys; exec(sys.stdin.read(int(sys.stdin.readline())))"
+_HELLO_SECONDS, _START_SECONDS, _END_SECONDS = 60.0, 300.0, 15.0
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+_TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it once
+
+
+@contextmanager
+def start_ray(recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[str]:
+    """Start Ray on all hosts, yield the cluster's address, and end every process of it after the block.
+
+    Raises UserError, naming the host, where one cannot be reached, has no or another Ray, or does not start.
+    """
+    with ThreadPoolExecutor(16) as pool:
+        is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
+    here = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if is_own]
+    remote = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if not is_own]
+    head = _Node(here[0] if here else Host("this machine", 1), is_local=True)
+    others = [_Node(host) for host in remote]
+    secret = _QUIET | {"RAY_AUTH_TOKEN": _TOKEN}
+    try:
+        for node in (head, *others):
+            node.connect(recipe.env, accept_new)
+        hello = {node: node.greet() for node in (head, *others)}
+        ip = head.host.access.address or next((hello[node]["from"] for node in others), "") or "127.0.0.1"
+        port = processes.free_port(0)
+        workers = min(recipe.data.num_proc, hello[head]["workers"]) if here else 0
+        head.start(["--head", f"--port={port}", "--include-dashboard=false"], ip, workers, secret)
+        head.wait_started()
+        for node in others:
+            address = node.host.access.address or hello[node]["at"]
+            node.start([f"--address={ip}:{port}"], address, min(recipe.data.num_proc, hello[node]["workers"]), secret)
+        for node in others:
+            node.wait_started()
+        with _environment(secret | {"RAY_NODE_IP_ADDRESS": ip}):
+            yield f"{ip}:{port}"
+    finally:
+        for node in (*others, head):
+            node.close()
+        for node in (*others, head):
+            node.wait_closed()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process during the block."""
+    former = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Node:
+    """A host's ray_node.py, as a child process or over ssh."""
+
+    def __init__(self, host: Host, *, is_local: bool = False) -> None:
+        self.host, self.is_local = host, is_local
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the connection closed
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the node
+
+    def connect(self, env: Mapping[str, str], accept_new: bool) -> None:
+        """Start the program on the host. env: of the recipe; the host's own goes over it."""
+        line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
+        if not self.is_local:
+            line = ssh.command(self.host.destination, line, accept_new=accept_new)
+        self._process = subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ if self.is_local else ssh.environment(),
+            start_new_session=True,  # Ctrl-C is this process's to handle
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        source = f"{inspect.getsource(ray_node)}\n\nserve()\n"
+        self._write(f"{len(source)}\n{source}{json.dumps({**env, **self.host.access.env})}\n")
+
+    def _write(self, text: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it is gone, which the next answer tells
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
+
+    def _listen(self) -> None:
+        """Queue what the program says, and None at its end."""
+        assert self._process is not None and self._process.stdout is not None
+        mark = ray_node.MARK.encode()
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.startswith(mark):
+                    self._said.put(json.loads(line[len(mark) :]))
+        self._said.put(None)
+
+    def _hear(self, seconds: float, what: str) -> dict[str, Any]:
+        """Return the next message. Raises UserError when the program ended or says nothing for so long."""
+        try:
+            said = self._said.get(timeout=seconds)
+        except queue.Empty:
+            raise UserError(
+                f"{self.host.name} did not {what} within {seconds:.0f} s", fix=f"look at its load: ssh {self.host.name}"
+            ) from None
+        if said is None:
+            assert self._process is not None
+            self._errors.seek(0)
+            errors = self._errors.read().decode(errors="replace")
+            raise ssh.explain(self.host.destination, self._process.wait(), errors, ssh.python_on_host(self.host.access))
+        return said
+
+    def greet(self) -> dict[str, Any]:
+        """Return what ray_node.describe_host says. Raises UserError where the host's Ray is missing or another."""
+        hello = self._hear(_HELLO_SECONDS, "answer")
+        wanted = importlib.metadata.version("ray")
+        if hello["ray"] != wanted:
+            python, theirs = ssh.python_on_host(self.host.access), f"Ray {hello['ray']}" if hello["ray"] else "no Ray"
+            raise UserError(
+                f"{self.host.name} has {theirs}, this machine Ray {wanted}",
+                evidence=f"{python} on {self.host.name}, Python {hello['python']}",
+                fix=f"there: {shlex.join([python, '-m', 'pip', 'install', '-r', 'requirements-ray.lock'])}\n"
+                "the interpreter of a host is hosts.<name>.python of the recipe, else the same path as here",
+            )
+        return hello
+
+    def start(self, arguments: Sequence[str], ip: str, workers: int, env: Mapping[str, str]) -> None:
+        """Have the host start Ray with so many workers at its address `ip`."""
+        at = [f"--node-ip-address={ip}"] if ip else []
+        request = {"arguments": [*arguments, *at, f"--num-cpus={workers}", "--num-gpus=0"], "env": dict(env)}
+        self._write(f"{json.dumps(request)}\n")
+
+    def wait_started(self) -> None:
+        """Wait until Ray runs there. Raises UserError with the end of its log when it does not."""
+        said = self._hear(_START_SECONDS, "start Ray")
+        if "ended" in said:
+            raise UserError(
+                f"Ray did not start on {self.host.name}",
+                evidence=ssh.last_lines(said["ended"]),
+                fix="the hosts have to reach each other at any port; hosts.<name>.address names a host's address",
+            )
+
+    def close(self) -> None:
+        """Close the line: the host ends Ray."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def wait_closed(self) -> None:
+        """Wait until the host has ended its processes, and leave it after 15 s."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            screen.say(f"{self.host.name} does not answer at the end; a host that is alive ends Ray by itself")
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,326 @@
+"""Launch a run, and launch it again after a failure while that may help.
+
+The cause in the logs decides: what another launch would meet again (a wrong recipe, a full disk, a missing kernel) ends
+the run at once. A failure at the same step again is a bad step: its data, its numbers or the code. A host that is gone,
+or that failed twice, is left when the checkpoint is whole without it (HostLost): pipeline.py plans the run anew for a
+spare or for the hosts that are left. Without such a checkpoint the launches wait for the host, longer each time.
+
+A run that ended itself (incidents.*, a signal) is not restarted. A launch that only set a damaged checkpoint aside does
+not count: the next resumes from the checkpoint before it. A run that ran out of memory goes on with the next plan that
+fits, where the recipe left open what that changes; launch.restarts does not count it, and there is no wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finlm import config
+from finlm.base import checkpoints, files, runs, screen
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.runs import RunFailed
+from finlm.base.units import format_bytes
+from finlm.hosts import checkpoint_parts, ssh
+from finlm.launch import start
+from finlm.plan import out_of_memory
+from finlm.plan.differences import changed_keys
+from finlm.plan.out_of_memory import Taken
+from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Cluster
+from finlm.recipe.schema import Launch, Recipe
+
+LONGEST_WAIT_SECONDS = 600.0
+BAD_HOST = "a bad host"
+
+
+# Causes, by their id in diagnose/signatures.yaml, that another launch may not meet again: networks, hosts, devices.
+PASSING = frozenset(
+    {
+        *("nccl_collective_timeout", "nccl_ib_error", "nccl_net_unreachable", "nccl_peer_died"),
+        *("nccl_unhandled_system_error", "silent_hang_first_collective", "rdzv_store_peer_reset"),
+        *("rdzv_master_unreachable", "rdzv_nodes_missing", "port_in_use", "ssh_unreachable", "hostname_unresolvable"),
+        *("driver_not_working", "gpu_hw_error", "cuda_kernel_fault", "host_memory_insufficient", "ray_node_oom"),
+        *("nfs_stale", "ckpt_corrupt", "hub_access", "sigterm_preempted", "sighup_disconnect", "unknown"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A launch that failed: the step it was in, the host to blame ("" if unknown), the newest checkpoint then.
+
+    step is below 0, another number each time, when the launch failed before its ranks knew at which step they begin.
+    """
+
+    step: int
+    host: str
+    has_stepped: bool
+    checkpoint: int = 0
+
+
+class HostLost(RunFailed):
+    """Raised when the run can go on without `host`, which is gone (and may come back) or has failed twice."""
+
+
+def run_ranks(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe,
+    hosts: Cluster,
+    *,
+    network: start.Network | None = None,
+    accept_new: bool = False,
+) -> None:
+    """Call start.launch_ranks, again after failures that may pass: launch.restarts times without a new checkpoint.
+
+    A plan that ran out of memory is replaced, in the run directory too; restarts are counted anew then. Raises the last
+    RunFailed, with why it is not restarted, HostLost when the run can go on with other hosts, and lets HostsBack
+    through when more hosts can train.
+    """
+    if run.former_plans:  # a kill may have come between the new plan and its settings
+        files.write_json(run.ds_config, config.deepspeed(recipe, plan))
+    restarts = Restarts(run, recipe, hosts)
+    while True:
+        seen = sum(1 for _ in run.read_events())
+        logged = {path: path.stat().st_size for path in run.logs.glob("*.log")}
+        try:
+            start.launch_ranks(run, plan, recipe, hosts, network=network, accept_new=accept_new)
+            return
+        except RunFailed as failure:
+            if _has_set_checkpoint_aside(run, seen):
+                screen.say("a damaged checkpoint was set aside: started again from the one before it")
+                continue
+            taken = {} if failure.is_final else _read_memory_use(run, logged)
+            smaller = _choose_next_plan(run, plan, recipe, hosts, taken)
+            if smaller is not None:
+                _bring_checkpoint(run, plan, smaller, hosts, accept_new)
+                _replace_plan(run, plan, smaller, recipe, max(0, _describe_failure(run, "", seen, 0).step - 1))
+                plan, restarts = smaller, Restarts(run, recipe, hosts)
+                continue
+            if taken and len(run.former_plans) >= out_of_memory.MOST:
+                failure.evidence = f"planned again {out_of_memory.MOST} times before\n{failure.evidence}"
+            restarts.wait_after(failure, plan, seen)
+        except UserError as error:
+            restarts.wait_after_no_start(error, plan)
+
+
+class Restarts:
+    """The failures of a run on one set of hosts; after each it decides to wait and start again, or to raise."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster) -> None:
+        self.run, self.recipe, self.hosts = run, recipe, hosts
+        self.failures: list[Failure] = []
+
+    def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
+        """Note a failed launch and sleep before the next; raise the failure, or HostLost, when there is to be none.
+
+        seen: rows of events.jsonl before that launch. A failure that is raised has the reason in its evidence, and in
+        its fix what to do about a bad host.
+        """
+        limit = self.recipe.launch.restarts
+        if failure.is_final or not limit:
+            raise failure
+        self.failures.append(_describe_failure(self.run, failure.host, seen, -1 - len(self.failures)))
+        problem = reason_to_end(self.failures, self.recipe.launch, len(self.hosts.hosts), failure.cause)
+        if failure.is_gone or BAD_HOST in problem:
+            _raise_if_host_can_be_left(self.run, plan, self.hosts, failure, failure.host)
+        if problem:
+            failure.evidence = f"{problem}\n{failure.evidence}"
+            if BAD_HOST in problem:
+                failure.fix += f"\n{_fix_bad_host_text(self.run, self.hosts, failure.host)}"
+            raise failure
+        self._wait(failure.problem, failure.host)
+
+    def wait_after_no_start(self, error: UserError, plan: Plan) -> None:
+        """Record a launch that did not start and sleep before the next, since a failed host may take a while to answer.
+
+        Raises `error` when no failure came before it, RunFailed when the restarts are used up, HostLost when the host
+        does not answer and the run can go on without it.
+        """
+        if not self.failures:
+            raise error
+        words = error.problem.split()
+        host = next((each.name for each in self.hosts.hosts if each.name in words), "")
+        self.failures.append(Failure(-1 - len(self.failures), "", False, self.failures[-1].checkpoint))
+        failure = RunFailed(error.problem, evidence=error.evidence, fix=error.fix, host=host)
+        if host and not _host_answers(self.hosts, host):
+            failure.is_gone = True
+            _raise_if_host_can_be_left(self.run, plan, self.hosts, failure, host)
+        if count_in_a_row(self.failures) > self.recipe.launch.restarts:
+            last = max((row["step"] for row in self.run.read_events("step")), default=0)
+            used = f"not restarted again: {_used_up(self.recipe.launch.restarts)}; last completed step {last:,}"
+            failure.evidence = f"{used}\n{error.evidence}"
+            raise failure from None
+        self._wait(error.problem, host or self.failures[-2].host)
+
+    def _wait(self, problem: str, host: str) -> None:
+        """Print the problem, record the restart, and sleep: twice as long each time, at most 600 s."""
+        launch, count = self.recipe.launch, count_in_a_row(self.failures)
+        seconds = min(LONGEST_WAIT_SECONDS, launch.restart_wait_seconds * 2 ** (count - 1))
+        screen.say(f"{problem}\nrestart {count} of {launch.restarts} in {seconds:g} s")
+        record_restart(self.run, self.recipe, problem, host, "again", seconds)
+        time.sleep(seconds)
+
+
+def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: str, seconds: float = 0.0) -> None:
+    """Append a `restart` event to events.jsonl and run launch.notify. after: the problem. action: what is done."""
+    number = 1 + sum(1 for _ in run.read_events("restart"))
+    run.append_event("restart", number=number, after=after, host=host, action=action, seconds=seconds)
+    start.notify(recipe.launch.notify, "restart", run.path, f"{after}; {action}")
+
+
+def count_in_a_row(failures: Sequence[Failure]) -> int:
+    """Return how many of the last failures happened with the same newest checkpoint."""
+    return sum(1 for _ in itertools.takewhile(lambda each: each.checkpoint == failures[-1].checkpoint, failures[::-1]))
+
+
+def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause: str = "") -> str:
+    """Return why the last failure is not followed by a restart; "" when it is.
+
+    hosts: the number of the run's hosts. cause: RunFailed.cause.
+    """
+    last, former = failures[-1], failures[:-1]
+    if not last.has_stepped and not former:
+        return "not restarted: it failed before its first step was finished"
+    if cause and cause not in PASSING:
+        return "not restarted: another launch would meet the cause in the logs again"
+    if any(failure.step == last.step for failure in former):
+        blamed = {failure.host for failure in failures if failure.step == last.step and failure.host}
+        where = f", both times on {last.host}" if blamed == {last.host} and hosts > 1 else ""
+        why = "a bad step: its data, its numbers, or the code"
+        return f"not restarted again: step {last.step:,} failed twice{where}; {why}"
+    steps = [failure.step for failure in failures if last.host and failure.host == last.host]
+    if hosts > 1 and len(steps) >= limits.host_failures:
+        when = " and ".join(f"in step {step:,}" if step > 0 else "while it began" for step in steps)
+        return f"not restarted again: {last.host} failed {when}; {BAD_HOST}"
+    if count_in_a_row(failures) > limits.restarts:
+        return f"not restarted again: {_used_up(limits.restarts)}"
+    return ""
+
+
+def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure: RunFailed, host: str) -> None:
+    """Raise HostLost if the run can go on without `host`: its checkpoint part is here, or the host can still give it.
+
+    Returns without raising when it cannot.
+    """
+    if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
+        return
+    if run.recorded_checkpoint() and not checkpoint_parts.whole_step(run) and not _host_answers(hosts, host):
+        others = dataclasses.replace(hosts, hosts=tuple(each for each in hosts.hosts if each.name != host))
+        in_memory = run.recorded_in_memory()
+        if not in_memory or not checkpoint_parts.whole_step_together(checkpoint_parts.list_holdings(run, others)):
+            return
+    lost = HostLost(failure.problem, evidence=failure.evidence, fix=failure.fix, exit_code=failure.exit_code, host=host)
+    lost.is_gone = failure.is_gone
+    raise lost from None
+
+
+def _host_answers(hosts: Cluster, name: str) -> bool:
+    """Return whether the host of this name answers over ssh."""
+    return ssh.answers(next(host.destination for host in hosts.hosts if host.name == name))
+
+
+def _fix_bad_host_text(run: RunDir, hosts: Cluster, name: str) -> str:
+    """Return the fix for a bad host; its part of the checkpoint can be fetched only while it answers."""
+    if not _host_answers(hosts, name):
+        return checkpoint_parts.way_out(run, [name])
+    return f"go on without it while it answers and can give its part of the checkpoint: --exclude {name}"
+
+
+def _used_up(restarts: int) -> str:
+    """Return the sentence that launch.restarts is used up."""
+    return f"launch.restarts is {restarts}: used up"
+
+
+def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
+    """Return whether the ranks of the last launch set a damaged checkpoint aside and then did not start.
+
+    seen: rows of events.jsonl before that launch.
+    """
+    rows = list(itertools.islice(run.read_events(), seen, None))
+    damaged = any(row["kind"] == "incident" and row["what"] == "damaged checkpoint" for row in rows)
+    return damaged and not any(row["kind"] == "start" for row in rows)
+
+
+def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
+    """Return the failure of the last launch: its host, the next step (`none` without a start row), whether it stepped.
+
+    seen: rows of events.jsonl before that launch.
+    """
+    step: int | None = None
+    has_stepped = False
+    for row in itertools.islice(run.read_events(), seen, None):
+        if row["kind"] == "start":
+            step, has_stepped = row["step"], False
+        elif row["kind"] in ("step", "rollback") and step is not None:
+            step, has_stepped = row["step"], True
+    checkpoint = max(run.recorded_checkpoint(), run.recorded_in_memory())
+    return Failure(none if step is None else step + 1, host, has_stepped, checkpoint)
+
+
+def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
+    """Return by host how much memory the ranks that ran out of it had taken; {} when no rank ran out.
+
+    logged: bytes of each log that were written by former launches.
+    """
+    by_host = {}
+    for path in sorted(run.logs.glob("*.*.log")):
+        with path.open("rb") as file:
+            file.seek(logged.get(path, 0))
+            if taken := out_of_memory.read(file.read().decode(errors="replace")):
+                by_host[path.name.rsplit(".", 2)[0]] = taken
+    return by_host
+
+
+def _choose_next_plan(
+    run: RunDir, plan: Plan, recipe: Recipe, hosts: Cluster, taken: Mapping[str, Taken]
+) -> Plan | None:
+    """Return the next plan after running out of memory.
+
+    None when memory did not run out, the recipe allows no other plan, or there were enough plans already.
+    """
+    former = len(run.former_plans)
+    if not taken or former >= out_of_memory.MOST:
+        return None
+    return out_of_memory.next_plan(recipe, hosts, plan, taken, former)
+
+
+def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new: bool) -> None:
+    """Gather the newest common checkpoint into continued/ when the next plan cuts its states in another way.
+
+    Each host has only the parts of its own ranks; sync then brings the whole to all. Does nothing when all ranks are
+    here.
+    """
+    is_cut = (plan.zero_stage, plan.offload_optimizer) != (smaller.zero_stage, smaller.offload_optimizer)
+    if is_cut and not all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
+        held = [holding.steps for holding in checkpoint_parts.list_holdings(run, hosts, accept_new)]
+        step = max(checkpoints.common_steps(held), default=0)
+        if step and step not in dict(run.continued_checkpoints()):
+            whole = checkpoint_parts.gather_checkpoint(run, hosts, step, accept_new)
+            runs.link(whole, run.path / "continued" / whole.name)
+
+
+def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
+    """Write `smaller` and its DeepSpeed settings to the run, keep the old plan as plan.N.json, and record an incident.
+
+    step: the last finished step.
+    """
+    number = len(run.former_plans) + 1
+    keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())
+    sizes = format_bytes(plan.gpu_bytes), format_bytes(smaller.gpu_bytes)
+    what = "out of memory, planned again"
+    detail = (
+        f"{sizes[0]} a {'rank' if plan.device == 'cpu' else 'GPU'} had been planned, now {sizes[1]} with {keys}; "
+        f"the former plan is plan.{number}.json, {number} of at most {out_of_memory.MOST}"
+    )
+    smaller = dataclasses.replace(smaller, reasons=(f"{what}: {detail}", *smaller.reasons))
+    files.write_json(run.path / f"plan.{number}.json", plan.to_json())
+    files.write_json(run.plan, smaller.to_json())
+    files.write_json(run.ds_config, config.deepspeed(recipe, smaller))
+    run.append_event("incident", step=step, what=what, detail=detail, former=f"plan.{number}.json")
+    screen.say(f"step {step:,}: {what}: {detail}")

@@ -1,0 +1,381 @@
+"""Start the ranks of a run on all hosts, follow events.jsonl, and end everything that was started.
+
+Every host, this machine too, runs an agent (agent.py) that starts DeepSpeed's launcher of one node
+(`deepspeed.launcher.launch`, what `deepspeed --no_ssh` runs). DeepSpeed's pdsh mode was measured and left: killing its
+launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote shell
+unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of the
+interpreter, and its exit code is 0 when its child dies by a signal.
+
+Success is the trainer's `end` event; watch.py names what failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.runs import RunFailed, lock_run, write_host_env
+from finlm.hosts import checkpoint_parts, ssh, sync
+from finlm.hosts.file_trees import model_path
+from finlm.hosts.ssh import path_on_host
+from finlm.launch import copies, head, watch
+from finlm.launch.adapters import host_env
+from finlm.launch.head import Session, Stop
+from finlm.launch.messages import Command, Start
+from finlm.launch.watch import Progress
+from finlm.plan.plan import Plan
+from finlm.recipe import recipe as recipes
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.schema import Launch, Recipe
+from finlm.record import live
+
+END_SECONDS = 12.0
+SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.json", "code", "continued")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Network settings that doctor derived (doctor/network.py), by host name.
+
+    env: variables that make ranks talk through the right network card. addresses: how the other hosts reach it.
+    """
+
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    addresses: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_ranks(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe | None = None,
+    hosts: Cluster | None = None,
+    *,
+    network: Network | None = None,
+    accept_new: bool = False,
+) -> None:
+    """Lock the run, start its ranks on all hosts, and follow them to the end of training.
+
+    recipe and hosts: the run directory's unless given; access to hosts may have changed since it was made. Raises
+    RunFailed with the cause when training does not get to its end, HostsBack and SystemExit as head.Stop does,
+    UserError when a host cannot be used.
+    """
+    recipe = recipe or recipes.load(run.recipe).recipe
+    hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
+    with lock_run(run):
+        step = checkpoint_parts.choose_step(run, checkpoint_parts.list_holdings(run, hosts, accept_new))
+        sessions = _copy_to_hosts(run, recipe, hosts, accept_new)
+        former: dict[str, int] = {}
+        try:
+            beside = copies.copy_beside(run, recipe, hosts, accept_new)
+            away = head.watch_away_hosts(hosts.away, recipe.launch.restart_wait_seconds)
+            with beside, away as back, head.note_signals() as stop, _end_sessions_after(sessions):
+                _start_agents(run, recipe, sessions, accept_new)
+                seen = run.events.stat().st_size if run.events.exists() else 0
+                former = {str(path): _count_lines(path) for path in run.logs.glob("*.log")}
+                _start_ranks(run, plan, recipe, step, sessions, network or Network())
+                follow(Following(run, plan, sessions, recipe.launch, stop, back), seen)
+        except RunFailed as failure:
+            raise _add_diagnosis(run, failure, former) from None
+
+
+def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> list[Session]:
+    """Copy the run directory to every other host and return a Session for each host; starts no agent.
+
+    Raises UserError when two hosts are this machine, or a copy fails.
+    """
+    with ThreadPoolExecutor(16) as pool:
+        is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
+    here = [host.name for host, is_own in zip(hosts.hosts, is_here, strict=True) if is_own]
+    if len(here) > 1:
+        raise UserError(f"{' and '.join(here)} are the same machine: this one", fix="give it one line in the hostfile")
+    remote = [host for host, is_own in zip(hosts.hosts, is_here, strict=True) if not is_own]
+    status = dict.fromkeys(here, "this machine")
+    if remote:
+        model = model_path(recipe)
+        data = [run.shards, model] if model else [run.shards]
+        places = {host.destination: functools.partial(path_on_host, access=host.access) for host in remote}
+        names = [host.destination for host in remote]
+        if hosts.hosts[0] in remote and run.events.exists():
+            # Rank 0 reads there which data roll-backs left out; a run that continues another, or a new disk, has none.
+            run.lent_events.parent.mkdir(exist_ok=True)
+            shutil.copyfile(run.events, run.lent_events)
+        results = sync.sync(run.path, names, names=SYNCED, data=data, there=places, accept_new=accept_new)
+        status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
+    sessions, first, patience = [], 0, recipe.launch.outage_seconds
+    for node, host in enumerate(hosts.hosts):
+        ranks = range(first, first + host.slots)
+        local, copied = status[host.name] == "this machine", status[host.name] == "equal"
+        sessions.append(Session(host, node, ranks, local=local, stream=copied, patience=patience))
+        first += host.slots
+    return sessions
+
+
+def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new: bool) -> None:
+    """Start every agent and wait for its greeting; logs that a former launch could not send arrive now.
+
+    Raises UserError when an agent does not start or the rendezvous port cannot be used.
+    """
+    wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
+    for session in sessions:
+        access = session.host.access
+        session.start(
+            run,
+            path_on_host(run.path, access),
+            ssh.python_on_host(access),
+            wanted if session.node == 0 else None,
+            accept_new,
+        )
+    for session in sessions:
+        session.wait_hello()
+    port = sessions[0].wait_hello().port
+    if isinstance(port, str):
+        raise UserError(
+            f"port {wanted} of {sessions[0].name} cannot be used for the rendezvous",
+            evidence=f"launch.master_port: {wanted}: {port}",
+            fix=f"`ss -ltnp 'sport = :{wanted}'` on {sessions[0].name} names the process; or choose another port",
+        )
+
+
+def _start_ranks(
+    run: RunDir,
+    plan: Plan,
+    recipe: Recipe,
+    step: int,
+    sessions: Sequence[Session],
+    network: Network,
+) -> None:
+    """Ask every agent to start its ranks. step: the number of finished steps that they must resume after."""
+    addresses = _addresses(sessions, network)
+    world = {each.name: list(each.host.devices or range(each.host.slots)) for each in sessions}
+    port = sessions[0].wait_hello().port
+    assert isinstance(port, int)  # _start_agents has seen to it
+    for session in sessions:
+        env = host_env(recipe, plan, session.host, session.wait_hello().cores, network.env.get(session.name, {}))
+        write_host_env(run, session.name, env)
+        shards = path_on_host(run.shards, session.host.access)
+        session.say(
+            Start(
+                env,
+                world,
+                chosen=bool(session.host.devices),
+                node=session.node,
+                address=addresses[sessions[0].name],
+                port=port,
+                step=step,
+                shards=None if shards == run.shards else str(shards),
+            )
+        )
+
+
+def _addresses(sessions: Sequence[Session], network: Network) -> dict[str, str]:
+    """Return each host's address as its peers reach it: the recipe's, what doctor measured, else the ssh connection's.
+
+    Raises UserError when none is known.
+    """
+    if len(sessions) == 1:
+        return {sessions[0].name: sessions[0].host.access.address or "127.0.0.1"}
+    hello = {session.name: session.wait_hello() for session in sessions}
+    came_from = next(filter(None, (hello[s.name].came_from for s in sessions if not s.local)), None)
+    addresses = {}
+    for session in sessions:
+        over_ssh = came_from if session.local else hello[session.name].arrived_at
+        address = session.host.access.address or network.addresses.get(session.name) or over_ssh
+        if address is None:
+            raise UserError(
+                f"the address of {session.name} is not known",
+                evidence="its ssh server does not say at which address the connection arrived (SSH_CONNECTION)",
+                fix=f"give it in the recipe: hosts.{session.name}.address",
+            )
+        addresses[session.name] = address
+    return addresses
+
+
+@contextmanager
+def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
+    """End every process of the run on all reachable hosts when the block ends; waits up to 12 s."""
+    try:
+        yield
+    finally:
+        for session in sessions:
+            session.end()
+        deadline = time.monotonic() + END_SECONDS
+        for session in sessions:
+            session.release(deadline)
+
+
+def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
+    """Add the known cause that the logs show to the failure's `cause` and `fix`, and return the same failure.
+
+    former: bytes of each log before this launch, which are not read. A failure that is certain stays as it is.
+    """
+    if failure.is_certain:
+        return failure
+    from finlm.diagnose import command  # only a failed run needs its signatures
+
+    try:
+        findings = command.of_run(run.path, since=former)
+    except OSError as error:
+        failure.fix += f"\nthe logs could not be diagnosed: {error}"
+        return failure
+    new = [finding for finding in findings if finding.fatal]
+    if failure.exit_code != 128 + signal.SIGTERM:  # then it was this process that ended the other ranks
+        new = [finding for finding in new if finding.cause != "sigterm_preempted"]
+    if new:
+        top = new[0]
+        failure.cause = top.cause
+        where = f"{Path(top.file).name}:{top.line}"
+        failure.fix += f"\ndiagnosis of the logs ({where}): {top.title}\n{top.fix}".rstrip()
+    return failure
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of line ends in a file."""
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+POLL_SECONDS = 0.1
+PING_SECONDS = 2.0
+SLEPT_SECONDS = 5.0  # between two looks: this machine slept, or was stopped
+EXIT_SECONDS = 60.0  # from the trainer's end event to the end of its processes
+DONE = ("finished", "interrupted", "failed")  # what the trainer's end event says
+
+
+@dataclass(frozen=True)
+class Following:
+    """What `follow` needs; back: returns the names of the hosts that were away and answer again."""
+
+    run: RunDir
+    plan: Plan
+    sessions: Sequence[Session]
+    limits: Launch
+    stop: Stop
+    back: Callable[[], list[str]] = list
+
+
+def follow(f: Following, seen: int) -> None:
+    """Show new events until the run is over, and watch its ranks. seen: bytes of events.jsonl that are old.
+
+    Raises RunFailed, recorded as an incident, when a rank or host fails or nothing is finished for too long, and
+    without a record when the run ended itself. After an interruption it ends this process, or raises HostsBack.
+    """
+    run, sessions, limits = f.run, f.sessions, f.limits
+    progress, status, next_ping, before = Progress(time.monotonic()), "", 0.0, time.monotonic()
+    events = live.follow(run, seen)
+    with live.show_run(f.plan) as view:
+        while True:
+            now = time.monotonic()
+            slept, before = now - before, now
+            over = all(session.code is not None for session in sessions)  # asked first: no event comes after it
+            for event in next(events):
+                status = _show_event(f, event, view, progress) or status
+            if status in DONE:
+                if over or progress.since(now) > EXIT_SECONDS:
+                    break
+            elif slept > SLEPT_SECONDS:
+                watch.note_sleep(sessions, progress, slept, now)
+            elif watch.in_trouble(sessions, now):
+                watch.wait_for_hosts(sessions, now)
+                for event in next(events):  # an end row that was behind the exit of its rank
+                    status = _show_event(f, event, view, progress) or status
+                if status in DONE:
+                    continue
+                raise _record_failure(f, progress, watch.find_first_failure(run, sessions, progress, time.monotonic()))
+            elif watch.is_stalled(progress, limits, now):
+                raise _record_failure(f, progress, watch.explain_stall(run, sessions, progress, limits, now))
+            elif over:
+                words = progress.words(now)
+                raise _record_failure(f, progress, RunFailed("training ended without a word", evidence=words))
+            if sentence := watch.describe_silence(sessions, progress, limits, now):
+                screen.say(sentence)
+            f.stop.pass_on(sessions, progress.stepped, limits.grace_seconds, now)
+            view.refresh()
+            if now > next_ping:
+                next_ping = now + PING_SECONDS
+                for session in sessions:
+                    session.say(Command.PING)
+            time.sleep(POLL_SECONDS)
+    if status == "interrupted":
+        f.stop.finish(progress.step, 128 + signal.SIGTERM)
+    elif status == "failed":
+        raise RunFailed(
+            f"the run ended itself after step {progress.step or 0:,}: {progress.incident.get('what')}",
+            evidence=str(progress.incident.get("detail") or ""),
+            fix=f"docs/incidents.md; {head.RESUMES}",
+            is_final=True,
+        )
+
+
+def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
+    """Append the failure to events.jsonl as an incident, run launch.notify, and return the failure."""
+    f.run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
+    notify(f.limits.notify, "incident", f.run.path, failure.problem)
+    return failure
+
+
+def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
+    """Show an event and update the progress that the watchdog reads; return the status of an `end` event, else ""."""
+    now = time.monotonic()
+    if silence := progress.note_finished(now):
+        screen.say(f"goes on after {silence:.0f} s")
+    view.feed(event)
+    if event["kind"] == "start" and event["step"]:
+        progress.step = event["step"]
+    elif event["kind"] == "step":
+        progress.step, progress.stepped = event["step"], True
+    elif event["kind"] == "checkpoint":
+        f.stop.stop_for_hosts(f.back(), now)
+    elif event["kind"] == "incident":
+        progress.incident = event
+        notify(f.limits.notify, "incident", f.run.path, f"{event['what']}: {event['detail']}")
+    elif event["kind"] == "end":
+        return str(event["status"])
+    return ""
+
+
+NOTIFY_SECONDS = 60.0
+
+
+def notify(command: str | None, event: str, run: Path, text: str) -> None:
+    """Run the user's command `launch.notify` in a shell, in a thread; does nothing when it is None.
+
+    It gets FINLM_EVENT (incident, restart or end), FINLM_RUN (the run directory) and FINLM_TEXT in its environment. The
+    process waits for the thread when it ends; a failure of the command is printed.
+    """
+    if command is not None:
+        threading.Thread(target=_run_notify_command, args=(command, event, run, text), name="notify").start()
+
+
+def _run_notify_command(command: str, event: str, run: Path, text: str) -> None:
+    """Run the shell command of launch.notify, at most 60 s, and print when it fails."""
+    env = os.environ | {"FINLM_EVENT": event, "FINLM_RUN": str(run.absolute()), "FINLM_TEXT": text}
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=NOTIFY_SECONDS,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        screen.say(f"launch.notify: {error}")
+        return
+    if done.returncode:
+        screen.say(f"launch.notify ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")

@@ -1,0 +1,386 @@
+"""Decide from what the agents report whether a run is in trouble, and name the host and rank at fault.
+
+Four kinds of trouble: a rank or launcher ended with an error, an agent ended, a host is silent (launch.outage_seconds,
+also for a network that went away), nothing was finished for too long (launch.start_minutes, launch.stall_minutes). One
+failure makes others: ranks fail on the connection to a dead one within a second, so the cause is chosen after a short
+wait in which the other hosts show that they live. In a hang all ranks print their stacks (faulthandler, SIGUSR1): all
+but one wait for that one in a collective. When all wait at the same place it is the network, or a device.
+
+It ends nothing; start.py ends what is left.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finlm.base.rundir import RunDir
+from finlm.base.runs import RunFailed
+from finlm.base.units import format_bytes
+from finlm.hosts import checkpoint_parts, ssh
+from finlm.launch.agent import MISSED
+from finlm.launch.head import Session
+from finlm.launch.messages import Command
+from finlm.recipe.schema import Launch
+
+SETTLE_SECONDS = 1.5  # what one dead rank does to the others shows by then
+DOUBT_SECONDS = 12.0  # how long a host may be silent in that wait before it is the suspect
+STACK_SECONDS = 3.0
+FULL_BYTES = 1 << 24
+QUIET_SECONDS = 60.0  # nothing finished for so long is said aloud, again after twice the time
+HEARD_SECONDS = 6.0  # agents beat every 2 s
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|NCCL.*(remote process exited|unhandled system error)|"
+    r"Read timeout|Timed out waiting|No route to host|Connection timed out|failed to recv|Socket Timeout"
+)
+_RESUME = "the same command resumes from the last complete checkpoint"
+
+
+@dataclass
+class Progress:
+    """The last finished step of a run and when anything was last finished, in time.monotonic() seconds."""
+
+    started: float
+    step: int | None = None
+    at: float | None = None
+    stepped: bool = False
+    incident: Mapping[str, Any] = field(default_factory=dict)  # the newest one
+    longest: float = 0.0  # seconds between two things finished since the first step
+    reported: float = 0.0  # seconds of the present silence that were printed
+    slept: float = 0.0  # the longest time that this machine did not run, as a laptop that sleeps
+
+    def note_finished(self, now: float) -> float:
+        """Set `at` to now; return the seconds of silence before it if that silence was printed, else 0."""
+        silence, reported = self.since(now), self.reported
+        if self.stepped and not reported:  # a silence is no measure of what is usual
+            self.longest = max(self.longest, silence)
+        self.at, self.reported = now, 0.0
+        return silence if reported else 0.0
+
+    def since(self, now: float) -> float:
+        """Return the seconds since anything was finished, or since the launch."""
+        return now - (self.started if self.at is None else self.at)
+
+    def words(self, now: float) -> str:
+        """Return a sentence with the last finished step and its age."""
+        if self.step is None:
+            return f"no step was completed in {now - self.started:.0f} s"
+        return f"last completed step {self.step:,}, {self.since(now):.0f} s ago"
+
+
+def in_trouble(sessions: Sequence[Session], now: float) -> bool:
+    """Return True when some rank, launcher, agent or host has failed or is silent for too long."""
+    return any(_has_failed(session) or _is_lost(session, now) for session in sessions)
+
+
+def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
+    """Return True when nothing was finished for launch.stall_minutes (start_minutes before the first step)."""
+    minutes = limits.stall_minutes if progress.stepped else limits.start_minutes
+    return progress.since(now) > 60 * minutes
+
+
+def describe_silence(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
+    """Return a sentence about a run that finishes nothing for long, or "" when there is nothing new to print.
+
+    Sets progress.reported, so that the next sentence comes after twice the silence.
+    """
+    silence = progress.since(now)
+    if silence < max(QUIET_SECONDS, 3 * progress.longest, 2 * progress.reported):
+        return ""
+    progress.reported = silence
+    lost = [s for s in sessions if now - s.heard > HEARD_SECONDS]
+    if lost:
+        hosts = ", ".join(f"{s.name} last heard of {now - s.heard:.0f} s ago" for s in lost)
+        return f"{progress.words(now)}; {hosts}: given up after {lost[0].patience:.0f} s (launch.outage_seconds)"
+    key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
+    return f"{progress.words(now)}; every host answers; given up after {minutes:g} minutes (launch.{key}_minutes)"
+
+
+def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, now: float) -> None:
+    """Note that this machine did not run for `slept` seconds, and count every host as heard of now."""
+    progress.slept = max(progress.slept, slept)
+    for session in sessions:
+        session.heard = now
+
+
+def _has_failed(session: Session) -> bool:
+    """Return True when a rank or launcher ended with an error, or the agent is gone without an exit code."""
+    if session.refused or session.error or any(code for _, _, code in session.exits) or session.code:
+        return True
+    return session.closed is not None and session.code is None
+
+
+def _is_lost(session: Session, now: float) -> bool:
+    """Return True when an open connection has been silent for longer than its patience."""
+    return session.closed is None and now - session.heard > session.patience
+
+
+def wait_for_hosts(sessions: Sequence[Session], now: float) -> None:
+    """Wait 1.5 to 12 s until every host has sent something after `now`, ended, or lost its connection.
+
+    Returns at once when a host is known to be lost. now: time.monotonic().
+    """
+    if any(_is_lost(session, now) for session in sessions):
+        return
+    time.sleep(SETTLE_SECONDS)
+    while time.monotonic() < now + DOUBT_SECONDS:
+        if any(s.closed is not None and s.code is None for s in sessions):
+            return
+        if all(s.closed is not None or s.code is not None or s.heard > now for s in sessions):
+            return
+        time.sleep(0.05)
+
+
+def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progress, now: float) -> RunFailed:
+    """Return the failure that came first, with its host, rank, exit code and last log lines. Call after wait_for_hosts.
+
+    In this order: this machine slept until the hosts gave it up, a host that could not start, ranks killed or failed
+    for reasons of their own, hosts and agents that are gone, launchers that ended without their ranks, ranks that
+    failed on the connection to another one.
+    """
+    words = progress.words(now)
+    if progress.slept > sessions[0].patience - 5:
+        return RunFailed(
+            f"this machine did not run for {progress.slept:.0f} s, so the hosts ended their ranks",
+            evidence=f"{words}; launch.outage_seconds is {sessions[0].patience:g}",
+            fix=f"start the run on a machine that does not sleep, or raise launch.outage_seconds; {_RESUME}",
+            is_certain=True,
+        )
+    for session in sessions:
+        if session.refused:
+            fix = f"mend it on {session.name}; {_RESUME}"
+            return RunFailed(f"{session.name} could not start its ranks", evidence=session.refused, fix=fix)
+        if session.error:
+            problem = f"what {session.name} said was not understood here"
+            return RunFailed(problem, evidence=session.error, fix=f"the same version of finlm on both? {_RESUME}")
+    exits = sorted((when, s.node, rank, _exit_code(s, code)) for s in sessions for when, rank, code in s.exits if code)
+    causes = [end for end in exits if end[3] < 0 or not _is_consequence(run, sessions[end[1]], end[2])]
+    if causes or not (gone := _explain_lost_host(run, sessions, words, now, bool(exits))):
+        _, node, rank, code = (causes or exits)[0]
+        return _explain_failed_rank(run, sessions[node], rank, code, words)
+    return gone
+
+
+def _exit_code(session: Session, code: int) -> int:
+    """Return a rank's exit code, or the launcher's, which is equal, where the agent looked too late."""
+    return code if code != MISSED else session.code or -int(signal.SIGKILL)
+
+
+def _is_consequence(run: RunDir, session: Session, rank: int) -> bool:
+    """Return True when a rank's last log lines show that it failed on its connection to another rank."""
+    return _CONSEQUENCE.search(_read_tail(log_of(run, session, rank), 40)) is not None
+
+
+def _explain_lost_host(
+    run: RunDir, sessions: Sequence[Session], words: str, now: float, doubt: bool
+) -> RunFailed | None:
+    """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None when there is none.
+
+    doubt: ranks have failed too, so that 5 s of silence are enough.
+    """
+    for session in sessions:
+        silent = now - session.heard > (5 if doubt else session.patience)
+        if session.code is None and (session.closed is not None or silent):
+            return _explain_silent_host(run, session, words, now)
+    for session in sessions:
+        if session.code and not session.exits:
+            ended = f"was killed by signal {-session.code}" if session.code < 0 else f"ended with {session.code}"
+            return RunFailed(
+                f"DeepSpeed's launcher on {session.name} {ended}",
+                evidence=f"{words}\n{_last_words(run.logs / f'{session.name}.launcher.log')}",
+                fix=f"read {run.logs}; {_RESUME}",
+            )
+    return None
+
+
+def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
+    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix."""
+    where = f"rank {rank} on {session.name}"
+    if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
+        words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"
+    evidence = f"{words}\n{_last_words(log_of(run, session, rank))}"
+    if code >= 0:
+        return RunFailed(
+            f"{where} ended with exit code {code}",
+            evidence=evidence,
+            fix=f"read {run.logs}; {_RESUME}",
+            exit_code=code,
+            host=session.name,
+        )
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    fix, is_certain = f"read {log_of(run, session, rank)}; {_RESUME}", False
+    if code == -signal.SIGKILL:
+        counted, fix = _explain_sigkill(run, session)
+        evidence = f"{counted}\n{evidence}"
+        is_certain = session.oom_kills is not None
+    return RunFailed(
+        f"{where} was killed by {name}",
+        evidence=evidence,
+        fix=fix,
+        exit_code=128 - code,
+        host=session.name,
+        is_certain=is_certain,
+    )
+
+
+def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
+    """Return (evidence, fix) for a rank killed by SIGKILL: the kernel counts those that it sends when memory is full.
+
+    Such a count is also written to the launcher's log, where `finlm diagnose` reads it.
+    """
+    at = "" if session.local else f"ssh {ssh.ssh_name(session.host.destination)} "
+    if session.oom_kills:
+        counted = f"the kernel of {session.name} counted {session.oom_kills} oom_kill since the ranks started"
+        with (run.logs / f"{session.name}.launcher.log").open("a", encoding="utf-8") as log:
+            log.write(f"finlm: {counted}\n")
+        return counted, f"host memory was full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}"
+    if session.oom_kills is None:
+        return (
+            f"{session.name} does not tell whether the kernel did it",
+            f"the kernel kills so when memory is full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}",
+        )
+    return (
+        f"not for memory: the kernel of {session.name} counted no oom_kill since the ranks started",
+        f"who sent it? A scheduler, a container's manager, a person: their logs; {_RESUME}",
+    )
+
+
+def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) -> RunFailed:
+    """Return the failure of a host whose connection is gone: its agent was killed, or the host does not answer."""
+    ranks = (
+        f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
+    )
+    evidence = f"{words}\nlast heard of {session.name} {now - session.heard:.0f} s ago"
+    errors = ssh.last_lines(session.errors(), 3)
+    evidence += f"\n{errors}" if errors else ""
+    if session.local or ssh.answers(session.host.destination):
+        return RunFailed(
+            f"finlm's agent on {session.name} ({ranks}), or the connection to it, was ended from outside",
+            evidence=f"{evidence}\n{session.name} itself answers",
+            fix=f"who killed it? Its ranks ended with it; {_RESUME}",
+            host=session.name,
+        )
+    name = ssh.login(session.host.destination).rpartition("@")[2]
+    failure = RunFailed(
+        f"{session.name} ({ranks}) does not answer any more",
+        evidence=evidence,
+        fix=f"is it switched on and on the network? ping {name}; its ranks end by themselves after "
+        f"{session.patience:.0f} s without a connection (launch.outage_seconds); {_RESUME}"
+        f"\n{checkpoint_parts.way_out(run, [session.name])}",
+        host=session.name,
+    )
+    failure.is_gone = True
+    return failure
+
+
+def explain_stall(
+    run: RunDir, sessions: Sequence[Session], progress: Progress, limits: Launch, now: float
+) -> RunFailed:
+    """Ask all ranks for their stacks, wait 3 s, and return a failure that names the rank that the others wait for."""
+    logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
+    sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, (_, path) in logs.items()}
+    for session in sessions:
+        session.say(Command.STACKS)
+    time.sleep(STACK_SECONDS)
+    stacks = {rank: parse_stack(_read_since(path, sizes[rank])) for rank, (_, path) in logs.items()}
+    states = {int(rank): state for session in sessions for rank, state in session.states.items()}
+    blamed = silent_ranks(stacks, states)
+    key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
+    lines = [progress.words(now)]
+    for rank in blamed or stacks:
+        state = f", state {states[rank]} (stopped)" if states.get(rank) in ("T", "t") else ""
+        lines += [f"rank {rank} on {logs[rank][0].name}{state}:", format_stack(stacks[rank])]
+    others = sorted({place_of(stacks[rank]) for rank in stacks if rank not in blamed and stacks[rank]})
+    if blamed:
+        named = ", ".join(f"rank {rank} on {logs[rank][0].name}" for rank in blamed)
+        problem = f"{named} made no progress for {60 * minutes:,.0f} s"
+        lines += [f"the others wait at {'; '.join(others)}"] if others else []
+    else:
+        problem = f"no rank made progress for {60 * minutes:,.0f} s, and no stack differs from the others"
+    fix = f"read {run.logs}; raise launch.{key}_minutes ({minutes:g}) when it needs longer; {_RESUME}"
+    return RunFailed(problem, evidence="\n".join(lines), fix=fix)
+
+
+def log_of(run: RunDir, session: Session, rank: int) -> Path:
+    """Return the path of a rank's log on this machine."""
+    return Path(run.logs) / f"{session.name}.{rank}.log"
+
+
+def _read_since(path: Path, offset: int) -> str:
+    """Return the text of a file from a byte offset on; "" without the file."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def _read_tail(path: Path, lines: int) -> str:
+    """Return the last lines of a file; "" without the file."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def _last_words(path: Path, lines: int = 12) -> str:
+    """Return the last lines of a log below its path, or a sentence that nothing was written."""
+    return f"{path}:\n{_read_tail(path, lines)}" if path.exists() else f"{path}: nothing was written"
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+_WAITING = ("/torch/distributed/", "/deepspeed/comm/")
+
+Stack = tuple[tuple[str, int, str], ...]
+"""(file, line, function), innermost first."""
+
+
+def parse_stack(text: str) -> Stack:
+    """Return the main thread's stack of the last dump in a log's text; () when there is none. It is printed last."""
+    stack: list[tuple[str, int, str]] = []
+    inside = False
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        if re.match(r"(Current thread|Thread) 0x", line):
+            stack, inside = [], True
+        elif frame and inside:
+            stack.append((frame[1], int(frame[2]), frame[3]))
+        else:
+            inside = False
+    return tuple(stack)
+
+
+def silent_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
+    """Return the ranks to blame for a hang; [] when nothing tells them from the others.
+
+    stacks: of each rank, () = no answer. states: the kernel's state letters. Stopped or mute ranks are blamed first,
+    then those that wait in no collective, then the fewest that stand at another place than the rest.
+    """
+    stopped = [rank for rank in stacks if states.get(rank) in ("T", "t")]
+    mute = [rank for rank, stack in stacks.items() if not stack]
+    if stopped or mute:
+        return stopped or mute
+    free = [rank for rank, stack in stacks.items() if not any(part in stack[0][0] for part in _WAITING)]
+    if 0 < len(free) < len(stacks):
+        return free
+    places = Counter(place_of(stack) for stack in stacks.values())
+    rarest = min(places.values())
+    odd = [rank for rank, stack in stacks.items() if places[place_of(stack)] == rarest]
+    return odd if len(places) > 1 and 2 * len(odd) < len(stacks) else []
+
+
+def place_of(stack: Stack) -> str:
+    """Return where a stack stands, by the innermost frame of finlm's code: `pretrain.py:151 in log_step`."""
+    innermost = next((frame for frame in stack if "/finlm/" in frame[0]), stack[0] if stack else ("?", 0, "?"))
+    return f"{innermost[0].rpartition('/')[2]}:{innermost[1]} in {innermost[2]}"
+
+
+def format_stack(stack: Stack, frames: int = 8) -> str:
+    """Return the innermost frames, one per line."""
+    lines = [f"  {'/'.join(file.split('/')[-2:])}:{line} in {name}" for file, line, name in stack[:frames]]
+    return "\n".join(lines) or "  it printed no stack"

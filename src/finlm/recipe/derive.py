@@ -1,0 +1,272 @@
+"""Make a recipe from another one: `finlm new`, and the toy of `train --toy`.
+
+A fork inherits (`base:`) and holds only what differs. A recipe that inherits already cannot be inherited from, so it
+is copied, as --copy does with any: lines and comments stay, `name` changes. Either has `forked_from: path@sha256`,
+which `finlm diff RECIPE` compares with and which goes with every run of it.
+
+The toy trains on a laptop in a minute. Kept: optimizer, schedule, clipping, ZeRO stage, recompute, packing, masks,
+seeds. Shrunk: model, batch, steps, corpus (the synthetic one) and tokenizer. A stage after pretraining starts from the
+toy of the recipe it names, else from the quickstart's. Losses mean nothing by themselves; `expect.toy` holds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.recipe import parents, recipe
+from finlm.recipe.models import traits
+from finlm.recipe.recipe import Loaded
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Expect
+
+_DESCRIPTION = "A fork of {}; say here what it is for."
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+def new_path(name: str, file: str, recipes: Path) -> Path:
+    """Return recipes/NAME/FILE for a new recipe. Raises UserError for an invalid name, or when the file exists."""
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} is no name of a recipe", fix="small letters, digits, '.', '-' and '_', for example wider-2"
+        )
+    path = recipes / name / file
+    if path.exists():
+        raise UserError(f"{path} exists already", fix="edit it, or choose another name")
+    return path
+
+
+@contextmanager
+def draft_of(path: Path, text: str) -> Iterator[Path]:
+    """Write a draft beside `path` and yield it; rename it to `path` when the block ends, remove it when it raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    try:
+        files.write_text(draft, text)
+        yield draft
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
+def fork(
+    name: str, parent: Path, recipes: Path = Path("recipes"), copy: bool = False, overrides: Sequence[str] = ()
+) -> Path:
+    """Write recipes/NAME/<parent's file name> from a parent recipe and return its path.
+
+    Raises UserError, and writes nothing then.
+
+    overrides: values as `--set` takes them, which the new recipe says.
+    """
+    given, parent = parent, parents.find_shipped(parent)
+    path = new_path(name, parent.name, recipes)
+    loaded = recipe.load(parent, overrides)
+    text = parent.read_text(encoding="utf-8")
+    shown = recipe.relative(parent) if given == parent else str(given)  # not where pip put it here
+    lineage = f"{shown}@{files.sha256_file(parent)[:12]}"
+    own = name if path.stem == "pretrain" else f"{name}-{path.stem}"
+    inherits = _entry("base").search(text) is not None
+    # What lies outside the working directory may be gone or another version tomorrow.
+    copy = copy or inherits or not parent.resolve().is_relative_to(Path.cwd())
+    made = _copy_recipe(text, own, lineage, parent, path) if copy else _inheriting(own, lineage, parent, path)
+    with draft_of(path, _say_overrides(made, overrides, parent)) as draft:
+        if _read_content(draft) != _content(loaded):
+            raise UserError(
+                f"{given} cannot be copied as it is written",
+                evidence="with another name it would be another recipe, or none",
+                fix="begin a line with each key of its top level: name, expect, base, ...",
+            )
+    return path
+
+
+def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
+    """Return the text of a recipe made from `parent` with the values of --set in it; comments and formats stay.
+
+    Raises UserError for a setting that is no place in the recipe.
+    """
+    if not overrides:
+        return text
+    yaml, out = YAML(), io.StringIO()
+    yaml.width = 120
+    document, inherited = yaml.load(text), recipe.written_values(parent)
+    for override in overrides:
+        parts, value = recipe.parse_override(override)
+        recipe.set_value(document, parts, value, override, inherited)
+    yaml.dump(document, out)
+    return out.getvalue()
+
+
+def _read_content(draft: Path) -> Recipe | None:
+    """Load a draft and return its content as _content does; None when it is no valid recipe."""
+    try:
+        return _content(recipe.load(draft))
+    except UserError:
+        return None
+
+
+def _content(loaded: recipe.Loaded) -> Recipe:
+    """Return the recipe without the keys that every copy writes anew."""
+    return loaded.recipe.model_copy(update={"name": "", "description": "", "forked_from": None, "expect": None})
+
+
+def parent_of(path: Path) -> Path:
+    """Return the path of the recipe that a recipe was made from. Raises UserError when that is unknown or missing."""
+    lineage = recipe.load(path).recipe.forked_from
+    if lineage is None:
+        raise UserError(
+            f"{path} does not say what it was made from",
+            evidence="no forked_from: in it",
+            fix="name the other recipe too: finlm diff OTHER " + str(path),
+        )
+    parent = parents.find_shipped(Path(lineage.rpartition("@")[0]))
+    if not parent.exists():
+        raise UserError(f"{parent} is not there any more", evidence=f"forked_from: {lineage} in {path}")
+    return parent
+
+
+def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
+    """Return the text of a recipe that inherits everything from its parent."""
+    base = Path(os.path.relpath(parent.resolve(), path.parent.resolve())).as_posix()
+    after = path.stem != "pretrain"
+    example = f"model: {{init_from: {path.parent.as_posix()}/pretrain.yaml}}" if after else "optim: {lr: 1.0e-3}"
+    lines = [
+        f"# Everything that is not said here is {base}'s. What differs was chosen by us.",
+        f"base: {base}",
+        f"name: {name}",
+        f"description: {_DESCRIPTION.format(lineage.partition('@')[0])}",
+        f"forked_from: {lineage}",
+        "",
+        "# Write what differs, for example:",
+        f"# {example}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
+    """Return the parent's text with another name.
+
+    Keys of the top level start their line, quoted or not; what is indented below them belongs to their value.
+    """
+    origin = lineage.partition("@")[0]
+    own = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
+    own += f"description: {_DESCRIPTION.format(origin)}\nforked_from: {lineage}"
+    text = _entry("forked_from").sub("", text)
+    text = _entry("description").sub("", text)
+    text = _entry("expect").sub("", text)  # measured on the parent
+    text, found = _entry("name").subn(lambda entry: f"{own}{entry['comment'] or ''}\n", text, count=1)
+    if not found:
+        text = f"{own}\n{text}"
+
+    def replace_base(entry: re.Match[str]) -> str:
+        target = (parent.parent / YAML(typ="safe", pure=True).load(entry[0])["base"]).resolve()
+        base = Path(os.path.relpath(target, path.parent.resolve())).as_posix()
+        return f"base: {base}{entry['comment'] or ''}\n"
+
+    return _entry("base").sub(replace_base, text, count=1)
+
+
+def _entry(key: str) -> re.Pattern[str]:
+    """Return a pattern for a key of the top level with its value, over all its lines, and the comment on the first."""
+    quoted = rf"""(?:{key}|"{key}"|'{key}')[ \t]*:"""
+    first = rf"^{quoted}(?:[^#\n]|(?<=\S)\#)*?(?P<comment>[ \t]+\#.*)?(?:\n|\Z)"
+    return re.compile(rf"{first}(?:(?:[ \t]*\n)*[ \t]+\S.*(?:\n|\Z))*", re.MULTILINE)
+
+
+STEPS = 10
+TOLERANCE = 0.001  # rounding of another CPU moves these losses by 1e-5
+_EVERY_STAGE = (
+    "data.decontaminate=none",
+    "data.num_proc=2",
+    "zero.offload_optimizer=none",
+    "zero.offload_param=none",
+    f"train.steps={STEPS}",
+    "train.tokens=null",
+    "train.epochs=null",
+    "optim.warmup_steps=2",
+    "checkpoint.every_steps=null",
+    "eval={every_steps: null, max_tokens_per_source: 2000}",
+    "hardware={hosts: [{name: localhost, slots: 1, memory: 8GiB}]}",
+    "train.cpu_ranks=1",
+)
+_PRETRAIN = (
+    "model.init_from=null",
+    "model.revision=null",
+    "model.former_rope_theta=null",
+    "model.hidden_size=64",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=null",
+    "model.ffn_size=128",
+    "model.vocab_size=auto",
+    "tokenizer={vocab_size: 4096}",
+    "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}]",
+    "batch={sequence_length: 64, tokens_per_step: 1024}",
+)
+_AFTER = {  # rows hold a question of the exam, or two
+    "sft": (
+        "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3, dialogues: true}}]",
+        "batch={sequence_length: 256, tokens_per_step: 1024}",
+    ),
+    **dict.fromkeys(
+        ("dpo", "reward", "grpo"),
+        (
+            "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}]",
+            "batch={sequence_length: 512, tokens_per_step: 4096}",
+        ),
+    ),
+}
+_TEXT = "{name: text, synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}"
+_MIXED = (  # hybrid tuning stays one, whatever its weights
+    _AFTER["sft"][0].replace("]", f", {_TEXT}]"),
+    "data.mixture=[{weights: {'*_chat': 3, 'text-*': 1}}]",
+)
+_WEIGHED = "data.mixture=[{weights: {'fin_*': 3, announcement: 1}}]"  # of the invented sources, for the recipe's
+_ANSWER_TOKENS = 64  # of GRPO's answers at most
+_PARENT = "recipes/quickstart/pretrain.yaml"
+_TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, which the toy's tokenizer has
+
+
+def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Load a recipe at toy scale, with expect.toy unless overrides change the training. Raises UserError."""
+    written = recipe.load(path).recipe
+    shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
+    for synthetic in (source.synthetic for source in written.data.sources if source.synthetic is not None):
+        shrunk += (f"data.sources[0].synthetic.about={synthetic.about}",) if synthetic.about != "exam" else ()
+    if written.stage == "pretrain" and written.data.mixture:
+        shrunk += (_WEIGHED,)
+    if written.stage == "pretrain":
+        shrunk += (f"model.config={json.dumps(toy_config(written.model.config))}",)
+    else:
+        init_from = written.model.init_from
+        shrunk += (f"model={{init_from: {init_from if parents.is_recipe(init_from) else _PARENT}}}",)
+        shrunk += _MIXED if written.data.mixture else ()
+        if written.grpo is not None and written.grpo.max_new_tokens > _ANSWER_TOKENS:
+            shrunk += (f"grpo.max_new_tokens={_ANSWER_TOKENS}",)
+        if written.chat is not None and written.chat.template not in _TEMPLATES:
+            shrunk += ("chat.template=xuanyuan",)
+    toy = recipe.load(path, (*shrunk, *overrides), parent=load_toy)
+    curve = written.expect.toy if written.expect and not recipe.changes_training(overrides) else {}
+    expect = Expect(hardware="cpu", loss=curve, tolerance=TOLERANCE) if curve else None
+    return dataclasses.replace(toy, recipe=toy.recipe.model_copy(update={"expect": expect}))
+
+
+def toy_config(config: traits.Config | None) -> traits.Config | None:
+    """Return model.config of a toy of the same model type from scratch; None for a Llama's."""
+    if config is None or config["model_type"] == "llama":
+        return None
+    known = traits.record_of(config).defaults
+    sizes = {"head_dim": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 64} | dict.fromkeys(traits.EXPERTS, 4)
+    return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)}

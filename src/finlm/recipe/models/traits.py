@@ -1,0 +1,215 @@
+"""What a model's config.json says of its layers, read without torch, for planner, checks, adapters and export.
+
+model_types.json has a row for every model type that `finlm admit` has let through: the tensors of a layer with their
+sizes in symbols, what config.json may leave out, and which of the gate's cells failed. `finlm admit --record` writes a
+row from transformers' own class; a user's rows are kept in ~/.config/finlm/model_types.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finlm.base import files
+from finlm.base.errors import UserError
+
+RECORD = Path(__file__).with_name("model_types.json")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
+LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+ROPES = ("default", "linear", "llama3", "yarn", *LIMITED_ROPE)
+Config = Mapping[str, Any]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TypeRecord:
+    """A row of model_types.json. Sizes are symbols: h, f (feed-forward), q, k (widths), d (a head), e, m (experts)."""
+
+    layer: dict[str, list[str]]  # sizes of every tensor, in the model's order
+    outer: list[list[str]]  # of the tensors beside layers, embedding and head
+    switches: dict[str, dict[str, list[str] | None]]  # tensors that a true key of config.json adds; None: takes away
+    defaults: dict[str, Any]  # of the keys of FIELDS that the class has
+    pattern: int = 0  # every so many-th layer sees all before; -1: config.json must say which
+    norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
+    rewards: bool = True  # transformers has a reward model of this type
+    ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
+    bare_norms: list[str] = field(default_factory=list)  # widths of a layer's norms that have no tensor
+    copies_output: bool = False  # attention's output is copied before o_proj: queries lie head by head
+    scales: dict[str, int] = field(default_factory=dict)  # 1: logits times this key, -1: divided by it
+    needs: list[str] = field(default_factory=list)  # keys without which transformers' class does not work
+    held: dict[str, Any] = field(default_factory=dict)  # keys that finlm would train wrongly at another value than this
+    cells: dict[str, str] = field(default_factory=dict)  # of the gate, with what is wrong, or nothing
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """The cells that did not pass, with what is wrong."""
+        return {cell: why for cell, why in self.cells.items() if why}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One model's layers."""
+
+    model_type: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int  # inner width that a token passes through
+    layer: tuple[tuple[str, Sizes], ...]  # tensors of a layer, in the model's order
+    outer: int  # parameters beside layers, embedding and head
+    windows: Sizes  # tokens seen, of the layers that do not see all before
+    ropes: tuple[str, ...]
+    experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
+    norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
+    ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
+    bare_norms: Sizes = ()  # widths of the norms that have no tensor
+    copies_output: bool = False  # attention's output is copied before o_proj
+    score_cap: float | None = None  # soft cap of attention's scores
+    head: tuple[float, float | None] = (1.0, None)  # factor and soft cap of the logits
+
+
+def user_file() -> Path:
+    """Return the path of the file with the rows of types that this user admitted; it need not exist."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "finlm" / RECORD.name
+
+
+def shipped() -> dict[str, TypeRecord]:
+    """Return the rows that come with finlm, by model type."""
+    return {name: TypeRecord(**row) for name, row in files.read_json(RECORD).items()}
+
+
+@functools.cache
+def records() -> Mapping[str, TypeRecord]:
+    """Return the row of every known model type; finlm's rows come before the user's. Raises UserError."""
+    rows = files.read_json(user_file()) if user_file().is_file() else {}
+    try:
+        return {name: TypeRecord(**row) for name, row in rows.items()} | shipped()
+    except TypeError as error:
+        raise UserError(
+            f"{user_file()} was written by another version of finlm", evidence=str(error), fix="remove it, admit again"
+        ) from None
+
+
+def record_of(config: Config) -> TypeRecord:
+    """Return the row of a config.json's type. Raises UserError when the type is unknown."""
+    name = config.get("model_type")
+    row = records().get(str(name))
+    if row is None:
+        raise UserError(
+            "config.json has no model_type" if name is None else f"model_type {name!r} is not admitted",
+            evidence=f"admitted: {', '.join(sorted(records()))}",
+            fix="finlm admit DIRECTORY tells whether finlm trains it as transformers does, and admits it then",
+        )
+    return row
+
+
+def read(config: Config, row: TypeRecord | None = None) -> Traits:
+    """Return the traits of a model by its config.json; row: its type's, else the admitted one. Raises UserError."""
+    row = row or record_of(config)
+    # A number of experts has several names, of which config.json has one.
+    aliases = EXPERTS if any(config.get(key) for key in EXPERTS) else ()
+    known = {key: value for key, value in row.defaults.items() if key not in aliases} | dict(config)
+    symbols = _symbols(known)
+    tensors: dict[str, list[str] | None] = dict(row.layer)
+    for key, more in row.switches.items():
+        if known.get(key):
+            tensors |= more
+    experts = symbols["e"], int(known.get("num_experts_per_tok") or 0)
+    shared = int(known.get("shared_expert_intermediate_size") or 0)
+    return Traits(
+        model_type=str(config["model_type"]),
+        heads=symbols["a"],
+        kv_heads=symbols["g"],
+        head_size=symbols["d"],
+        ffn=experts[1] * symbols["m"] + shared if experts[0] else symbols["f"],
+        layer=tuple(
+            (name, tuple(evaluate(size, symbols) for size in sizes))
+            for name, sizes in tensors.items()
+            if sizes is not None
+        ),
+        outer=sum(math.prod(evaluate(size, symbols) for size in sizes) for sizes in row.outer),
+        windows=_windows(known, row.pattern),
+        ropes=tuple(str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes(config)),
+        experts=experts if experts[0] else (0, 0),
+        norm_bytes=row.norm_bytes,
+        ffn_bytes=row.ffn_bytes,
+        bare_norms=tuple(evaluate(size, symbols) for size in row.bare_norms),
+        copies_output=row.copies_output,
+        score_cap=known.get("attn_logit_softcapping"),
+        head=head_of(known, row),
+    )
+
+
+def _symbols(known: Config) -> dict[str, int]:
+    """Return the number that each symbol of TypeRecord's sizes stands for: h, f, a, g, d, m, s, q, k, e."""
+    heads, hidden = int(known["num_attention_heads"]), int(known["hidden_size"])
+    groups = int(known.get("num_key_value_heads") or heads)
+    head = int(known.get("head_dim") or hidden // heads)
+    experts = next((int(known[key]) for key in EXPERTS if known.get(key)), 0)
+    sizes = {"h": hidden, "f": int(known["intermediate_size"]), "a": heads, "g": groups, "d": head}
+    more = {"m": "moe_intermediate_size", "s": "shared_expert_intermediate_size"}
+    sizes |= {symbol: int(known.get(key) or 0) for symbol, key in more.items()}
+    sizes["m"] = sizes["m"] or sizes["f"]
+    return sizes | {"q": heads * head, "k": groups * head, "e": experts}
+
+
+def evaluate(size: str, symbols: Mapping[str, int]) -> int:
+    """Return the number that a size such as "q+2*k" stands for."""
+    terms = (term.split("*") for term in size.split("+"))
+    return sum(math.prod(int(part) if part.isdigit() else symbols[part] for part in term) for term in terms)
+
+
+def _windows(known: Config, pattern: int) -> Sizes:
+    """Return the window of every layer that has one, in order. Raises UserError where only layer_types would tell."""
+    window, layers = known.get("sliding_window"), int(known["num_hidden_layers"])
+    if "sliding_window" not in known or not window:
+        return ()
+    if kinds := known.get("layer_types"):
+        return (int(window),) * list(kinds).count("sliding_attention")
+    if not known.get("use_sliding_window", True):
+        return ()
+    given = known.get("sliding_window_pattern")
+    pattern = given if isinstance(given, int) else pattern
+    if pattern < 0:
+        raise UserError(f"config.json of a {known['model_type']} has no layer_types", fix="save it with transformers 5")
+    first = int(known.get("max_window_layers") or 0) if "use_sliding_window" in known else 0
+    sees_all = [number < first or (pattern > 0 and (number + 1) % pattern == 0) for number in range(layers)]
+    return (int(window),) * sees_all.count(False)
+
+
+def ropes(config: Config) -> list[Config]:
+    """Return RoPE's parameters: one mapping, or one for each kind of layer."""
+    found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    inner: list[Config] = [value for value in found.values() if isinstance(value, dict)]
+    return inner or [found]
+
+
+def rope_theta(config: Config) -> float:
+    """RoPE's base; where kinds of layers differ, that of those that see all before. Raises UserError for the type."""
+    found = config.get("rope_parameters") or {}
+    found = found.get("full_attention") or found
+    return float(found.get("rope_theta") or config.get("rope_theta") or record_of(config).defaults["rope_theta"])
+
+
+def with_rope_theta(config: Config, theta: float) -> Config:
+    """Return config.json with another base of RoPE, for layers that are all of one kind."""
+    former = {key: value for key, value in ropes(config)[0].items() if key != "type"}
+    kind = ropes(config)[0].get("rope_type", ropes(config)[0].get("type", "default"))
+    left = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    return left | {"rope_parameters": former | {"rope_type": kind, "rope_theta": theta}}
+
+
+def head_of(config: Config, row: TypeRecord | None = None) -> tuple[float, float | None]:
+    """Return (factor, soft cap or None) of the logits; row: the type's, else the admitted one, if any."""
+    row = row or records().get(str(config.get("model_type")))
+    scales = SCALES | (row.scales if row else {})
+    factor = math.prod(float(config.get(key) or 1.0) ** power for key, power in scales.items())
+    return factor, config.get("final_logit_softcapping")

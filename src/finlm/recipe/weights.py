@@ -1,0 +1,191 @@
+"""Check that the model a recipe starts from is here, whole, and trainable by finlm; without torch.
+
+Of weights only the headers of the safetensors files are read: eight bytes of length, a JSON with every tensor's shape
+and place, then the tensors (https://huggingface.co/docs/safetensors). A download that was cut short is seen by its
+size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finlm.base import files, runs
+from finlm.base.errors import UserError
+from finlm.base.units import format_bytes
+from finlm.recipe import parents
+from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe
+
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
+_FIX = "download or copy the model again, and compare the sizes of its files"
+VLLM = ">=0.22,<=0.31"  # that trl 1.16 takes (trl/import_utils.py)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise UserError when model.init_from holds no model that finlm trains; called before data are prepared.
+
+    Checks the reward model and vLLM of grpo too.
+    """
+    check_judge(recipe)
+    if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"grpo.engine: {recipe.grpo.engine} needs vLLM, which is not installed here",
+            evidence="no package vllm beside this finlm",
+            fix=f"pip install 'vllm{VLLM}' into .venv on every host, or leave grpo.engine out",
+        )
+    init_from = recipe.model.init_from
+    if init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from):
+        fix = "put config.json and *.safetensors there, or name another directory or a model of the Hub"
+        directory = _check_directory("model.init_from", init_from, fix)
+        check_layers(recipe)
+        _check_first_layer(directory)
+    check_layers(recipe)
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Raise UserError when files of model.init_from that are here are cut short or unlike its config.json."""
+    directory = Path(recipe.model.init_from or "-")
+    if (directory / "config.json").is_file():
+        check(directory, files.read_json(directory / "config.json"))
+
+
+def missing_start(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning when model.init_from names nothing that is here, nor a model of the Hub at a commit."""
+    named, revision = recipe.model.init_from, recipe.model.revision
+    if named is None or parents.is_recipe(named) or Path(named).is_dir():
+        return
+    if parents.is_directory(named) or revision is None:
+        yield f"model.init_from: {named} is not here" + ("" if revision else ", nor does model.revision say a commit")
+
+
+def check_layers(recipe: Recipe) -> None:
+    """Raise UserError when model.init_from computes what finlm's layers do not, if its config.json is in reach.
+
+    Loading its weights (train.model) looks again.
+    """
+    model = recipe.model
+    if model.init_from is None or parents.is_recipe(model.init_from):
+        return
+    try:
+        path = parents.config_path(model.init_from, model.revision)
+    except UserError:  # not there, or no network here
+        return
+    parents.refuse_model(
+        files.read_json(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
+    )
+
+
+def check_judge(recipe: Recipe) -> None:
+    """Raise UserError when a term of grpo.reward names no reward model's directory."""
+    fix = "write choice, or name the export of a run of stage reward from the same start"
+    for term in recipe.grpo.reward if recipe.grpo else ():
+        if term.rule != "model":
+            continue
+        path = _check_directory("grpo.reward", str(term.path), fix)
+        config = files.read_json(path / "config.json")
+        if not parents.is_reward_model(config):
+            raise UserError(
+                f"grpo.reward: {term.path} is not a reward model",
+                evidence=f"architectures in its config.json: {', '.join(config.get('architectures') or ['none'])}",
+                fix=fix,
+            )
+
+
+def _check_directory(key: str, named: str, fix: str) -> Path:
+    """Return the model directory that a key names. Raises UserError when it is missing, damaged or no model."""
+    path = Path(named)
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
+        raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
+    runs.prove_model(path)
+    check(path, files.read_json(path / "config.json"))
+    return path
+
+
+def _check_first_layer(directory: Path) -> None:
+    """Raise UserError when the weights' first layer is not that of an admitted model with this config.json."""
+    config = files.read_json(directory / "config.json")
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        shapes |= _read_header(path)[0]
+    expected = {f"model.layers.0.{name}": list(sizes) for name, sizes in traits.read(config).layer if len(sizes) < 3}
+    expected["model.embed_tokens.weight"] = [config["vocab_size"], config["hidden_size"]]
+    wrong = [
+        f"{name} {'is missing' if name not in shapes else f'has {shapes[name]}'}; by config.json it has {sizes}"
+        for name, sizes in expected.items()
+        if shapes.get(name) != sizes
+    ]
+    if wrong:
+        raise UserError(
+            f"model.init_from: the weights in {directory} do not fit its config.json",
+            evidence="\n".join(wrong[:3]),
+            fix="take config.json and *.safetensors from one model",
+        )
+
+
+def check(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError where a file is cut short or missing, or the tensors are not those of config.json."""
+    shapes: dict[str, list[int]] = {}
+    problems = []
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors, problem = _read_header(path)
+        shapes |= tensors
+        problems += [problem] if problem else []
+    if (directory / INDEX).is_file():
+        named = files.read_json(directory / INDEX).get("weight_map") or {}
+        missing = sorted({name for name in named.values() if not (directory / name).is_file()})
+        problems += [f"{name}: is not there, and {INDEX} names it" for name in missing]
+    if not problems:
+        problems = list(_compare(shapes, config))
+    if problems:
+        raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=_FIX)
+
+
+def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
+    """Return (tensor shapes by name, problem) of a safetensors file; problem "" when its header and size agree."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                return {}, f"{path.name}: {format_bytes(size)}, its header is cut short or is none of safetensors"
+            header = json.loads(file.read(length))
+        tensors = {name: about for name, about in header.items() if name != "__metadata__"}
+        whole = 8 + length + max((about["data_offsets"][1] for about in tensors.values()), default=0)
+        shapes = {name: about["shape"] for name, about in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return {}, f"{path.name}: its header is damaged: {error}"
+    if size != whole:
+        return shapes, f"{path.name}: {size:,} bytes, its header says {whole:,}"
+    return shapes, ""
+
+
+def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list[str]:
+    """Return problems: layers of config.json that lack tensors, and embeddings of another shape."""
+    layers: dict[int, set[str]] = {}
+    for name in shapes:
+        if match := _LAYER.search(name):
+            layers.setdefault(int(match[1]), set()).add(match[2])
+    count = config.get("num_hidden_layers")
+    if not layers or not isinstance(count, int):
+        return []  # of another kind; loading it says what is wrong
+    every = set[str]().union(*layers.values())
+    problems = [
+        f"layer {number} lacks {', '.join(sorted(lacking)[:3])}"
+        for number in range(count)
+        if (lacking := every - layers.get(number, set()))
+    ]
+    if max(layers) >= count:
+        problems.append(f"tensors of {max(layers) + 1} layers, and num_hidden_layers is {count}")
+    wanted = [config.get("vocab_size"), config.get("hidden_size")]
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and None not in wanted and shape != wanted:
+            problems.append(f"{name} is {shape[0]} x {shape[-1]}, config.json says {wanted[0]} x {wanted[1]}")
+    return problems

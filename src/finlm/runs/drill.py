@@ -1,0 +1,240 @@
+"""Break a run on purpose (`finlm drill`), on the user's hosts before the real run, and measure how it recovers.
+
+A `finlm train` of the recipe runs in a directory of its own while faults are sent to its hosts, one at a time: each
+when the run has saved a checkpoint since it recovered from the last. What happened is read from events.jsonl, as for
+any run. Detection is from the fault to the first row about it; what a fault costs is the time without a finished step
+and the steps that were done again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finlm.base import screen
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.runs import list_runs
+from finlm.hosts import ssh
+from finlm.hosts.remote import fault as faults
+from finlm.recipe.cluster import Cluster, Host
+
+# A drilled run has more faults in an hour than another in a month: no host is left for them, nothing is waited for.
+SETTINGS = ("launch.host_failures=1000", "launch.restart_wait_seconds=1", "launch.stall_minutes=1")
+POLL_SECONDS = 1.0
+END_SECONDS = 180.0  # for the last checkpoint and report
+
+
+@dataclass
+class Injury:
+    """A fault: where and when it was caused, and what it cost in seconds and steps; None while that is not known."""
+
+    fault: str
+    host: str
+    step: int
+    time: float
+    what: str
+    detected_after: float | None = None
+    training_after: float | None = None
+    steps_lost: int = 0
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What is drilled: the command that trains, its hosts and runs, and the schedule.
+
+    kinds: names of faults. seconds: how long in all. every: seconds between two faults. seed: 0 takes the faults in
+    turn.
+    """
+
+    train: Sequence[str]
+    name: str
+    hosts: Cluster
+    runs: Path
+    kinds: Sequence[str]
+    seconds: float
+    every: float
+    seed: int = 0
+
+
+def check_kinds(text: str) -> list[str]:
+    """Return the faults of a comma-separated list, all for an empty list. Raises UserError for an unknown fault."""
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()] or list(faults.FAULTS)
+    if unknown := [kind for kind in kinds if kind not in faults.FAULTS]:
+        raise UserError(f"no fault is called {unknown[0]}", fix=f"--faults takes {', '.join(faults.FAULTS)}")
+    return kinds
+
+
+def drill(d: Drill) -> tuple[list[Injury], float]:
+    """Start the training, cause faults for d.seconds and end it; return (faults with their costs, share that trained).
+
+    The share is of the time, 0 to 1. Raises UserError when the run ends early, or a host does not answer.
+    """
+    before = {run.path for run in list_runs(d.runs, d.name)}
+    chance, injuries = random.Random(d.seed), list[Injury]()
+    with subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            began = _wait_for_step(d, process, before, 0.0)
+            end, due = began + d.seconds, began
+            while time.time() < end:
+                due += d.every
+                kind = d.kinds[len(injuries) % len(d.kinds)] if not d.seed else chance.choice(d.kinds)
+                _wait_until(process, min(due, end))
+                if time.time() >= end:
+                    break
+                _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began)
+                injuries.append(_injure(_find_run(d, before), chance.choice(d.hosts.hosts), kind))
+                _wait_for_step(d, process, before, injuries[-1].time)
+            stopped = time.time()
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    return injuries, _measure(_find_run(d, before), injuries, began, stopped)
+
+
+def _find_run(d: Drill, before: set[Path]) -> RunDir:
+    """Return the newest run directory of the drill; `before`: those that were there. Raises UserError without any."""
+    runs = [run for run in list_runs(d.runs, d.name) if run.path not in before and run.events.exists()]
+    if not runs:
+        raise UserError("the drill's run did not begin", fix="`finlm train` with the same options says why")
+    return runs[0]
+
+
+def _check_alive(process: subprocess.Popen[bytes]) -> None:
+    """Raise UserError when the training process has ended."""
+    if process.poll() is not None:
+        raise UserError(
+            "the run ended before the drill did",
+            evidence=f"`finlm train` ended with exit code {process.returncode}",
+            fix="read its last words above; a drill needs a recipe with more steps than fit into its time",
+        )
+
+
+def _wait_until(process: subprocess.Popen[bytes], moment: float) -> None:
+    """Wait until a time.time(). Raises UserError when the training ends before."""
+    while time.time() < moment:
+        _check_alive(process)
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> float:
+    """Wait for a step that is finished after the fault at `since`, and return its time.
+
+    The step must come after the ranks' restart or, when the fault costs no restart, d.every seconds after the fault; at
+    the first call, with since=0, any step counts. Raises UserError when the training ends before. Times are
+    time.time().
+    """
+    while True:
+        _check_alive(process)
+        try:
+            rows = list(_find_run(d, before).read_events())
+        except UserError:
+            rows = []
+        starts = [row["time"] for row in rows if row["kind"] == "start" and row["time"] > since]
+        again = starts[0] if starts else since + d.every  # a fault that costs no restart shows no start
+        steps = [row["time"] for row in rows if row["kind"] == "step" and row["time"] > (again if since else 0.0)]
+        if steps:
+            return float(steps[0])
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> None:
+    """Wait for a checkpoint after `since` that is whole where it has to be: in memory, or `copied` with copies.
+
+    Raises UserError when the training ends before.
+    """
+    while not any(
+        row["time"] > since
+        and row["kind"] in ("in_memory", "copied" if _makes_copies(_find_run(d, before)) else "checkpoint")
+        for row in _find_run(d, before).read_events()
+    ):
+        _check_alive(process)
+        time.sleep(POLL_SECONDS)
+
+
+def _makes_copies(run: RunDir) -> bool:
+    """Return whether the run has copied a checkpoint to this machine."""
+    return any(run.read_events("copied"))
+
+
+def _injure(run: RunDir, host: Host, kind: str) -> Injury:
+    """Cause the fault `kind` on a host of the run, print it, and return it.
+
+    A fault that the host could not cause is returned too; `what` gives the reason. Raises UserError when ssh fails.
+    """
+    step = max((row["step"] for row in run.read_events("step")), default=0)
+    there = ssh.path_on_host(run.path.absolute(), host.access)
+    source = Path(faults.__file__).read_bytes()
+    moment = time.time()
+    if ssh.is_this_machine(host.destination):
+        argv = [sys.executable, "-", str(there), kind]
+        output = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False).stdout.decode()
+    else:
+        argv = [ssh.python_on_host(host.access), "-", str(there), kind]
+        output = ssh.run(host.destination, argv, stdin=source).stdout
+    answer = json.loads(output or '{"failed": "no answer"}')
+    what = str(answer.get("done") or f"not done: {answer['failed']}")
+    screen.say(f"drill: step {step:,}: {kind} on {host.name}: {what}")
+    return Injury(kind, host.name, step, moment, what)
+
+
+def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: float) -> float:
+    """Fill in what each fault cost, and return the share of the time (0 to 1) that trained steps which counted.
+
+    Lost is the time from a fault to the next finished step, plus the steps done again at the median time of a step.
+    began, stopped: time.time().
+    """
+    rows = list(run.read_events())
+    steps = [row for row in rows if row["kind"] == "step"]
+    times = [row["time"] for row in steps]
+    usual = statistics.median([later - former for former, later in itertools.pairwise(times)] or [0.0])
+    lost = 0.0
+    for number, injury in enumerate(injuries):
+        until = injuries[number + 1].time if number + 1 < len(injuries) else stopped
+        mine = [row for row in rows if injury.time < row["time"] <= until]
+        report = next((row for row in mine if row["kind"] in ("incident", "restart")), None)
+        start = next((row for row in mine if row["kind"] == "start"), None)
+        if report is not None:
+            injury.detected_after = round(report["time"] - injury.time, 1)
+        if start is None:
+            continue
+        reached = max((row["step"] for row in steps if row["time"] <= start["time"]), default=0)
+        injury.steps_lost = max(0, reached - start["step"])
+        first = next((row["time"] for row in steps if row["time"] > start["time"]), None)
+        if first is not None:
+            injury.training_after = round(first - injury.time, 1)
+            lost += first - injury.time + injury.steps_lost * usual
+    return 1 - lost / max(stopped - began, 1e-9)
+
+
+def show(injuries: Sequence[Injury], share: float) -> None:
+    """Print the table of faults and the share of effective training time."""
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0f} s"
+
+    rows = []
+    for each in injuries:
+        costs = seconds(each.detected_after), f"{each.steps_lost:,}", seconds(each.training_after)
+        rows.append([each.fault, each.host, f"{each.step:,}", *costs])
+    screen.table(["fault", "host", "step", "detected after", "steps lost", "training after"], rows)
+    screen.show(f"effective training time {100 * share:.1f} %, {len(injuries)} faults")
+
+
+def to_json(injuries: Sequence[Injury], share: float) -> dict[str, object]:
+    """Return the result as `finlm drill --json` prints it."""
+    return {"effective_time": round(share, 4), "faults": [dataclasses.asdict(each) for each in injuries]}

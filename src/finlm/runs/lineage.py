@@ -1,0 +1,442 @@
+"""Decide which run a `finlm train` goes on with, and where it starts from when model.init_from names a recipe.
+
+Plans never change. When the cluster, the ZeRO stage, the micro-batch or another part of how to train is not what an
+unfinished run was planned for, and what it trains is the same (data, order, tokens a step, schedule, seed, precision),
+a new run directory begins where that one stopped: its events are copied, its newest proved checkpoint is linked below
+continued/, and its manifest names the parent. The parent stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finlm.base import checkpoints as disk
+from finlm.base import files, runs, screen
+from finlm.base.checkpoints import Manifest
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.runs import is_finished, list_runs, lock_run
+from finlm.base.step_cache import NotPrepared
+from finlm.doctor import gpus
+from finlm.hosts import checkpoint_parts, ssh
+from finlm.launch.restart import HostLost
+from finlm.plan.plan import Plan
+from finlm.recipe import parents, rules
+from finlm.recipe import recipe as recipes
+from finlm.recipe.cluster import Cluster, Host
+from finlm.recipe.parents import Load
+from finlm.recipe.schema import HostAccess, Launch, Optim, Recipe
+from finlm.tokens import pretrained
+
+WAYS = {"hosts": {}, "launch": Launch()}  # how hosts are reached and watched: may be mended between two launches
+WHAT = (
+    *("precision", "steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters"),
+    "device",
+)  # of the plan; what it says besides is how
+SHOWN = ("world_size", "zero_stage", "offload_optimizer", "offload_param", "micro_batch", "gradient_accumulation_steps")
+THREADS = 16
+
+
+# What a finished run may be continued with. Without a schedule the rate is the one in the optimizer's saved state.
+LONGER = ("train.steps", "train.tokens", "train.epochs")
+ANOTHER_RATE = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps")
+_OF_THE_END = [
+    "end",
+    "proof",
+    "copied",
+    "export",
+    "sample",
+    "suite",
+    "prediction",
+    "expect",
+]  # events of a finished run
+
+
+class Known(NamedTuple):
+    """A run with its recipe and its plan.json."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Mapping[str, Any]  # also of versions whose plans had other keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """A run that a new run directory continues, the checkpoint it takes over, and what is changed."""
+
+    run: RunDir
+    checkpoint: Path
+    step: int
+    changed: tuple[str, ...]
+    former: tuple[Optim, int] | None = None  # of a finished run: its schedule and its steps
+
+    def bring(self, run: RunDir) -> None:
+        """Put the checkpoint (links where the file system allows) and the events into a new run directory.
+
+        Of a finished run the events of its end are left out.
+        """
+        runs.link(self.checkpoint, run.path / "continued" / self.checkpoint.name)
+        rows = self.run.read_events()
+        kept = [row for row in rows if self.former is None or row["kind"] not in _OF_THE_END]
+        files.write_text(run.events, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest of the new run says about the run it continues."""
+        return {"run": str(self.run.path), "step": self.step, "changed": list(self.changed)}
+
+
+def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
+    """Return the hosts of a plan as a cluster, reached as the recipe says."""
+    return Cluster(
+        tuple(
+            Host(host.name, host.slots, host.gpu, access=recipe.hosts.get(host.name, HostAccess()))
+            for host in planned.hosts
+        )
+    )
+
+
+def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
+    """Return the newest run of the same recipe, plan and data that is not finished, or None; print why it goes on.
+
+    A trained run also counts under another plan of the same training, and when its exports, exams or reports are now
+    asked for in another way: nothing is lost.
+    """
+    for run, former, planned in _list_same_data(wanted, shards, runs):
+        if run.is_trained():
+            if former.name != wanted.name or _other_training(former, wanted):
+                continue
+            if _list_changes(WHAT, planned, plan):
+                continue
+            screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
+            return run
+        plans = [planned, *map(files.read_json, run.former_plans)]
+        is_other = former.model_copy(update=WAYS) != wanted.model_copy(update=WAYS)
+        if is_other or all(_list_differences(each, plan) for each in plans):
+            continue
+        if len(plans) > 1:
+            screen.say(f"{run.path} goes on by its plan.json: {planned['reasons'][0]}")
+        return run
+    return None
+
+
+def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
+    """Return the newest finished run of the same recipe and data, or None; how it was carried out may differ."""
+    for run, former, _ in _list_same_data(wanted, shards, runs, finished=True):
+        if former.name == wanted.name and not _other_training(former, wanted):
+            return run
+    return None
+
+
+def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier | None:
+    """Return the newest unfinished run of the same training under another plan, to go on from, and print it.
+
+    None without such a run. Brings its newest checkpoint to this machine. Raises UserError when that run is running, or
+    a host that holds a part of its checkpoint cannot give it.
+    """
+    for run, former, planned in find_continuable(wanted, plan, shards, runs):
+        check_free(run, wanted, accept_new)
+        with lock_run(run):
+            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new)
+        if checkpoint is not None:
+            keys = [key for key, _, _ in rules.differing(former, wanted)]
+            changed = tuple(_list_differences(planned, plan)) or tuple(keys)
+            step = Manifest.read(checkpoint).step
+            screen.say(f"continuing {run.path} from step {step:,} in a new run directory (--new starts afresh)")
+            screen.say(f"  changed: {'; '.join(changed)}; data, order and tokens a step are the same")
+            return Earlier(run, checkpoint, step, changed)
+    return None
+
+
+def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
+    """Raise UserError when no run of this recipe is finished; called before the data are prepared."""
+    if not any(former.name == wanted.name for _, former, _ in _list_same_data(wanted, None, runs, finished=True)):
+        raise UserError(
+            f"there is no finished run of {wanted.name} to continue",
+            evidence=f"looked in {runs}/",
+            fix="train it first without --continue; `finlm runs` lists what there is",
+        )
+
+
+def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier:
+    """Return the newest finished run of a recipe for a longer run to go on from, and print it.
+
+    Raises UserError without such a run, where more than length and learning rate differ, or without a step to train.
+    """
+    for run, former, planned in _list_same_data(wanted, shards, runs, finished=True):
+        if former.name != wanted.name:
+            continue
+        has_schedule = (wanted.optim.schedule, wanted.optim.warmup_steps) != ("constant", 0)
+        free = (*LONGER, *ANOTHER_RATE) if has_schedule else LONGER
+        other = [key for key in _other_training(former, wanted) if not rules.is_within(key, free)]
+        other += _list_changes([key for key in WHAT if key != "steps"], planned, plan)
+        if other:
+            raise UserError(
+                f"{run.path} cannot be continued by this recipe",
+                evidence=f"{', '.join(other)} differ; --continue may change {', '.join(free)}",
+                fix="take the others back, or train anew without --continue",
+            )
+        if planned["steps"] >= plan.steps:
+            raise UserError(
+                f"{run.path} has its {planned['steps']:,} steps already, and the recipe says {plan.steps:,}",
+                fix=f"ask for more, for example --set train.steps={2 * planned['steps']}",
+            )
+        with lock_run(run):
+            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new)
+        if checkpoint is None:
+            raise UserError(f"{run.path} has no checkpoint to go on from", fix="train anew without --continue")
+        changed = tuple(key for key, _, _ in rules.differing(former, wanted))
+        step = Manifest.read(checkpoint).step
+        screen.say(f"continuing {run.path} from step {step:,} to {plan.steps:,} in a new run directory")
+        screen.say(f"  changed: {'; '.join(changed)}; the rows go on where they ended")
+        if wanted.data.mixture:
+            screen.say("  data.mixture is divided over the longer run: some of its rows may have been read before")
+        return Earlier(run, checkpoint, step, changed, (former.optim, planned["steps"]))
+    raise UserError(
+        f"no finished run of {wanted.name} in {runs}/ has read the same data",
+        fix="take the changes of data, tokenizer and model back, or train anew without --continue",
+    )
+
+
+def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Iterator[Known]:
+    """Yield the unfinished runs of the same training under another plan, newest first; print why others are not.
+
+    Reads no checkpoint.
+    """
+    has_printed = False
+    for run, former, planned in _list_same_data(wanted, shards, runs):
+        if run.is_trained() or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
+            continue
+        if what := _other_training(former, wanted):
+            if not has_printed:  # of many former trials the newest is the one that may have been meant
+                screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
+            has_printed = True
+            continue
+        if other := _list_changes(WHAT, planned, plan):
+            screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
+            continue
+        stages = planned["zero_stage"], plan.zero_stage
+        if "nvme" in (planned["offload_optimizer"], plan.offload_optimizer) or (0 in stages and stages != (0, 0)):
+            screen.say(f"{run.path} is not continued: optimizer states move between ZeRO stages 1, 2 and 3 only")
+            continue
+        yield Known(run, former, planned)
+
+
+def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
+    """Return the fix, for a message, when the hosts `lost` do not come back, by the newest run that would go on.
+
+    runs: None for a new run.
+    """
+    for run, former, planned in _list_same_data(wanted, None, runs) if runs else ():
+        if former.name == wanted.name and not run.is_trained():
+            if any(host["name"] in lost for host in planned["hosts"]):
+                return checkpoint_parts.way_out(run, lost)
+            break
+    return f"or go on without: --exclude {'@'.join(lost)}"
+
+
+def check_free(run: RunDir, recipe: Recipe, accept_new: bool) -> None:
+    """Raise UserError when another process or host runs the run: before doctor asks about the GPUs that it is on."""
+    with lock_run(run):
+        checkpoint_parts.check_started_here(run, hosts_of(Plan.read(run.plan), recipe), accept_new)
+
+
+def _other_training(former: Recipe, wanted: Recipe) -> list[str]:
+    """Return the keys in which two recipes differ and which a run that goes on may not change."""
+    keys = [key for key, _, _ in rules.differing(former, wanted)]
+    # A start brings its config.json, in reach when the recipe was read or not.
+    same = (*rules.SAME_RUN, *(["model.config"] if wanted.model.init_from is not None else []))
+    return [key for key in keys if not rules.is_within(key, same)]
+
+
+def _list_same_data(wanted: Recipe, shards: Path | None, runs: Path, *, finished: bool = False) -> Iterator[Known]:
+    """Yield the unfinished (or finished) runs of this name and data, newest first, except those that a run continues.
+
+    shards: None for any data. Prints runs whose manifest or plan cannot be read.
+    """
+    continued = set()
+    for run in list_runs(runs, wanted.name):
+        if not run.manifest.exists():
+            continue
+        try:
+            content, planned = files.read_json(run.manifest), files.read_json(run.plan)
+        except (OSError, files.NotJson):
+            screen.say(f"{run.path} is left out: its manifest.json or plan.json is missing or damaged")
+            continue
+        if "continues" in content:
+            continued.add(Path(content["continues"]["run"]).name)  # beside it, by whatever path it was found then
+        if run.path.name in continued or (shards and content["shards"]["path"] != str(shards.resolve())):
+            continue  # what continues it is newer
+        if is_finished(run) != finished:
+            continue
+        try:
+            yield Known(run, recipes.load(run.recipe).recipe, planned)
+        except UserError:  # written by a version with other keys
+            continue
+
+
+def _list_changes(keys: Sequence[str], planned: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return `key old -> new` for each key in which plan.json `planned` and the plan differ."""
+    pairs = ((key, planned.get(key), getattr(plan, key)) for key in keys)
+    return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
+
+
+def _list_differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return `key old -> new` for the main keys in which a plan.json and a plan differ, else the other such keys."""
+    new = json.loads(json.dumps(plan.to_json()))
+    return _list_changes(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
+
+
+def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """Return (step, directory) of the run's checkpoints, oldest first; the newest may lie on other hosts only."""
+    checkpoints = [*run.continued_checkpoints(), *run.complete_checkpoints()]
+    for written in sorted((run.recorded_checkpoint(), run.recorded_in_memory())):
+        if written > max((step for step, _ in checkpoints), default=0):
+            checkpoints.append((written, run.checkpoint(written)))
+    return sorted(checkpoints)
+
+
+def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
+    """Return the newest checkpoint whose files are all here and intact; parts on other hosts are brought here.
+
+    Prints damaged ones; None when none was ever saved. Raises checkpoint_parts.Incomplete when a host does not give its
+    part of the newest, and UserError when none is left whole: the run would start again at step 0.
+    """
+    missing: checkpoint_parts.Incomplete | None = None
+    saved = _checkpoints(run)
+    for step, directory in reversed(saved):
+        if directory.parent == run.checkpoints:
+            try:
+                checkpoint_parts.gather_checkpoint(run, hosts_of(planned, former), step, accept_new)
+            except checkpoint_parts.Incomplete as error:
+                missing = missing or error
+                continue
+        try:
+            damage = disk.faults(directory, Manifest.read(directory).files, THREADS)
+        except (OSError, disk.Unreadable) as error:
+            damage = [f"{disk.MANIFEST}: {error}"]
+        if not damage:
+            if missing:
+                screen.say(f"{missing.problem}: step {step:,} is the newest that is complete here")
+            return directory
+        screen.say(f"{directory} is damaged and not used: {'; '.join(damage[:5])}")
+    if missing:
+        raise missing
+    if saved:
+        raise UserError(
+            f"no whole checkpoint of {run.path} is left, so nothing was started",
+            evidence=f"saved after steps {', '.join(f'{step:,}' for step, _ in saved)}",
+            fix="restore one of them from a copy, or start another run with --new",
+        )
+    return None
+
+
+PASSED_OVER = 5  # runs that are named
+
+
+def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, list[str]]:
+    """Return (export/ of the newest run that trained what a recipe says or None, newer runs passed over with reasons).
+
+    load reads the recipes that it starts from: recipes.load or derive.load_toy.
+    """
+    passed = []
+    for run in list_runs(runs, wanted.name):
+        if not (run.is_trained() and (run.export / "config.json").exists()):
+            continue
+        try:
+            former = recipes.load(run.recipe).recipe
+            if former.name != wanted.name:
+                continue
+            difference = _find_difference(run, former, wanted, load)
+        except UserError as error:
+            passed.append(f"{run.path}: it cannot be read: {error.evidence or error.problem}")
+            continue
+        if difference is None:
+            return Path(run.export), passed
+        passed.append(f"{run.path}: {difference}")
+    return None, passed
+
+
+def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) -> str | None:
+    """Return the first key in which a run trained something else than a recipe says, with both values, or None."""
+    start = parents.start_recorded(run, former)
+    theirs = parents.settings_of(former, start.settings if start else None)
+    ours = parents.settings_of(wanted, _settings_of_parent(wanted, load))
+    for key, value, stated in rules.differing_values(theirs, ours):
+        shown = [each["name"] if isinstance(each, dict) else each for each in (value, stated)]
+        return f"{key} {shown[0]}, the recipe says {shown[1]}"
+    steps = files.read_json(run.plan)["steps"]
+    origin = parents.read_origin(run.export)
+    exported = origin.step if origin else steps
+    return None if exported == steps else f"its export is of step {exported:,} of {steps:,}"
+
+
+def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
+    """Return parents.settings_of of what a recipe starts from, or None for a start from scratch."""
+    init_from = wanted.model.init_from
+    if init_from is None or not parents.is_recipe(init_from):
+        start = parents.start_of(wanted)
+        return start.settings if start else None
+    parent = load(init_from).recipe
+    return parents.settings_of(parent, _settings_of_parent(parent, load))
+
+
+def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
+    """Return where model.init_from lies: itself, the export of a recipe's newest run, or the Hub's snapshot.
+
+    Raises UserError when there is none, or NotPrepared where must_exist is False. A Hub id is downloaded if must_exist.
+    """
+    init_from = wanted.model.init_from
+    assert init_from is not None  # recipe.parents asks for it
+    if parents.is_recipe(init_from):
+        export, passed = find_export(load(init_from).recipe, runs, load)
+        if export is None and not must_exist:
+            raise NotPrepared("model")
+        if export is None:
+            raise UserError(
+                f"the model that {init_from} makes is not there yet",
+                evidence="\n".join(
+                    [f"no finished run of it as it is written in {runs.absolute()}", *passed[:PASSED_OVER]]
+                ),
+                fix=f"finlm train {init_from}; `finlm train` of this recipe does that first. To start from a run "
+                "with other settings: --set model.init_from=runs/RUN",
+            )
+        return export
+    path = Path(init_from)
+    if path.is_dir():
+        return path
+    if not must_exist:
+        raise NotPrepared("model")
+    return pretrained.snapshot(init_from, wanted.model.revision)
+
+
+def other_hosts(recipe: Recipe, hosts: Cluster, lost: HostLost, accept_new: bool) -> Iterator[tuple[Cluster, str]]:
+    """Yield the clusters that may go on without a lost host, the best first, each with what is done in words.
+
+    A spare of the hostfile in its place, else those that are left: the plan is made anew for them (pipeline.py), and
+    the run goes on in a new run directory, as after a change of hosts by hand. Asks the spares over ssh, and prints why
+    a spare cannot be used.
+    """
+    for spare in hosts.spares:
+        if not ssh.answers(spare.destination):
+            screen.say(f"the spare {spare.name} does not answer")
+            continue
+        try:
+            asked = gpus.ask_kinds(recipe, dataclasses.replace(hosts, hosts=(spare,)), accept_new).hosts[0]
+        except UserError as error:
+            screen.say(f"the spare {spare.name} cannot be used: {error}")
+            continue
+        yield hosts.replace(lost.host, asked), f"{spare.name} in the place of {lost.host}"
+    if len(hosts.hosts) > 1:
+        yield hosts.without(lost.host, for_good=not lost.is_gone), f"without {lost.host}"
+
+
+def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
+    """Return whether `finlm train` under this plan would continue the run; True while the run has no checkpoint."""
+    if not run.recorded_checkpoint() and not run.recorded_in_memory():
+        return True
+    known = find_continuable(recipe, plan, shards, run.path.parent)
+    return any(each.run.path.resolve() == run.path.resolve() for each in known)

@@ -1,0 +1,360 @@
+"""Run `finlm self-qa`: the recipe's documents to questions and answers for SFT, in the three stages of arXiv
+2305.11952.
+
+Documents are what pretraining would read: cleaned, deduplicated, not held out, drawn by hash, so that asking about more
+of them keeps what was drawn before. Of each drawn document one passage is asked about, every question that passes the
+rules is answered from the passage, and what passes again is written as messages.
+
+A finished document is a line in <output>.ledger, replies included, and is never paid for twice: a killed run goes on,
+and a changed rule is applied to what is there already. The output appears whole, after the last document. Changed
+prompts, model or sampling start anew in the same ledger.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.base.step_cache import Cache
+from finlm.corpus import documents, selection, steps
+from finlm.corpus.workers import Context
+from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_data import SelfQA
+from finlm.rows.shards import GOLDEN, mix
+from finlm.selfqa import endpoint
+from finlm.selfqa.endpoint import Conversation, Endpoint, NoAnswer, Refused, Reply
+
+_STOP_AFTER = 5  # documents in a row that failed: it is not the documents
+_QUESTION_TOKENS = 64  # a question
+_TOKENS = ("prompt_tokens", "completion_tokens")
+
+
+class Model(Protocol):
+    """The model that is asked: endpoint.Endpoint, or a checkpoint on this machine."""
+
+    def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
+        """Return the reply to messages."""
+
+
+@dataclass
+class Pair:
+    """A question, and its answer where it passed the rules."""
+
+    question: str
+    answer: str | None = None
+    finish: str | None = None  # the server's finish_reason
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return the pair as the ledger has it."""
+        return {"question": self.question} if self.answer is None else asdict(self)
+
+
+@dataclass
+class Asked:
+    """The questions and answers of a document, and what they cost."""
+
+    document: str
+    source: str
+    passage: str
+    pairs: list[Pair] = field(default_factory=list)
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    uncounted: int = 0  # replies without a count of tokens
+    failed: str | None = None
+    detail: str = ""  # of the failure
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Asked:
+        """Read a row of the ledger."""
+        known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
+        return cls(**known | {"pairs": [Pair(**pair) for pair in row["pairs"]]})
+
+    def to_json(self, key: str) -> Mapping[str, Any]:
+        """Return a row of the ledger."""
+        row = {"key": key, **asdict(self), "pairs": [pair.to_json() for pair in self.pairs]}
+        del row["detail"]  # no document that failed is kept
+        return row
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Prompt and completion tokens that the document cost."""
+        return {name: getattr(self, name) for name in _TOKENS}
+
+
+def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = None) -> Path:
+    """Ask about every drawn document that the ledger does not have, and publish; return the output's path.
+
+    model: asked instead of the endpoint; fingerprint: of its weights, as its name says little. Raises UserError, with
+    all answers kept in the ledger.
+    """
+    settings = _settings(recipe)
+    asked: Model = Endpoint(settings) if model is None else model
+    output = Path(settings.output).expanduser()
+    ledger = output.with_name(output.name + ".ledger")
+    key = _key(settings, fingerprint)
+    with _lock_ledger(ledger):
+        drawn = passages(recipe, settings)
+        rows = list(files.read_json_lines(ledger))
+        done = {row["document"]: Asked.from_json(row) for row in rows if row["key"] == key}
+        missing = [passage for passage in drawn if passage.document not in done]
+        kept = len(drawn) - len(missing)
+        screen.say(f"self-qa: {len(drawn):,} documents, {kept:,} of them in {ledger} already; model {settings.model}")
+        spent = sum((Counter({name: row[name] for name in _TOKENS}) for row in rows), Counter[str]())
+        done |= {row.document: row for row in _ask_passages(missing, settings, asked, ledger, key, spent)}
+        answered = [done[passage.document] for passage in drawn if passage.document in done]
+        if len(answered) < len(drawn):
+            screen.say(f"self-qa: max_cost is reached; {len(drawn) - len(answered):,} documents were not asked about")
+        return _publish(output, answered, settings, key, getattr(asked, "retries", 0))
+
+
+def _settings(recipe: Recipe) -> SelfQA:
+    """Return the recipe's self_qa section. Raises UserError when it has none."""
+    if recipe.self_qa is None:
+        raise UserError(
+            f"the recipe {recipe.name} has no self_qa section",
+            fix="add self_qa: {endpoint: http://host:8000/v1, model: NAME}, or give both by --set",
+        )
+    return recipe.self_qa
+
+
+def _key(settings: SelfQA, fingerprint: str | None) -> str:
+    """Return a key of the settings that replies depend on, without the address, the speed of asking and the filters."""
+    names = ("model", "passage_characters", "questions", "language", "temperature", "max_answer_tokens", "seed")
+    values = {name: getattr(settings, name) for name in names}
+    if fingerprint is not None:
+        values["model"] = fingerprint
+    return files.sha256_json({"prompts": endpoint.VERSION, **values})[:16]
+
+
+@contextmanager
+def _lock_ledger(ledger: Path) -> Iterator[None]:
+    """Hold the ledger's lock inside the block. Raises UserError when another process holds it."""
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    with ledger.with_name(f".{ledger.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `finlm self-qa` writes {ledger} now", fix="wait for it, or end it") from None
+        yield
+
+
+def _ask_passages(
+    missing: list[Passage], settings: SelfQA, model: Model, ledger: Path, key: str, spent: Counter[str]
+) -> Iterator[Asked]:
+    """Ask about each passage, `concurrency` at a time, and yield its result; writes what succeeds to the ledger first.
+
+    Ends early when max_cost is spent. Raises UserError after five documents in a row that failed.
+    """
+    waiting = iter(missing)
+    under_way: set[Future[Asked]] = set()
+    failed_in_a_row = 0
+    workers = settings.concurrency if settings.endpoint else 1
+    with ThreadPoolExecutor(workers) as pool, screen.progress("self-qa", len(missing)) as advance:
+        try:
+            while True:
+                while len(under_way) < workers and not _is_too_dear(settings, spent):
+                    passage = next(waiting, None)
+                    if passage is None:
+                        break
+                    under_way.add(pool.submit(_ask_about, passage, settings, model))
+                if not under_way:
+                    return
+                ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                rows = [future.result() for future in ended if future.exception() is None]
+                for row in rows:  # all that was paid for, before anything is raised
+                    advance(1)
+                    spent.update(row.tokens)
+                    if not row.failed:  # such a document is tried again by the next run
+                        files.append_json_line(ledger, row.to_json(key))
+                for future in ended:
+                    future.result()
+                for row in rows:
+                    yield row
+                    failed_in_a_row = failed_in_a_row + 1 if row.failed else 0
+                    if failed_in_a_row >= _STOP_AFTER:
+                        raise UserError(
+                            f"{settings.endpoint or settings.model} failed on {failed_in_a_row} documents in a row",
+                            evidence=row.detail,
+                            fix=f"what was answered is in {ledger}; the same command goes on from there",
+                        )
+        except BaseException:
+            if isinstance(model, Endpoint):
+                model.stopped.set()  # requests under way end by themselves; no new one starts
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
+    """Ask for the questions of one passage, and for the answers to those that pass the rules."""
+    row = Asked(passage.document, passage.source, passage.text)
+
+    def ask(prompt: str, temperature: float, tokens: int) -> Reply:
+        """Ask the model, and add the request and its tokens to the row."""
+        row.requests += 1
+        reply = model.ask([{"role": "user", "content": prompt}], temperature, tokens)
+        row.uncounted += reply.prompt_tokens is None or reply.completion_tokens is None
+        row.prompt_tokens += reply.prompt_tokens or 0
+        row.completion_tokens += reply.completion_tokens or 0
+        return reply
+
+    try:
+        count, language = settings.questions, settings.language
+        prompt = endpoint.question_prompt(passage.text, count, language)
+        replied = ask(prompt, settings.temperature, _QUESTION_TOKENS * count + settings.max_answer_tokens)
+        seen = set()
+        for question in endpoint.split_questions(replied.text)[:count]:
+            pair = Pair(question)
+            row.pairs.append(pair)
+            if endpoint.normalise_question(question) not in seen and endpoint.question_reason(question) is None:
+                seen.add(endpoint.normalise_question(question))
+                answer = ask(endpoint.answer_prompt(passage.text, question, language), 0.0, settings.max_answer_tokens)
+                pair.answer, pair.finish = endpoint.without_thoughts(answer.text), answer.finish_reason
+    except (Refused, NoAnswer) as error:
+        row.failed, row.detail = "refused" if isinstance(error, Refused) else "no answer", str(error)
+    return row
+
+
+def cost(settings: SelfQA, tokens: Counter[str]) -> float:
+    """Return what these tokens cost, in the currency of the recipe's prices."""
+    return (
+        tokens["prompt_tokens"] * settings.input_price + tokens["completion_tokens"] * settings.output_price
+    ) / 1_000_000
+
+
+def _is_too_dear(settings: SelfQA, spent: Counter[str]) -> bool:
+    return settings.max_cost is not None and cost(settings, spent) >= settings.max_cost
+
+
+def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
+    """Run stage 3: prune, and write the output with its account (<output>.json) beside it.
+
+    Raises UserError when no pair is left.
+    """
+    lines, reasons = _prune_pairs(rows, settings)
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update({name: getattr(row, name) for name in ("requests", *_TOKENS, "uncounted")})
+    if not lines:
+        raise UserError(
+            "no question and answer is left",
+            evidence=f"{len(rows):,} documents answered; dropped: {_format_reasons(reasons) or 'nothing'}",
+            fix=f"read the replies in {output}.ledger: the model may not follow the prompts, or answer in another "
+            "language than self_qa.language",
+        )
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    files.write_text(output, text)
+    account = {
+        "documents": len(rows),
+        "pairs": len(lines),
+        "dropped": dict(reasons.most_common()),
+        **total,
+        "retries": retries,
+        "cost": round(cost(settings, total), 6),
+        "sha256": files.sha256_file(output),
+        "key": key,
+        "settings": settings.model_dump(mode="json"),
+    }
+    files.write_json(output.with_name(output.name + ".json"), account)
+    screen.say(f"self-qa: {len(lines):,} pairs from {len(rows):,} documents in {output}")
+    screen.say(f"self-qa: dropped {_format_reasons(reasons) or 'nothing'}")
+    price = f", cost {account['cost']:,}" if settings.input_price or settings.output_price else ""
+    uncounted = f" ({total['uncounted']:,} replies without a count)" if total["uncounted"] else ""
+    screen.say(
+        f"self-qa: {total['requests']:,} requests, {total['prompt_tokens']:,} prompt tokens, "
+        f"{total['completion_tokens']:,} generated{uncounted}, {retries:,} tries again{price}"
+    )
+    return output
+
+
+def _prune_pairs(rows: list[Asked], settings: SelfQA) -> tuple[list[Mapping[str, Any]], Counter[str]]:
+    """Return the messages that are kept, and how many pairs (or documents) each rule dropped."""
+    kept, reasons, seen = list[Mapping[str, Any]](), Counter[str](), set()
+    for row in rows:
+        if row.failed:
+            reasons[f"document {row.failed}"] += 1
+        elif not row.pairs:
+            reasons["document without a question"] += 1
+        for pair in row.pairs:
+            question, answer = pair.question, pair.answer
+            reason = endpoint.question_reason(question)
+            if reason is None and endpoint.normalise_question(question) in seen:
+                reason = "question asked before"
+            if reason is None and answer is None:
+                reason = "not answered"  # a rule that is newer than the reply had dropped the question
+            if reason is None and answer is not None:
+                reason = endpoint.answer_reason(row.passage, question, answer, pair.finish, settings)
+            if reason is not None:
+                reasons[reason] += 1
+                continue
+            seen.add(endpoint.normalise_question(question))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            kept.append({"messages": messages, "meta": {"source": row.source, "document": row.document}})
+    return kept, reasons
+
+
+def _format_reasons(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+
+
+_ENDS = "。！？!?\n"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """The part of a document that is asked about; `document` is the hash of the whole document."""
+
+    document: str
+    source: str
+    text: str
+
+
+def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
+    """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
+
+    A larger self_qa.documents gives the same passages and further ones.
+    """
+    cache = Cache(Path(recipe.data.cache_dir), build=True)
+    with cache.lock_cache():
+        context = Context(recipe, cache)
+        inputs = steps.list_inputs(context)
+        read = steps.read_documents(context, inputs)
+        chosen = steps.select_documents(context, read, inputs)
+        decision = chosen.decisions()
+        hashes = np.concatenate([documents.read_index(chunk.path)["hash"] for chunk in read.chunks])
+        order = mix(hashes[:, 0] ^ np.uint64(settings.seed * int(GOLDEN) % 2**64))
+        order[decision != selection.TRAIN] = np.iinfo(np.uint64).max
+        count = min(settings.documents, int((decision == selection.TRAIN).sum()))
+        places = np.argsort(order, kind="stable")[:count]
+        drawn: dict[int, Passage] = {}
+        for chunk in read.chunks:
+            wanted = np.zeros(chunk.rows.stop - chunk.rows.start, dtype=np.bool_)
+            here = np.sort(places[(places >= chunk.rows.start) & (places < chunk.rows.stop)])
+            wanted[here - chunk.rows.start] = True
+            for place, text in zip(here.tolist(), documents.read_texts(chunk.path, wanted), strict=True):
+                part = cut_passage(text, settings.passage_characters, int(order[place]))
+                drawn[place] = Passage(hashes[place].tobytes().hex(), chunk.source, part)
+    return [drawn[place] for place in places.tolist()]
+
+
+def cut_passage(text: str, longest: int, draw: int) -> str:
+    """Return the text, or of a longer one the part that draw picks, between ends of sentences where possible."""
+    if len(text) <= longest:
+        return text
+    start = draw % (len(text) - longest + 1)
+    after = next((at + 1 for at in range(start, min(start + longest // 3, len(text))) if text[at] in _ENDS), start)
+    begin = 0 if start == 0 else after
+    part = text[begin : begin + longest]
+    last = max(part.rfind(end) for end in _ENDS)
+    return part[: last + 1].strip() if last > longest // 2 and begin + longest < len(text) else part.strip()

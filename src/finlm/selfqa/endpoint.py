@@ -1,0 +1,319 @@
+"""Build Self-QA's prompts, judge the replies, and ask a model behind an OpenAI-compatible chat endpoint.
+
+429, 5xx, silence, a lost connection and a broken body are retried, after a pause that doubles and is drawn at random
+below its limit, or as long as Retry-After says. What the server refuses for good raises UserError at once, or Refused
+when it is about this request only. The key is sent and never written: not to a file, not to an error message.
+
+Prompts and rules are pure functions. No streaming, no tools, no cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import threading
+import time
+import tomllib
+import unicodedata
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from finlm.base.errors import UserError
+from finlm.recipe.schema_data import SelfQA
+
+VERSION = 1  # of the prompts: another one is another data set
+
+_PROMPTS = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+UNANSWERABLE: dict[str, str] = {language: row["unanswerable"] for language, row in _PROMPTS.items()}
+_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
+_NUMBERING = re.compile(
+    r"^\s*(?:[-*•#>]+|[（(]?\d{1,2}\s*[.、)）．:：]|(?:问题|第|Q(?:uestion)?)\s*\d{1,2}\s*[题问]?\s*[.、:：)）]?)\s*",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"[?？]|^(?:请|简述|说明|解释|分析|列举|比较|概述|describe|explain|compare|list|name|state)", re.IGNORECASE
+)
+_REFERS = re.compile(
+    r"本文|该文|此文|文中|文章(?:中|里|内|提)|上文|上述|前述|以上(?:内容|材料|信息)|根据(?:材料|资料|文本|提供的)"
+    r"|(?:材料|资料|段落|文本)(?:中|里|内|所|提|显示|指出)"
+    r"|(?:the|this|above|given|provided) (?:text|passage|article|document|material|paragraph)",
+    re.IGNORECASE,
+)
+_POINTS = re.compile(
+    r"^(?:该|此|其(?!他)|它|他|她|这|那|上述)|本(?:公司|集团|企业|基金|报告|次)"
+    r"|\b(?:this|that) (?:company|firm|fund|bond|stock|report)\b|^(?:it|he|she|they)\b",
+    re.IGNORECASE,
+)
+_REFUSES = re.compile(
+    r"作为(?:一个|一名)?(?:AI|人工智能|语言模型|大模型)|我(?:无法|不能)(?:回答|提供)|抱歉"
+    r"|as an AI|I (?:cannot|can't|am unable)",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"\d+(?:[,，]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
+_SHORTEST, _LONGEST = 6, 200  # characters of a question
+
+
+def question_prompt(passage: str, count: int, language: str) -> str:
+    """Return the prompt of stage 1, which asks for `count` questions about a passage."""
+    return str(_PROMPTS[language]["questions"].format(passage=passage, count=count))
+
+
+def answer_prompt(passage: str, question: str, language: str) -> str:
+    """Return the prompt of stage 2, which asks for the answer that the passage gives."""
+    row = _PROMPTS[language]
+    return str(row["answer"].format(passage=passage, question=question, unanswerable=row["unanswerable"]))
+
+
+def without_thoughts(reply: str) -> str:
+    """Return a reply without the <think> part that reasoning models put before it."""
+    return _THOUGHT.sub("", reply).strip()
+
+
+def split_questions(reply: str) -> list[str]:
+    """Return the questions of a reply: its lines without numbering, or the strings of a JSON list."""
+    text = without_thoughts(reply)
+    text = re.sub(r"^```\w*\n|\n```$", "", text)
+    if text.startswith("["):
+        try:
+            strings = json.loads(text)
+        except ValueError:
+            strings = None
+        if isinstance(strings, list) and all(isinstance(one, str) for one in strings):
+            return [one.strip() for one in strings if one.strip()]
+    lines = (_NUMBERING.sub("", line).strip().strip("*").strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def normalise_question(text: str) -> str:
+    """Return the letters and digits of a text in one width and case, by which repeated questions are recognised."""
+    return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
+
+
+def question_reason(question: str) -> str | None:
+    """Return why a question is dropped before it is answered, or None when it is kept."""
+    if not _SHORTEST <= len(question) <= _LONGEST:
+        return "question length"
+    if not _ASKS.search(question):
+        return "not a question"
+    if _REFERS.search(question):
+        return "question refers to the passage"
+    if _POINTS.search(question):
+        return "question points at something unnamed"
+    return None
+
+
+def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
+    """Return why a pair is dropped, or None when it is kept. finish: the server's finish_reason."""
+    unanswerable = UNANSWERABLE[settings.language]
+    if finish == "length":
+        return "answer cut off"
+    if unanswerable in answer[: len(unanswerable) + 20]:
+        return "passage does not answer"
+    if _REFUSES.search(answer[:80]):
+        return "refusal"
+    if len(answer) < settings.min_answer_characters or normalise_question(answer) == normalise_question(question):
+        return "answer length"
+    if _REFERS.search(answer):
+        return "answer refers to the passage"
+    if _repeats(answer):
+        return "answer repeats itself"
+    if settings.grounded_numbers and not set(_numbers(answer)) <= set(_numbers(passage)) | set(_numbers(question)):
+        return "number not in the passage"
+    return None
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """Yield every number as its digits: 1,234.50 and 1234.5 are equal. Numbering at the start of a line is skipped."""
+    flat = unicodedata.normalize("NFKC", text)
+    flat = re.sub(r"(?m)^\s*\(?\d{1,2}[.、)](?!\d)", "", flat)
+    for number in _NUMBER.findall(flat):
+        whole, point, part = number.replace(",", "").partition(".")
+        part = part.rstrip("0")
+        yield (whole.lstrip("0") or "0") + (point + part if part else "")
+
+
+def _repeats(text: str, width: int = 8) -> bool:
+    """Return whether more than half of the text's character n-grams occur before in it: generation in a circle."""
+    count = len(text) - width + 1
+    return count > 4 * width and len({text[at : at + width] for at in range(count)}) < count / 2
+
+
+_LONGEST_PAUSE = 60.0
+_LONGEST_RETRY_AFTER = 600.0
+_REPLY_BYTES = 16 * 2**20
+Conversation = Sequence[dict[str, str]]
+
+
+class Refused(Exception):
+    """The server will not answer this request, however often it is asked."""
+
+
+class NoAnswer(Exception):
+    """Every attempt failed; the last failure is the message."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A model's reply. Tokens are None where the server does not count them."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: a redirected POST would become a GET, and carry the key to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return None, which makes urllib raise the redirect as an HTTPError."""
+
+
+class Endpoint:
+    """One model at one address; its methods may be called from many threads."""
+
+    def __init__(self, settings: SelfQA) -> None:
+        """Prepare requests by the recipe's settings. Raises UserError when the key's variable is not set."""
+        assert settings.endpoint is not None
+        self.url = settings.endpoint.rstrip("/") + "/chat/completions"
+        self.model = settings.model
+        self.timeout = settings.timeout_seconds
+        self.attempts = settings.attempts
+        self.retries = 0  # requests sent again
+        self.stopped = threading.Event()  # ends pauses
+        self._key = _read_key(settings.api_key_env)
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._gap = 60 / settings.requests_per_minute if settings.requests_per_minute else 0.0
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
+        """Send the messages and return the model's reply, with retries and within the rate limit.
+
+        Raises Refused, NoAnswer when every attempt failed or `stopped` is set, and UserError where no request can
+        succeed.
+        """
+        request = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+        }
+        body = json.dumps(request, ensure_ascii=False).encode()
+        failure = ""
+        for attempt in range(self.attempts):
+            self._wait_for_turn()
+            wanted: float | None = None
+            try:
+                return _parse_reply(self._post(body))
+            except urllib.error.HTTPError as error:
+                failure = self._explain_failure(error)
+                wanted = _retry_after(error)
+            except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
+                failure = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+            if attempt + 1 < self.attempts:
+                limit = min(_LONGEST_PAUSE, 2.0**attempt)
+                if self.stopped.wait(random.uniform(limit / 2, limit) if wanted is None else wanted):
+                    break
+                with self._lock:
+                    self.retries += 1
+        raise NoAnswer(failure)
+
+    def _post(self, body: bytes) -> bytes:
+        """Send a request and return at most 16 MiB of the body."""
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self.url, body, headers)
+        with self._opener.open(request, timeout=self.timeout) as response:
+            return bytes(response.read(_REPLY_BYTES))
+
+    def _explain_failure(self, error: urllib.error.HTTPError) -> str:
+        """Return the failure in words when another attempt may help. Raises Refused or UserError when none will."""
+        try:
+            said = error.read(2000).decode(errors="replace").strip()
+        except (OSError, HTTPException):
+            said = ""
+        if self._key:
+            said = said.replace(self._key, "***")
+        words = f"HTTP {error.code} {error.reason}: {said[:300]}".rstrip(": ")
+        if error.code in (401, 403):
+            raise UserError(
+                f"{self.url} does not accept the key",
+                evidence=words,
+                fix="name the environment variable of the key in self_qa.api_key_env and export it"
+                if self._key is None
+                else "correct the key in the environment variable that self_qa.api_key_env names",
+            ) from None
+        if error.code in (404, 405) or 300 <= error.code < 400:
+            raise UserError(
+                f"{self.url} is not a chat completions endpoint, or has no model {self.model}",
+                evidence=words,
+                fix="correct self_qa.endpoint (it ends before /chat/completions, usually in /v1) or self_qa.model",
+            ) from None
+        if error.code in (408, 409, 425, 429) or error.code >= 500:
+            return words
+        raise Refused(words) from None
+
+    def _wait_for_turn(self) -> None:
+        """Wait until the rate limit lets the next request go, in the order of the calls.
+
+        Raises NoAnswer once stopped.
+        """
+        with self._lock:
+            turn = max(self._next, time.monotonic())
+            self._next = turn + self._gap
+        if self.stopped.wait(max(0.0, turn - time.monotonic())):
+            raise NoAnswer("stopped")
+
+
+def _read_key(variable: str | None) -> str | None:
+    """Return the key in the named environment variable; None without a name. Raises UserError when it is not set."""
+    if variable is None:
+        return None
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise UserError(
+            f"the environment variable {variable} is not set",
+            evidence="self_qa.api_key_env names it as the endpoint's key",
+            fix=f"export {variable}=..., or take self_qa.api_key_env out for an endpoint without keys",
+        )
+    return value
+
+
+def _parse_reply(body: bytes) -> Reply:
+    """Return the reply in the server's JSON. Raises ValueError for anything else, which is retried."""
+    try:
+        document: Any = json.loads(body)
+        choice = document["choices"][0]
+        text, usage = choice["message"].get("content"), document.get("usage") or {}
+        finish = choice.get("finish_reason")
+        tokens = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        start = body[:120].decode(errors="replace")
+        raise ValueError(f"not a chat completion ({type(error).__name__} {error}): {start!r}") from None
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"not a chat completion: content is a {type(text).__name__}")
+    counted = [count if isinstance(count, int) else None for count in tokens]
+    return Reply(text or "", finish, counted[0], counted[1])
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float | None:
+    """Return the seconds that the server asks for, at most ten minutes; None when it asks for no pause."""
+    value = error.headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return None
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)

@@ -1,0 +1,352 @@
+"""Read, describe and extend a tokenizer.json: the vocabulary of Qwen, Llama 3 and most models since.
+
+`tokenizers` defines the ids. A control token's name in a document (<|endoftext|>) is ordinary text, as it is to
+sentencepiece; a document begins with a token where the tokenizer itself begins a text with one, and ends with the
+tokenizer's end of text. Templates, special tokens and the rest of the files go along to the shards and the export.
+
+Extending a byte-level one puts new merges behind all old ones, so a text is encoded as before and new merges then join
+what is left. Each joins two neighbours whose bytes are the beginning of a Chinese character, a whole one, or several:
+text without Chinese cannot hold them and keeps its ids. Missing characters come first, the most frequent before others,
+then the merges that BPE learns from the sample's runs of ideographs as the old tokenizer spells them. New ids follow
+those of the added tokens. A piece that is not reached when it stands alone is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.tokens import pretrained
+from finlm.tokens.vocab import CHINESE, Described, Sample, candidate_characters
+
+if TYPE_CHECKING:
+    import tokenizers
+
+VERSION = 1
+BEFORE = "extension.json"  # beside an extended tokenizer.json: what was there before
+_FIRST = 0x10000  # code point of the letter that stands for token 0 while merges are learnt
+
+
+@dataclass(frozen=True)
+class Base:
+    """A byte-level BPE tokenizer.json that can be extended."""
+
+    settings: dict[str, Any]
+    path: Path
+
+    @property
+    def size(self) -> int:
+        """The id that the first new piece gets."""
+        added = [token["id"] for token in self.settings.get("added_tokens") or ()]
+        return 1 + int(max(*self.settings["model"]["vocab"].values(), *added))
+
+    def tokenizer(self, settings: Mapping[str, Any] | None = None) -> tokenizers.Tokenizer:
+        """Return the tokenizer of `settings`, of the base's without any; it reads control tokens as text."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(json.dumps(settings or self.settings, ensure_ascii=False))
+        made.encode_special_tokens = True
+        return made
+
+
+@dataclass
+class Added:
+    """New pieces in the order of their ids, and the merges that lead to them."""
+
+    known: set[str]
+    pieces: list[str] = field(default_factory=list)
+    merges: list[tuple[str, str]] = field(default_factory=list)
+
+    def join(self, left: str, right: str) -> None:
+        """Add a merge of two neighbours; their sum is a new piece unless it is known."""
+        self.merges.append((left, right))
+        if left + right not in self.known:
+            self.known.add(left + right)
+            self.pieces.append(left + right)
+
+
+def load_base(path: Path) -> Base:
+    """Return the settings to extend. Raises UserError for a tokenizer.json that is not byte-level BPE."""
+    load(path)
+    settings = files.read_json(path)
+    kinds = {item["type"] for item in _flat(settings.get("pre_tokenizer")) if item}
+    if settings["model"].get("type") != "BPE" or "ByteLevel" not in kinds:
+        raise UserError(
+            f"{path} cannot be extended: it is not a byte-level BPE vocabulary, as Qwen's and Llama 3's are",
+            evidence=f"model {settings['model'].get('type')}, pre-tokenizers {', '.join(sorted(kinds)) or 'none'}",
+            fix="use it as it is (without tokenizer.extend_to); of a sentencepiece model name tokenizer.model",
+        )
+    return Base(settings, path)
+
+
+def extend(
+    base: Base, lines: Iterable[str], directory: Path, size: int, longest: int, character_coverage: float
+) -> Described:
+    """Write directory/tokenizer with base's files and `size` ids; return its description for manifests.
+
+    The parameters are those of vocab.extend. Raises UserError when the sample has too few.
+    """
+    if size <= base.size:
+        raise UserError(
+            f"tokenizer.extend_to {size:,} adds nothing to {base.size:,} ids", fix=f"set more than {base.size}"
+        )
+    config = base.path.with_name("config.json")
+    if config.is_file() and files.read_json(config).get("vocab_size") == size:
+        raise UserError(
+            f"tokenizer.extend_to {size:,} is the number of rows that the model has already",
+            evidence=f"{config}; rows beyond {base.size:,} are spare, and would pass for trained ones",
+            fix=f"set it to {size + 64}, or to less",
+        )
+    sample = Sample.of(lines)
+    if not sample.runs:
+        raise UserError("the sample holds no Chinese to extend the tokenizer with", fix="correct data.sources")
+    wanted, dropped = size - base.size, set[str]()
+    while True:  # without what turned out not to be reached
+        added = _characters(base, sample, wanted, longest, character_coverage, dropped)
+        if longest > 1:
+            _add_longer(base, sample, added, wanted, longest, dropped)
+        made = enlarge(base, added)
+        dead = _find_dead(base.tokenizer(made), added.pieces, base.size)
+        if not dead:
+            break
+        dropped |= dead
+    if len(added.pieces) != wanted:
+        raise UserError(
+            f"tokenizer.extend_to {size:,} is too large for this text",
+            evidence=f"{base.size:,} old ids, {len(added.pieces):,} new pieces found",
+            fix=f"set tokenizer.extend_to to at most {base.size + len(added.pieces)}, or add text: "
+            "tokenizer.sample_bytes, data.sources",
+        )
+    _write(base, made, directory / "tokenizer")
+    texts = [_text(piece) for piece in added.pieces]
+    return describe(directory / "tokenizer" / NAME) | {
+        "old_pieces": base.size,
+        "new_characters": sum(len(text) == 1 for text in texts),
+        "new_longer_pieces": sum(len(text) > 1 for text in texts),
+        "not_in_sample": 0,
+        "dead_pieces_dropped": len(dropped),
+    }
+
+
+def enlarge(base: Base, added: Added) -> dict[str, Any]:
+    """Return a copy of base's settings with the new pieces and merges.
+
+    Added tokens are listed among the pieces too: the library would number them anew behind a larger vocabulary.
+    """
+    settings = deepcopy(base.settings)
+    model = settings["model"]
+    model["vocab"] |= {token["content"]: token["id"] for token in settings.get("added_tokens") or ()}
+    model["vocab"] |= {piece: number for number, piece in enumerate(added.pieces, start=base.size)}
+    as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)
+    model["merges"] += [" ".join(pair) if as_text else list(pair) for pair in added.merges]
+    return settings
+
+
+def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
+    """Compare both tokenizers' ids of the old tokens and the texts, without their Chinese; return how many there were.
+
+    Raises RuntimeError where the ids differ, which is a bug here.
+    """
+    before, after = load(old), load(new)
+    tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
+    count = 0
+    for text in itertools.chain(tokens, added_tokens(old), texts):
+        plain = CHINESE.sub("", text)
+        if before.encode(plain, add_special_tokens=False).ids != after.encode(plain, add_special_tokens=False).ids:
+            raise RuntimeError(f"the extended tokenizer encodes {plain[:200]!r} in another way than the old one")
+        count += 1
+    return count
+
+
+def is_extension(extended: Path, base: Path, size: int) -> bool:
+    """Return whether a tokenizer.json has `size` ids and begins with the pieces and merges of `base`."""
+    large, small = (files.read_json(path)["model"] for path in (extended, base))
+    begins = large["merges"][: len(small["merges"])] == small["merges"]
+    return load_base(extended).size == size and begins and small["vocab"].items() <= large["vocab"].items()
+
+
+def _flat(item: Any) -> Iterator[dict[str, Any]]:
+    """Yield a pre-tokenizer, or those of a sequence; {} for none."""
+    if item and item.get("type") == "Sequence":
+        for part in item["pretokenizers"]:
+            yield from _flat(part)
+    else:
+        yield item or {}
+
+
+def _letters(text: str) -> str:
+    """Return the byte-level letters of a vocabulary that spell a text."""
+    return "".join(_LETTER_OF[byte] for byte in text.encode())
+
+
+def _text(piece: str) -> str:
+    """Return the text of byte-level letters; � for a part of a character."""
+    return bytes(_BYTE_OF[letter] for letter in piece).decode(errors="replace")
+
+
+def _alphabet() -> dict[int, str]:
+    """Return the letter of each byte, as GPT-2 drew them: printable bytes are themselves, others follow from 256."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+_LETTER_OF = _alphabet()
+_BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
+
+
+def _characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
+    """Return pieces for the missing characters, each merged from its old tokens from the left, `wanted` at most."""
+    vocab, encoder = base.settings["model"]["vocab"], base.tokenizer().model
+    added = Added(set(vocab))
+    for character in candidate_characters(sample, coverage, every=longest == 1):
+        spelt = _letters(character)
+        if spelt in vocab or spelt in dropped:
+            continue
+        tokens = [token.value for token in encoder.tokenize(spelt)]
+        begins = list(itertools.accumulate(tokens))[:-1]
+        new = 1 + sum(begin not in added.known for begin in begins[1:])
+        if len(added.pieces) + new <= wanted and all(_is_chinese_only(begin) for begin in begins[1:]):
+            for left, right in zip(begins, tokens[1:], strict=True):
+                if left + right not in added.known:
+                    added.join(left, right)
+    return added
+
+
+def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: int, dropped: set[str]) -> None:
+    """Add the pieces of two or more ideographs in the order in which BPE merges them, up to `wanted` in all."""
+    encoder = base.tokenizer(enlarge(base, added)).model
+    words, spelt_by = Counter[str](), dict[str, str]()  # what a letter, or letters merged, stand for
+    for run, count in sample.runs.items():
+        word = ""
+        for token in encoder.tokenize(_letters(run)):
+            is_whole = "\ufffd" not in _text(token.value)
+            letter = chr(_FIRST + token.id) if is_whole else " "  # no piece reaches over a part of a character
+            word += letter
+            spelt_by[letter] = token.value
+        words.update(dict.fromkeys(word.split(), count))
+    spelt_by.pop(" ", None)
+    from tokenizers import Tokenizer, models, trainers
+
+    learner = Tokenizer(models.BPE())
+    most = len(spelt_by) + 4 * wanted  # some are longer than allowed, or old pieces
+    trainer = trainers.BpeTrainer(vocab_size=most, min_frequency=2, max_token_length=longest, show_progress=False)
+    learner.train_from_iterator((word for word, count in words.items() for _ in range(count)), trainer)
+    old = base.settings["model"]["vocab"]
+    for left, right in json.loads(learner.to_str())["model"]["merges"]:
+        if left not in spelt_by or right not in spelt_by:
+            continue
+        joined = spelt_by[left] + spelt_by[right]
+        if joined in old or joined in dropped or len(_text(joined)) > longest:
+            continue
+        if joined not in added.known and len(added.pieces) == wanted:
+            return
+        added.join(spelt_by[left], spelt_by[right])
+        spelt_by[left + right] = joined
+
+
+def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
+    """Return the new pieces, from id `old` on, that no merges lead to when they stand alone."""
+    extended.model.ignore_merges = False  # which would take any piece that is a whole word
+    dead = set()
+    for number, piece in enumerate(pieces, start=old):
+        text = _text(piece)
+        is_part = "\ufffd" in text
+        tokens = extended.model.tokenize(piece) if is_part else ()
+        ids = [token.id for token in tokens] if is_part else extended.encode(text, add_special_tokens=False).ids
+        if ids != [number]:
+            dead.add(piece)
+    return dead
+
+
+def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
+    """Write base's files, the settings as tokenizer.json, and extension.json to a directory."""
+    pretrained.copy_files(base.path.parent, directory)
+    text = json.dumps(settings, ensure_ascii=False, indent=2)
+    files.write_text(directory / NAME, text)
+    merges = len(base.settings["model"]["merges"])
+    files.write_json(directory / BEFORE, {"old_ids": base.size, "old_merges": merges})
+
+
+def _is_chinese_only(begin: str) -> bool:
+    """Return whether every character that begins with these bytes is Chinese."""
+    data = bytes(_BYTE_OF[letter] for letter in begin)
+    length = 3 if data[0] < 0xF0 else 4
+    rest = length - len(data)
+    ends = (b"\x80" * rest, b"\xbf" * rest)
+    return all(CHINESE.fullmatch((data + end).decode(errors="replace")) for end in ends)
+
+
+NAME = "tokenizer.json"
+
+
+def library() -> str:
+    """Return the version of the library that defines the ids."""
+    return metadata.version("tokenizers")
+
+
+def load(path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file; it reads control tokens as text. Raises UserError when it is not one."""
+    import tokenizers  # of the extra `data`, which planning does without
+
+    try:
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more particular
+        raise UserError(
+            f"{path} is not a tokenizer that the library tokenizers reads",
+            evidence=str(error) if path.exists() else "there is no such file",
+            fix="fetch the file again, or give another tokenizer in tokenizer.path",
+        ) from None
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True
+    return loaded
+
+
+def fingerprint(path: Path) -> str:
+    """Return a sha256 over the tokenizer's files: those that decide ids, and those that go along."""
+    known = pretrained.fingerprint(path.parent)
+    return files.sha256_json({name: known[name] for name in pretrained.COPIED if name in known})
+
+
+def copy(path: Path, directory: Path) -> Described:
+    """Copy the files beside tokenizer.json to directory/tokenizer and describe it. Raises UserError if unreadable."""
+    described = describe(path)
+    pretrained.copy_files(path.parent, directory / "tokenizer")
+    return described
+
+
+def describe(path: Path) -> Described:
+    """Return size, special ids and hash for manifests; begins: whether a text begins with the bos token."""
+    load(path)
+    opened = pretrained.open_tokenizer(path.parent, "tokenizers")
+    return {
+        "vocab_size": opened.vocab_size,
+        "bos_id": opened.bos[1] if opened.bos else -1,
+        "eos_id": opened.eos[1],
+        "begins": opened.begins,
+        "sha256": fingerprint(path),
+    }
+
+
+@functools.cache
+def added_tokens(path: Path) -> tuple[str, ...]:
+    """Return the texts of the tokens that are no pieces: control tokens, and those that users added."""
+    return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
+
+
+def gigatoken_settings(path: Path) -> Mapping[str, Any]:
+    """Return the file's settings without its control tokens, so that their names in a text are text."""
+    settings: Mapping[str, Any] = files.read_json(path)
+    tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]
+    return {**settings, "added_tokens": tokens}

@@ -1,0 +1,319 @@
+"""Make the model of a recipe as transformers' own class for its config.json.
+
+Weights drawn here depend on (seed, parameter name) only: the same model at every ZeRO stage and world size. A start
+from existing weights is refused when its shape is not the recipe's, because the plan was made for the recipe's; so is
+one that lacks weights, which transformers would draw at random. New rows of an extended tokenizer's embedding are the
+mean of the old rows that spelt their piece, as XuanYuan made them (13B and 70B reports).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import sentencepiece
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from torch import distributed
+from torch.nn import functional
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.plan.plan import Plan
+from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe, config_of
+from finlm.train import batches
+from finlm.train.model import kernels
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "head_dim", *traits.NORM_EPS),
+)
+
+
+def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
+    """Return the transformers configuration of the recipe's model, without the padding of its vocabulary."""
+    values = {
+        **config_of(recipe.model),
+        "vocab_size": plan.vocab_size,
+        "max_position_embeddings": context(recipe, plan),
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+        "use_cache": False,
+    }
+    return AutoConfig.for_model(**values)
+
+
+def context(recipe: Recipe, plan: Plan) -> int:
+    """Return the model's max_position_embeddings: the tokens of a row, or more where init_from has more."""
+    rows = plan.sequence_length // recipe.sequences_per_row
+    if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
+        return rows
+    try:
+        saved, _ = PreTrainedConfig.get_config_dict(recipe.model.init_from, revision=recipe.model.revision)
+    except OSError:  # gone since the weights were loaded
+        return rows
+    return max(rows, int(saved.get("max_position_embeddings", rows)))
+
+
+def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
+    """Return transformers' model in the plan's precision on this rank's device; partitioned already under ZeRO-3.
+
+    tokenizer: the tokenizer file of the shards, which knows what an extended vocabulary was extended from.
+    """
+    if recipe.model.init_from is None:
+        return _from_scratch(recipe, plan, ds_config, config)
+    return _from_pretrained(recipe, plan, ds_config, config, tokenizer)
+
+
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' causal model class for a configuration."""
+    kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind
+
+
+def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
+    """Build the model with its padded vocabulary, and draw its weights from the run's seed."""
+    device = torch.device(plan.device)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[plan.precision])
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=str(ds_config)) if plan.zero_stage == 3 else nullcontext(), device:
+            padded = type(config)(**config.to_dict() | {"vocab_size": plan.padded_vocab_size})
+            model = causal_class(config)._from_config(padded, attn_implementation=_attention(recipe, plan, config))
+    finally:
+        torch.set_default_dtype(default)
+    initialize(model, recipe.train.seed, recipe.model.init_std, plan.vocab_size)
+    return model
+
+
+def plain_attention(config: PreTrainedConfig) -> str:
+    """Return transformers' attention without finlm's: sdpa, or eager for scores with a soft cap, which SDPA ignores."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
+    """Return transformers' name for the attention that the plan takes."""
+    plain = plain_attention(config)
+    if plain == "eager" or not recipe.data.document_masks:
+        return plain
+    return batches.attention_implementation(plan.device, DTYPES[plan.precision])
+
+
+def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
+    """Return the name of the attention kernel of training, within kernels.attention(plan); warn of math on a GPU."""
+    name = _attention(recipe, plan, config)
+    if name == batches.NAME:
+        return "varlen"
+    if name == "eager":
+        return "math"
+    masked = recipe.data.document_masks or (recipe.sft is not None and recipe.sft.hide_eos)
+    kernel = kernels.attention_kernel(plan, config, DTYPES[plan.precision], masked)
+    if kernel == "math" and plan.device == "cuda" and distributed.get_rank() == 0:
+        warning = "no attention kernel of this GPU takes these heads: every score is kept, quadratic in the row"
+        print(warning, flush=True)
+    return kernel
+
+
+def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
+    """Draw the weights in place: normal(0, std) from a generator seeded by (seed, name), except norms and biases.
+
+    Norms stay as their class makes them; biases and vocabulary rows beyond vocab_size become 0. Raises RuntimeError for
+    a vector drawn at random.
+    """
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                if bool((parameter != parameter.flatten()[:1]).any()):
+                    raise RuntimeError(f"{name} is drawn by its class, not by the run's seed")
+            else:
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                # Drawn in fp32, so that bf16 and fp32 runs start from the same weights up to rounding.
+                rows = vocab_size if name in VOCABULARY else len(parameter)
+                shape = (rows, *parameter.shape[1:])
+                parameter.zero_()
+                parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
+
+
+def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
+    """Return init_from's configuration `start` with the run's context length, unknown end tokens and RoPE base.
+
+    Without code of the start's directory, which no export brings along.
+    """
+    values = {key: value for key, value in start.to_dict().items() if key != "auto_map"} | {"use_cache": False}
+    for key in ("bos_token_id", "eos_token_id"):
+        known = values.get(key)
+        if getattr(decided, key) not in (known if isinstance(known, list) else [known]):
+            values[key] = getattr(decided, key)
+    values["max_position_embeddings"] = decided.max_position_embeddings
+    if recipe.model.former_rope_theta is not None:
+        return type(start)(**traits.with_rope_theta(values, recipe.model.rope_theta))
+    return type(start)(**values)
+
+
+def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
+    """Return a line for each difference in shape between the weights' configuration `start` and the recipe's."""
+    # Pretraining that goes on from an extended model finds it as large as it is wanted.
+    compared = [name for name in SHAPE if not (_is_extending(recipe, start) and name == "vocab_size")]
+    values = [(name, getattr(start, name, None), getattr(config, name, None)) for name in compared]
+    lines = [f"{name}: {there} there, {here} in the recipe" for name, there, here in values if there != here]
+    there, here = start.to_dict(), config_of(recipe.model)
+    former = recipe.model.former_rope_theta or recipe.model.rope_theta
+    theirs, ours = traits.read(there), traits.read(here)
+    if (theirs.ropes, traits.rope_theta(there)) != (ours.ropes, former):
+        kinds, base = [" and ".join(each.ropes) for each in (theirs, ours)], traits.rope_theta(there)
+        lines.append(f"RoPE: {kinds[0]}, base {base:,.0f} there; {kinds[1]}, base {former:,.0f} in the recipe")
+    if not lines and recipe.model.config is not None:  # which was read from the same place before the run
+        named = recipe.model.config
+        read, _ = PreTrainedConfig.get_config_dict(str(recipe.model.init_from), revision=recipe.model.revision)
+        lines = [
+            f"{key}: {read.get(key)} there, {named[key]} in the recipe" for key in named if named[key] != read.get(key)
+        ]
+    if not lines and theirs != ours:
+        lines = [f"{start.model_type} there, {ours.model_type} in the recipe: write model.config with its config.json"]
+    return lines
+
+
+def _is_extending(recipe: Recipe, start: PreTrainedConfig) -> bool:
+    """Return whether pretraining enlarges the vocabulary of the model that it starts from."""
+    return recipe.stage == "pretrain" and recipe.tokenizer.extend_to not in (None, start.vocab_size)
+
+
+def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
+    """Load the weights of init_from, with an enlarged vocabulary if need be. Raises UserError for another shape."""
+    source, revision = recipe.model.init_from, recipe.model.revision
+    start = AutoConfig.from_pretrained(source, revision=revision)
+    if lines := _differences(recipe, config, start):
+        raise UserError(
+            f"{source} does not have the recipe's shape",
+            evidence="\n".join([f"model_type: {start.model_type}", *lines]),
+            fix="make the recipe's model: section equal to the config.json of model.init_from",
+        )
+    # transformers partitions while loading only if it finds such an object alive.
+    keep_alive = HfDeepSpeedConfig(str(ds_config)) if plan.zero_stage == 3 else None
+    model = load_weights(
+        causal_class(start),
+        source,
+        "give a complete model in model.init_from: config.json and every *.safetensors that belongs to it",
+        ("lm_head.weight",) if recipe.stage == "reward" else (),  # it gets a head of its own
+        config=_config_of_run(start, config, recipe),
+        revision=revision,
+        dtype=DTYPES[plan.precision],
+        attn_implementation=_attention(recipe, plan, start),
+        use_safetensors=True,
+    )
+    del keep_alive
+    if _is_extending(recipe, start):
+        extend_embeddings(model, tokenizer, plan.padded_vocab_size)
+    elif plan.padded_vocab_size > plan.vocab_size:
+        model.resize_token_embeddings(plan.padded_vocab_size, mean_resizing=False)
+    return model
+
+
+def base_model(model: Any) -> Any:
+    """Return the model inside the adapters, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (), **given: Any) -> Any:
+    """Return kind.from_pretrained(source, **given); only weights in may_lack may be missing from its files.
+
+    Raises UserError with the fix where the files cannot be read, or a weight is missing or has another shape.
+    """
+    try:
+        # As a warning a shape comes back with its name; as an error it only stands in the log.
+        model, report = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **given)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the model in {source} cannot be loaded", evidence=str(error).strip().splitlines()[0], fix=fix
+        ) from None
+    shapes = {name: f"has {list(there)} there, {list(here)} here" for name, there, here in report["mismatched_keys"]}
+    lines = {name: "is missing" for name in report["missing_keys"] if name not in may_lack} | shapes
+    if lines:
+        evidence = [f"{name} {lines[name]}" for name in sorted(lines)[:3]]
+        raise UserError(
+            f"the files of {source} lack {len(lines)} of the model's weights", evidence="\n".join(evidence), fix=fix
+        )
+    return model
+
+
+def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
+    """Return (number of old ids, old ids of each new piece) of a tokenizer that tokens/ extended."""
+    if tokenizer.suffix == ".json":
+        return _json_spellings(tokenizer)
+    model = ModelProto.FromString(tokenizer.read_bytes())
+    old = model.trainer_spec.vocab_size  # of the vocabulary it was extended from
+    new = [piece.piece for piece in model.pieces[old:]]
+    del model.pieces[old:]
+    model.normalizer_spec.add_dummy_prefix = False  # a piece stands inside a text
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    return old, processor.encode(new)
+
+
+def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
+    """Return what spellings() returns for a tokenizer.json, by its extension.json; (0, []) without that file."""
+    path = tokenizer.with_name("extension.json")
+    if not path.is_file():
+        return 0, []
+    settings, before = files.read_json(tokenizer), files.read_json(path)
+    model, old = settings["model"], before["old_ids"]
+    pieces = model["vocab"].items()
+    new = sorted((number, piece) for piece, number in pieces if number >= old)
+    model["vocab"] = {piece: number for piece, number in pieces if number < old}
+    model["merges"] = model["merges"][: before["old_merges"]]
+    former = tokenizers.Tokenizer.from_str(json.dumps(settings)).model
+    return old, [[token.id for token in former.tokenize(piece)] for _, piece in new]
+
+
+def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
+    """Return a table [old rows, hidden] as [rows, hidden]: the old rows, then the mean of the rows each of ids names.
+
+    Rows beyond the last piece, which pad the table to a size that a GPU likes, are zero.
+    """
+    wide = table.detach().float()
+    flat = torch.tensor([number for spelling in ids for number in spelling], device=table.device)
+    starts = torch.tensor([0, *(len(spelling) for spelling in ids)], device=table.device).cumsum(0)[:-1]
+    new = functional.embedding_bag(flat, wide, starts, mode="mean")
+    padding = table.new_zeros(rows - len(table) - len(ids), table.shape[1])
+    return torch.cat([table.detach(), new.to(table.dtype), padding])
+
+
+def extend_embeddings(model: Any, tokenizer: Path, rows: int) -> None:
+    """Enlarge embedding and head of model to `rows` rows, for the pieces that only the tokenizer has; in place.
+
+    Raises UserError when the tokenizer was not extended from the model's.
+    """
+    old, ids = spellings(tokenizer)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # A table may have more rows than a tokenizer.json has ids; a sentencepiece model names its rows.
+    has_spare = tokenizer.suffix == ".json" and embedding.num_embeddings > old
+    if not ids or not (embedding.num_embeddings == old or has_spare) or rows < old + len(ids):
+        raise UserError(
+            "the extended tokenizer does not belong to the weights of model.init_from",
+            evidence=f"{embedding.num_embeddings:,} embedding rows there; {old:,} old and {len(ids):,} new pieces in "
+            f"{tokenizer}, {rows:,} rows wanted",
+            fix="take tokenizer.path from the same model as model.init_from",
+        )
+    for module in [embedding] if model.config.tie_word_embeddings else [embedding, head]:
+        with deepspeed.zero.GatheredParameters(module.weight):  # whole on every rank; does nothing below ZeRO-3
+            table = enlarge_table(module.weight[:old], ids, rows)
+        module.weight = torch.nn.Parameter(table)
+    if model.config.tie_word_embeddings:
+        head.weight = embedding.weight
+    embedding.num_embeddings = head.out_features = rows
+    model.vocab_size = model.config.vocab_size = rows

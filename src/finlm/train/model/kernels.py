@@ -1,0 +1,362 @@
+"""Replace transformers' own code where ours is faster: attention backend, loss, compiled layers, recompute, float8.
+
+The Hugging Face model stays the model: its parameters, their names and its modules' code. `swap` overrides the forward
+of instances, in this one place; tests/train/model/test_kernels.py compares each swap with the plain model.
+
+The head and its cross-entropy are one operation that never keeps fp32 logits. transformers' own path holds the logits
+three times, 10 bytes a token and vocabulary entry: 3.2 GB for 8,192 tokens of XuanYuan-6B. Here the gradient with
+respect to the logits is formed as soon as they are known, a slice of at most LOGITS_SLICE_BYTES at a time: the method
+of Liger's fused linear cross-entropy (arXiv 2410.10989), with cuBLAS for the three products.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+from transformers.integrations import sdpa_attention
+
+from finlm.plan.plan import LOGITS_SLICE_BYTES, Plan
+from finlm.recipe.models import traits
+from finlm.rows.shards import IGNORED
+from finlm.train import batches
+from finlm.train.model.products import SumsWithinProducts
+
+Form = tuple[float, float | None]  # factor and soft cap of the logits (traits.head_of)
+PLAIN: Form = (1.0, None)
+Head = tuple[int, Form]  # rows of the vocabulary, and what becomes of the logits
+ATTENTION = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # flash takes no mask
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+}
+
+
+class RecomputedMlp(torch.nn.Module):
+    """The feed-forward block keeping nothing but its input; mixed in before the model's own class."""
+
+    draws: bool
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Run the block on x [batch, sequence, hidden]; its backward pass computes everything inside again."""
+        return _recompute(self.draws, super().forward, x)
+
+
+class LeanMlp(torch.nn.Module):
+    """The feed-forward block without keeping silu(gate) * up, a sixth of a layer's activations.
+
+    The compiled backward reads gate and up anyway and forms their product on the way (0.2 % of XuanYuan-6B's step).
+    """
+
+    draws: bool
+    gate_proj: torch.nn.Module
+    up_proj: torch.nn.Module
+    down_proj: torch.nn.Module
+    act_fn: torch.nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block on x [batch, sequence, hidden]; its backward pass forms silu(gate) * up again."""
+        return _recompute(self.draws, self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
+
+    def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
+
+
+LEAN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # modules of a block that is Llama's
+
+
+@functools.cache
+def _mix_class(mixin: Any, kind: Any) -> Any:
+    """Return a class with both bases, the same for all layers, so that they share one compiled function."""
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+
+
+@contextmanager
+def attention(plan: Plan) -> Iterator[None]:
+    """Make scaled_dot_product_attention take the plan's backend first within the block; its plain definition last.
+
+    That one keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of 128).
+    """
+    if plan.attention == "default":
+        yield
+        return
+    grouped = sdpa_attention.use_gqa_in_sdpa
+
+    def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether query heads share keys. Only flash and cuDNN know that, and on Ada up to head size 192."""
+        return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
+
+    sdpa_attention.use_gqa_in_sdpa = shares
+    try:
+        with sdpa_kernel([*ATTENTION[plan.attention], SDPBackend.MATH], set_priority=True):
+            yield
+    finally:
+        sdpa_attention.use_gqa_in_sdpa = grouped
+
+
+def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
+    """Return the kernel that torch picks within attention(plan): flash, efficient, cudnn, math. masked: by a tensor."""
+    heads, tokens = config.num_attention_heads, 128
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    query = torch.empty(1, heads, tokens, size, dtype=dtype, device=plan.device, requires_grad=True)
+    key, mask = query[:, :groups], None
+    if masked:
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=plan.device)
+    shared = sdpa_attention.use_gqa_in_sdpa(mask, key, key)
+    if not shared:
+        key = sdpa_attention.repeat_kv(key, heads // groups)
+    backend = torch._fused_sdp_choice(query, key, key, mask, is_causal=not masked, enable_gqa=shared)
+    return SDPBackend(backend).name.partition("_")[0].lower()
+
+
+def plain_positions(input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the position ids of rows of one text each, [1, sequence], marked so that no mask looks at the device."""
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    positions.begin_once = True  # type: ignore[attr-defined]
+    return positions
+
+
+def swap(model: Any, plan: Plan, draws: bool = False) -> None:
+    """Change the model in place as the plan says, before deepspeed.initialize: loss, fp8, recompute, compiled layers.
+
+    draws: layers will draw random numbers (adapters with dropout), which recomputation must draw again.
+    """
+    swap_loss(model, plan.vocab_size)
+    if plan.precision == "fp8":
+        _to_float8(model)
+    run: Callable[..., Any] = _recomputed_layer if plan.recompute == "full" else _layer
+    for layer in model.model.layers:
+        layer.draws = layer.mlp.draws = draws
+        # The class, not the instance's forward.
+        if plan.recompute == "selective":
+            layer.mlp.__class__ = _mix_class(RecomputedMlp, layer.mlp.__class__)
+        elif plan.recompute == "none" and plan.compiled and {name for name, _ in layer.mlp.named_children()} == LEAN:
+            layer.mlp.__class__ = _mix_class(LeanMlp, layer.mlp.__class__)
+    if plan.compiled:
+        # Training, evaluation and each size of the documents' bounds are compiled for; past torch's limit of 8 a layer
+        # would run uncompiled without a word.
+        torch._dynamo.config.recompile_limit = 64
+        torch._inductor.config.post_grad_custom_post_pass = SumsWithinProducts()
+        # One function for all layers, the layer an argument: compiled once, not once a layer.
+        run = torch.compile(run, dynamic=False)
+        model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
+        if plan.zero_stage == 3:
+            # ZeRO-3 gathers a whole layer in the hook around it; hooks inside would cut the compiled graph.
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
+            # The hook behind a layer, which gives its weights back, runs before the layer's backward pass where no
+            # input has a gradient: the first layer's under adapters, whose embedding is frozen.
+            model.enable_input_require_grads()
+    if plan.compiled or plan.recompute == "full":
+        for layer in model.model.layers:
+            layer.forward = partial(run, layer)
+
+
+def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
+    """Make model(inputs, labels), each int64 [batch, sequence], return the summed next-token loss, an fp32 scalar.
+
+    With a third argument, int32 bounds (batches.document_bounds), attention and positions end at a document's end.
+    by_row: return (that scalar, the losses of the rows [batch], which have no gradient).
+    """
+    form = traits.head_of(model.config.to_dict())
+    model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)
+    model.forward = partial(_summed_loss, model)
+    patch_masks(model)
+
+
+def patch_masks(model: Any) -> None:
+    """Make transformers' mask functions of this class of model trust plain_positions() without a look at the device."""
+    module = sys.modules[type(model.model).__module__]
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        make = getattr(module, name, None)
+        if make is not None and not isinstance(make, partial):
+            setattr(module, name, partial(_make_mask, make))
+
+
+def _summed_loss(
+    model: Any,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+    **_: Any,  # what peft hands on
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return what the head's forward returns for the model's last hidden states; the model's new forward."""
+    within = batches.mask_arguments(bounds, input_ids.shape, model.config._attn_implementation)
+    if not within:
+        within = {"position_ids": plain_positions(input_ids)}
+    hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state
+    return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
+
+
+def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
+    """Make transformers' mask, without position ids known to begin once: it would wait for the GPU to see that."""
+    if getattr(given.get("position_ids"), "begin_once", False):
+        given["position_ids"] = None
+    return make(*arguments, **given)
+
+
+def _head_loss(
+    head: torch.nn.Linear, vocab_size: int, by_row: bool, form: Form, hidden: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    loss, rows = linear_cross_entropy(hidden, head.weight, labels, vocab_size, form)
+    return (loss, rows) if by_row else loss
+
+
+def _layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+    return type(layer).forward(layer, *arguments, **named)
+
+
+def _recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+    return _recompute(layer.draws, type(layer).forward, layer, *arguments, **named)
+
+
+def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Run forward; compute its intermediate results again in the backward pass instead of keeping them."""
+    # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
+    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=draws, **named)
+
+
+def _to_float8(model: Any) -> None:
+    """Make linear layers of the decoder multiply in float8 with one scale a tensor; head and embedding stay in bf16."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
+
+    convert_to_float8_training(model.model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(hidden @ weight.T)[label] over the labels that are not IGNORED, and each token's part of it.
+
+    Only the sum has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (loss sum, losses [tokens]) of hidden [tokens, hidden], weight [rows, hidden], labels [tokens].
+
+        head: rows beyond head[0] are padding. The gradients are computed here, where with_grad is true.
+        """
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden) if with_grad else None
+        weight_grad: torch.Tensor | None = None
+        shrunk = _shrinkage(hidden) if with_grad and hidden.dtype == torch.float16 and ctx.needs_input_grad[1] else None
+        kernel = _compile(softmax_gradient) if hidden.is_cuda else softmax_gradient
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            part = hidden[start:stop]
+            losses[start:stop], gradient = kernel(part @ weight.T, labels[start:stop], *head)
+            if hidden_grad is None:
+                continue
+            torch.mm(gradient, weight, out=hidden_grad[start:stop])
+            if not ctx.needs_input_grad[1]:  # a frozen head, under adapters
+                continue
+            if shrunk is not None:
+                part = (part * shrunk).to(part.dtype)
+            if weight_grad is None:
+                weight_grad = gradient.T @ part
+            else:
+                weight_grad.addmm_(gradient.T, part)
+        ctx.save_for_backward(hidden_grad, weight_grad, shrunk)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients formed in forward, times the scalar from above."""
+        scale = upstream[0]
+        # torch multiplies 16 bits by an fp32 scalar on the GPU at a quarter of its memory's speed.
+        times = _compile(_times) if scale.is_cuda else _times
+        hidden_grad, weight_grad, shrunk = ctx.saved_tensors
+        if weight_grad is not None:
+            weight_grad = times(weight_grad, scale if shrunk is None else scale / shrunk)
+        return times(hidden_grad, scale), weight_grad, None, None, None
+
+
+def shape_logits(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """Return (fp32 logits with their factor and soft cap, their derivative by the scores, None for 1)."""
+    factor, cap = form
+    if factor != 1.0:
+        scores = scores * factor
+    if cap is None:
+        return scores, None if factor == 1.0 else factor
+    bent = torch.tanh(scores / cap)
+    return cap * bent, factor * (1 - bent * bent)
+
+
+def softmax_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (negative log-likelihoods, fp32 [tokens], the gradient of their sum by the logits, in the logits' dtype).
+
+    logits: [tokens, rows]; labels: [tokens]. Columns from vocab_size on count as minus infinity.
+    """
+    scores, slope = shape_logits(logits.float(), form)
+    if vocab_size < logits.shape[1]:
+        scores = torch.where(torch.arange(logits.shape[1], device=logits.device) < vocab_size, scores, -math.inf)
+    counted = (labels != IGNORED)[:, None]
+    target = labels.clamp(min=0)[:, None]
+    log_probability = functional.log_softmax(scores, dim=-1)
+    picked = log_probability.gather(1, target)
+    if slope is not None:
+        gradient = (log_probability.exp() * counted).scatter(1, target, torch.expm1(picked) * counted) * slope
+        return -(picked * counted)[:, 0], gradient.to(logits.dtype)
+    gradient = (log_probability.exp() * counted).to(logits.dtype)
+    # p - 1 is computed in fp32: in bf16 it would lose the small difference of a confident prediction.
+    gradient.scatter_(1, target, (torch.expm1(picked) * counted).to(logits.dtype))
+    return -(picked * counted)[:, 0], gradient
+
+
+def _shrinkage(hidden: torch.Tensor) -> torch.Tensor:
+    """Return powers of two, fp32 [hidden]: hidden times them, times up to 1, summed over tokens, fits fp16.
+
+    The head's gradient is summed before the loss scale is known, so no loss scale would cure its overflow. They are 1
+    where the sum fits anyway: to shrink more would push small numbers below what fp16 holds.
+    """
+    largest = torch.linalg.vector_norm(hidden, ord=1, dim=0, dtype=torch.float32)
+    return torch.exp2(-(largest / 2**15).log2().ceil().clamp(min=0))
+
+
+def _times(gradient: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (gradient * scale).to(gradient.dtype)
+
+
+@functools.cache
+def _compile(function: Any) -> Any:
+    """Compile a function, once. Not at import: it loads torch's compiler, a second that a CPU run has no use for."""
+    return torch.compile(function, dynamic=False)
+
+
+def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
+    """Return (start, end) of equal slices of tokens, whose logits stay below the device's LOGITS_SLICE_BYTES."""
+    count = max(1, math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device]))
+    size = math.ceil(tokens / count)
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss sum, loss of each row) of hidden [batch, sequence, hidden] against labels [batch, sequence].
+
+    fp32; a scalar and [batch], which has no gradient. On a CPU only counted positions meet the head, a quarter of the
+    quickstart's SFT; on a GPU their changing number would compile the kernel again and again.
+    """
+    counted = labels != IGNORED
+    is_part = not hidden.is_cuda and 0 < int(counted.sum()) < labels.numel()
+    flat, targets = (hidden[counted], labels[counted]) if is_part else (hidden.flatten(0, -2), labels.flatten())
+    head, with_grad = (vocab_size, form), torch.is_grad_enabled()
+    loss, losses = LinearCrossEntropy.apply(flat, weight, targets, head, with_grad)  # type: ignore[no-untyped-call]
+    if is_part:
+        losses = torch.zeros(labels.shape, dtype=losses.dtype).masked_scatter(counted, losses)
+    return loss, losses.view(labels.shape).sum(1)

@@ -1,0 +1,133 @@
+"""Build adapters through peft, merge them at the end, and keep frozen weights in 4 bits.
+
+QLoRA (arXiv 2305.14314) with torchao's NF4: blocks of 64 weights share a scale, which is itself kept in 8 bits. A
+matrix is made whole when it multiplies and again in the backward pass. It is an attribute, not a parameter: DeepSpeed
+neither casts, partitions nor saves it, so a checkpoint holds the adapters, and the matrices come from model.init_from
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # type: ignore[import-untyped]
+    linear_nf4,
+    to_nf4,
+)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from finlm.base import runs
+from finlm.plan.plan import Plan
+from finlm.recipe.schema import Recipe
+from finlm.recipe.shape import is_quantized
+from finlm.train.model import causal_lm, kernels
+
+
+def build(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
+    """Return the model of causal_lm.load, frozen weights packed if quantized, kernels swapped; without adapters yet."""
+    model = causal_lm.load(recipe, plan, ds_config, config, tokenizer)
+    if is_quantized(recipe):
+        quantize(model, plan.device)
+    kernels.swap(model, plan, draws=recipe.lora is not None and recipe.lora.dropout > 0)
+    return model
+
+
+def lora_config(recipe: Recipe) -> Any:
+    """Return peft's settings of the recipe's adapters; None when every weight is trained."""
+    if recipe.lora is None:
+        return None
+    from peft import LoraConfig
+
+    settings = recipe.lora
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def merge_adapters(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Return the plain model's weights of a run with adapters: peft's names removed, alpha / rank * B A added in fp32.
+
+    Raises RuntimeError for an adapter that was trained and has no place.
+    """
+    assert recipe.lora is not None
+    scale = recipe.lora.alpha / recipe.lora.rank
+    merged, added = {}, set[str]()
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            continue
+        module, _, kind = name.rpartition(".")  # weight, bias, or a parameter of several experts
+        stem = module.removesuffix(".base_layer")
+        names = [f"{stem}.lora_{which}.default.weight" for which in "AB"]
+        if kind == "weight" and all(part in weights for part in names):
+            down, up = (weights[part].float() for part in names)
+            weight = (weight.float() + scale * (up @ down)).to(weight.dtype)
+            added.update(names)
+        merged[f"{stem.removeprefix('base_model.model.')}.{kind}"] = weight
+    if lost := sorted(name for name in weights if ".lora_" in name and name not in added):
+        raise RuntimeError(f"{len(lost)} trained adapters belong to no weight: {', '.join(lost[:3])}")
+    return merged
+
+
+BLOCK = 64  # weights that share a scale
+SCALES = 256  # scales that share a factor, at most
+
+
+class Nf4Linear(torch.nn.Linear):
+    """A frozen linear layer whose matrix is kept in 4 bits; peft puts adapters on it as on any other."""
+
+    def __init__(self, matrix: torch.Tensor, bias: torch.nn.Parameter | None = None) -> None:
+        """Pack matrix [outputs, inputs], in the dtype that it multiplies in; bias: on its device."""
+        torch.nn.Module.__init__(self)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = bias  # type: ignore[assignment]
+        self.weight = pack_nf4(matrix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output [..., outputs] for x [..., inputs]."""
+        product: torch.Tensor = linear_nf4(x, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+def pack_nf4(matrix: torch.Tensor) -> Any:
+    """Return the matrix as torchao's NF4Tensor, on its device. Its number of elements must be a multiple of 64."""
+    blocks = matrix.numel() // BLOCK
+    return to_nf4(matrix.detach().contiguous(), BLOCK, math.gcd(blocks, SCALES))
+
+
+def quantize(model: Any, device: str) -> None:
+    """Replace every linear layer of the decoder by an Nf4Linear on the device, one after the other."""
+    for layer in model.model.layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, torch.nn.Linear):
+                parent, _, child = name.rpartition(".")
+                bias = None if module.bias is None else torch.nn.Parameter(module.bias.detach().to(device))
+                setattr(layer.get_submodule(parent), child, Nf4Linear(module.weight.to(device), bias))
+
+
+def load_matrices(recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Load init_from and return {name: matrix} of what quantize would pack, rounded as it rounds: the adapters' base.
+
+    Rounded on the CPU; a GPU may round a scale that lies between two of them the other way. Raises UserError when
+    model.init_from is gone or lacks weights.
+    """
+    runs.prove_model(Path(str(recipe.model.init_from)))
+    base = causal_lm.load_weights(
+        AutoModelForCausalLM,
+        recipe.model.init_from,
+        "put the model of model.init_from back: under lora.quantize a checkpoint holds the adapters only",
+        revision=recipe.model.revision,
+        dtype=dtype,
+        use_safetensors=True,
+    )
+    return {
+        f"{prefix}.weight": pack_nf4(module.weight).get_original_weight()
+        for prefix, module in base.named_modules()
+        if prefix.startswith("model.layers.") and isinstance(module, torch.nn.Linear)
+    }

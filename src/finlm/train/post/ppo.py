@@ -1,0 +1,142 @@
+"""Run proximal policy optimization (arXiv 1707.06347) on GRPO's trainer: a value head judges each token of an answer.
+
+trl 1.16 has no PPO. Sampling, rewards and the clipped loss are those of GRPO, which takes an advantage a token; here
+that is the generalized advantage estimate (arXiv 1506.02438) of rewards at the end and of the divergence from the start
+at every token (grpo.beta), whitened over the step. The head reads the policy's own last states, so there is no second
+model as XuanYuan-6B had it, and its loss trains the body too. It stays in checkpoints and is left out of exports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finlm.recipe.schema_train import Ppo
+from finlm.train.model import causal_lm
+from finlm.train.post.grpo import GroupTrainer, Rows
+from finlm.train.post.start import RewardHead
+from finlm.train.post.trainers import Rank
+
+HEAD = "value_head"  # in the names of weights
+
+
+class ValueTrainer(GroupTrainer):
+    """GroupTrainer whose advantages come from a value head."""
+
+    beta: float  # trl's
+    names = GroupTrainer.names | {"value_loss": "value_loss", "value_explained": "value_explained"}
+
+    def __init__(self, r: Rank, model: Any, *given: Any, **named: Any) -> None:
+        """Add a value head of zeros to the model, and compute values within its forward pass."""
+        assert r.recipe.grpo is not None
+        self.ppo: Ppo = r.recipe.grpo.ppo
+        weight = model.lm_head.weight
+        head = RewardHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+        torch.nn.init.zeros_(head.weight)  # the first answers are judged by what they earn
+        model.add_module(HEAD, head)
+        self.is_scoring = False
+        super().__init__(r, model, *given, **named)
+        body = causal_lm.base_model(self.model)
+        # Within the model's own forward, where ZeRO-3 gathers the head.
+        body.model.register_forward_hook(self._compute_values)
+
+    def _compute_values(self, body: Any, given: Any, out: Any) -> None:
+        """Put the value of each token but the last into self.besides, while tokens are scored: [rows, tokens - 1]."""
+        if self.is_scoring:
+            self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
+
+    def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
+        """Return GroupTrainer's result; the values of the tokens go into self.kept."""
+        self.is_scoring = True
+        try:
+            return super()._get_per_token_logps_and_entropies(*given, **named)
+        finally:
+            self.is_scoring = False
+
+    def _generate_and_score_completions(self, inputs: Any) -> Rows:
+        """Return trl's rows with an advantage and a return for each token of the answers."""
+        rows: Rows = super()._generate_and_score_completions(inputs)
+        mask = rows["completion_mask"]
+        ids, seen = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+        with torch.no_grad():
+            logps, *_ = self._get_per_token_logps_and_entropies(
+                self.model, ids, seen, mask.shape[1], self.args.per_device_train_batch_size
+            )
+        (values,) = self.kept
+        apart = (logps - rows["ref_per_token_logps"]) * mask if self.beta else torch.zeros_like(logps)
+        earned = place_rewards(self._rewards(len(ids)).to(logps.device), mask) - self.beta * apart
+        advantages, returns = estimate(earned, values, mask, self.ppo)
+        rows |= {"advantages": self._whiten(advantages, mask), "returns": returns, "old_values": values}
+        if self.beta:
+            total = self.accelerator.reduce(torch.stack((apart.sum(), mask.sum())))
+            self._metrics["train"]["kl"].append(float(total[0] / total[1]))
+        return rows | {"old_per_token_logps": logps}
+
+    def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
+        """Return trl's loss of the answers plus the value head's; the divergence is in the rewards already."""
+        beta, self.beta = self.beta, 0.0
+        try:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+        (values,), mask = self.kept, inputs["completion_mask"]
+        missed = value_losses(values, inputs["old_values"], inputs["returns"], self.ppo.value_clip) * mask
+        value_loss = missed.sum() / (inputs["num_items_in_batch"] / self.accelerator.num_processes)
+        self._record(values.detach(), missed.detach(), inputs["returns"], mask)
+        total: torch.Tensor = loss + self.ppo.value_weight * value_loss
+        return total
+
+    def _rewards(self, count: int) -> torch.Tensor:
+        """Return the rewards of this rank's answers: [answers]."""
+        first = self.accelerator.process_index * count
+        terms = [torch.tensor(list(self._logs["rewards"][name]))[first:][:count] for name in self.reward_func_names]
+        earned: torch.Tensor = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1)
+        return earned
+
+    def _whiten(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the values with mean 0 and deviation 1 over the answers' tokens of all ranks, fp32; collective."""
+        wide = values.double() * mask
+        total, squares, count = self.accelerator.reduce(torch.stack((wide.sum(), wide.square().sum(), mask.sum())))
+        mean = total / count
+        deviation = (squares / count - mean**2).clamp(min=0).sqrt()
+        whitened: torch.Tensor = (wide - mean) / (deviation + 1e-8) * mask
+        return whitened.float()
+
+    def _record(self, values: torch.Tensor, missed: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Note the value loss a token and the share of the returns' variance that the values explain; collective."""
+        wide = returns.double() * mask
+        sums = torch.stack((missed.double().sum(), (values - returns).double().square().mul(mask).sum(), mask.sum()))
+        sums = self.accelerator.reduce(torch.cat((sums, torch.stack((wide.sum(), wide.square().sum())))))
+        loss, residual, count, total, squares = sums.tolist()
+        variance = squares - total**2 / count
+        self._metrics["train"]["value_loss"].append(loss / count)
+        if variance > 0:
+            self._metrics["train"]["value_explained"].append(1 - residual / variance)
+
+
+def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the rewards [answers] at the last token of each answer: [answers, tokens]."""
+    last = mask.sum(dim=1, keepdim=True).long() - 1
+    return torch.zeros(mask.shape, device=mask.device).scatter(1, last.clamp(min=0), rewards[:, None])
+
+
+def estimate(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ppo: Ppo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (advantages, returns) of every token, each [answers, tokens], 0 behind an answer's end."""
+    values, advantage = values * mask, torch.zeros_like(values[:, 0])
+    following, backwards = torch.zeros_like(values[:, 0]), []
+    for token in reversed(range(values.shape[1])):
+        surprise = rewards[:, token] + ppo.gamma * following - values[:, token]
+        advantage = (surprise + ppo.gamma * ppo.gae_lambda * advantage) * mask[:, token]
+        following = values[:, token]
+        backwards.append(advantage)
+    advantages = torch.stack(backwards[::-1], dim=1)
+    return advantages, (advantages + values) * mask
+
+
+def value_losses(values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
+    """Return half the squared error of each token: the larger of the values' and of those clipped around `before`."""
+    near = before + (values - before).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())

@@ -1,0 +1,296 @@
+"""Run stages dpo and reward through trl's trainers: batches of two sequences a pair, held-out accuracy and margin.
+
+Pair p of the run is pair Order[p] of the data, so resuming is a seek; a step takes the next pairs, cut into
+micro-steps, then ranks. A batch is padded to its longest sequence. trl's metrics become keys of the step's row.
+
+DPO's reference is the start itself, asked once before the first step and remembered as two numbers a pair, so no second
+model is held. After a resume it is asked again, before the checkpoint is loaded. A reward model is the start's body
+with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to steady the critic
+of PPO; sentences were more accurate there (report, section on RLHF).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.models import prepare_deepspeed
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from finlm.rows import dialogues
+from finlm.rows.dialogues import Pair
+from finlm.rows.shards import Order
+from finlm.train.batches import Numbers
+from finlm.train.model import causal_lm, lora
+from finlm.train.post import start
+from finlm.train.post.start import RewardHead, forward_without_mask, load_start, padding_id, padding_tokenizer
+from finlm.train.post.trainers import Rank, Recorded, Steps, arguments, drain_metrics, spread, train
+
+IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+class PairTrainer(Recorded):
+    """A trainer whose rows are pairs. Mixed in before trl's class, with `scores` for the held-out ones."""
+
+    rank: Rank
+    pairs: Sequence[Pair]
+    names: dict[str, str]  # of trl's metrics, by their name in the row of a step
+
+    def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
+        self.rank = r
+        self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
+        super().__init__(model=model, **given)  # type: ignore[call-arg]  # trl's, which is next in line
+        self.attach(r)
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of pairs: which pair a position of the run reads."""
+        return Order(len(self.pairs), self.rank.recipe.train.seed)
+
+    @cached_property
+    def tokens(self) -> Any:
+        """Tokens of each pair's two sequences: int64 [pairs]."""
+        return np.array([_tokens(pair) for pair in self.pairs])
+
+    def get_train_dataloader(self: Any) -> Steps:
+        """Return this rank's micro-batches from the step the run has reached."""
+        plan = self.rank.plan
+        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
+
+    def tokens_of_step(self, step: int) -> tuple[int, int]:
+        """Return the tokens of all sequences of a step over all ranks, twice: all of them are read."""
+        tokens = int(self.tokens[self._numbers(step)].sum())
+        return tokens, tokens
+
+    def metrics_of_step(self: Any) -> Numbers:
+        """Return trl's metrics under our names, each the mean over micro-steps, and empty trl's lists."""
+        return drain_metrics(self._metrics["train"], self.names)
+
+    def evaluate_held_out(self: Any) -> Numbers | None:
+        """Return loss, accuracy, margin and range of rewards on held-out pairs, by source and in all; collective.
+
+        None when no pairs are held out.
+        """
+        if not self.held_out:
+            return None
+        self.model.eval()
+        rewards_of = {name: self._score_pairs(pairs) for name, pairs in self.held_out.items()}
+        self.model.train()
+        sources = {name: summary(rewards) for name, rewards in rewards_of.items()}
+        return summary(torch.cat(list(rewards_of.values()))) | {"sources": sources}
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)]."""
+        raise NotImplementedError
+
+    def batch(self, pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
+        """Return the pairs as trl's collator lays them out, chosen sequences first, on the device."""
+        device: torch.device = self.rank.device
+        return {name: tensor.to(device) for name, tensor in collate_pairs(pairs, self.pad_id).items()}
+
+    @cached_property
+    def held_out(self) -> dict[str, list[Pair]]:
+        """The held-out pairs of each source, at most eval.max_tokens_per_source of each."""
+        return self.rank.held_out(lambda parts: list(dialogues.read_pairs(parts)))
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The token that fills batches up."""
+        return padding_id(self.rank.shards)
+
+    def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
+        """Return the rewards of all pairs, [pairs, (chosen, rejected)], each rank computing its share."""
+        return spread(
+            self.rank,
+            len(pairs),
+            self.rank.plan.micro_batch,
+            lambda numbers: self.scores(self.batch([pairs[number] for number in numbers])),
+        )
+
+    def _numbers(self, step: int) -> Any:
+        """Return the numbers of a step's pairs: [micro_steps, pairs of rank 0, of rank 1, ...]."""
+        plan = self.rank.plan
+        count = plan.gradient_accumulation_steps * sum(plan.rank_micro_batches)
+        positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
+        return self.order[positions].reshape(plan.gradient_accumulation_steps, -1)
+
+    def _read(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        sizes = self.rank.plan.rank_micro_batches
+        first = sum(sizes[: self.rank.rank])
+        for numbers in self._numbers(step)[:, first : first + sizes[self.rank.rank]]:
+            pairs = [self.pairs[number] for number in numbers.tolist()]
+            self.checksum.add(np.concatenate([pair[name] for name in IDS]) for pair in pairs)
+            yield self.batch(pairs)
+
+
+def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]:
+    """Return the pairs as trl's collator lays them out: int64 [2 * pairs, longest], chosen sequences first."""
+    lists = [{name: getattr(value, "tolist", lambda v=value: v)() for name, value in pair.items()} for pair in pairs]
+    batch: dict[str, torch.Tensor] = DataCollatorForPreference(pad_token_id=pad_id)(lists)
+    return batch
+
+
+def summary(rewards: torch.Tensor) -> dict[str, float]:
+    """Return loss (-log sigmoid of the margin), accuracy, margin and range of rewards [pairs, (chosen, rejected)]."""
+    chosen, rejected = rewards.double().unbind(1)
+    margin = chosen - rejected
+    return {
+        "loss": float(-torch.nn.functional.logsigmoid(margin).mean()),
+        "accuracy": float((margin > 0).double().mean()),
+        "margin": float(margin.mean()),
+        "reward_min": float(rewards.min()),
+        "reward_mean": float(rewards.double().mean()),
+        "reward_max": float(rewards.max()),
+        "pairs": len(rewards),
+    }
+
+
+def _tokens(pair: Pair) -> int:
+    return 2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"])
+
+
+class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
+    """DPOTrainer over the run's pairs."""
+
+    names = {  # noqa: RUF012
+        "accuracy": "rewards/accuracies",
+        "margin": "rewards/margins",
+        "reward_chosen": "rewards/chosen",
+        "reward_rejected": "rewards/rejected",
+        "logp_chosen": "logps/chosen",
+        "logp_rejected": "logps/rejected",
+    }
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return implicit rewards, [pairs, (chosen, rejected)]: beta times the log-ratio of the model to the reference.
+
+        Takes the reference's log-probabilities out of the batch (arXiv 2305.18290).
+        """
+        references = torch.stack((batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")), dim=1)
+        return float(self.beta) * (self._logps(self.model_wrapped, batch) - references)
+
+    def proof(self, ids: list[int]) -> dict[str, float]:
+        """Return the loss of these tokens, computed by the head that is trained."""
+        read = torch.tensor([ids], device=self.rank.device)
+        batch = {"input_ids": read, "attention_mask": torch.ones_like(read), "completion_mask": torch.ones_like(read)}
+        return {"loss": -float(self._logps(self.model_wrapped, batch).sum()) / (len(ids) - 1)}
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        """Return the data set as it is: rows are tokenised already."""
+        return dataset
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Put the start's log-probabilities into every pair, and in no file that hosts would share; collective."""
+        start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
+        is_partitioned = self.rank.plan.zero_stage == 3
+        model = prepare_deepspeed(self.model, self.accelerator) if is_partitioned else self.model
+        model.eval()
+        adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)
+        with adapters():
+            for pairs in (self.pairs, *self.held_out.values()):
+                logps = spread(
+                    self.rank,
+                    len(pairs),
+                    self.rank.plan.micro_batch,
+                    lambda numbers, of=pairs: self._logps(model, self.batch([of[n] for n in numbers])),  # type: ignore[misc]
+                )
+                for pair, (chosen, rejected) in zip(pairs, logps.tolist(), strict=True):
+                    pair |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        self.model.train()
+        return dataset
+
+    def _logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probability of the answers: [pairs, (chosen, rejected)]."""
+        ids, mask = batch["input_ids"], batch["completion_mask"]
+        labels = ids.masked_fill(mask == 0, -100)
+        asked = {"input_ids": ids, "attention_mask": batch["attention_mask"], "use_cache": False}
+        with self.accelerator.autocast():
+            logps = model(**asked, labels=labels, fused_lm_head=True).log_probs.sum(dim=1)
+        return torch.stack(logps.chunk(2), dim=1)
+
+
+class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
+    """RewardTrainer over the run's pairs."""
+
+    names = {  # noqa: RUF012
+        "accuracy": "accuracy",
+        "margin": "margin",
+        "reward_min": "min_reward",
+        "reward_mean": "mean_reward",
+        "reward_max": "max_reward",
+    }
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the model's rewards, [pairs, (chosen, rejected)]; takes `margin` out of the batch."""
+        batch.pop("margin", None)
+        rewards = self.model_wrapped(**batch, use_cache=False).logits.squeeze(-1)
+        return torch.stack(rewards.chunk(2), dim=1)
+
+    def proof(self, ids: list[int]) -> dict[str, float]:
+        """Return the reward of a text of these tokens."""
+        read = torch.tensor([ids], device=self.rank.device)
+        batch = {"input_ids": read, "attention_mask": torch.ones_like(read)}
+        return {"reward": float(self.model_wrapped(**batch, use_cache=False).logits)}
+
+    def batch(self, pairs: Any) -> dict[str, torch.Tensor]:
+        """Return whole sequences, chosen ones first, and the margin that the recipe asks for, on the device."""
+        batch = super().batch(pairs)
+        del batch["completion_mask"]
+        settings = self.rank.recipe.reward
+        if settings is not None and settings.margin:
+            batch["margin"] = torch.full((len(pairs),), settings.margin, device=self.rank.device)
+        return batch
+
+
+def make_reward_model(model: Any, pad_id: int) -> Any:
+    """Return a reward model: the causal model's body, shared, with a randomly drawn head of one number."""
+    config = model.config.__class__(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
+    with torch.device("meta"):
+        reward_model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config)
+    weight = model.lm_head.weight
+    reward_model.model = model.model
+    reward_model.score = RewardHead(config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+    # As trl's scripts draw it: rewards of about one standard deviation on normed states.
+    torch.nn.init.normal_(reward_model.score.weight, std=(config.hidden_size + 1) ** -0.5)
+    reward_model.forward = partial(forward_without_mask, reward_model)
+    return reward_model
+
+
+def main(run_path: Path) -> int:
+    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
+    return train(run_path, make)
+
+
+def make(r: Rank) -> PairTrainer:
+    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded."""
+    first = next(dialogues.read_pairs(r.shards.split("train")))
+    model: Any = load_start(r)
+    if (dpo := r.recipe.dpo) is not None:
+        settings = arguments(
+            DPOConfig,
+            r,
+            beta=dpo.beta,
+            loss_type=[dpo.loss],
+            label_smoothing=dpo.label_smoothing,
+            precompute_ref_log_probs=True,
+            max_length=None,
+        )
+    else:
+        assert r.recipe.reward is not None
+        model = make_reward_model(model, padding_id(r.shards))
+        center = r.recipe.reward.center or None
+        settings = arguments(RewardConfig, r, center_rewards_coefficient=center, max_length=None)
+    # Read only for the first row, by which trl tells the kind of data.
+    rows = Dataset.from_list([{name: first[name].tolist() for name in IDS}])
+    given = {"args": settings, "train_dataset": rows, "processing_class": padding_tokenizer(r)}
+    if r.recipe.dpo is None:
+        return JudgeTrainer(r, model, **given)
+    return PreferenceTrainer(r, model, **given, peft_config=lora.lora_config(r.recipe))

@@ -1,0 +1,375 @@
+"""Read prompts, draw the tokens of a step's answers, reward the answers, record some of them, and watch their measures.
+
+A token is a function of (seed, step, row, token), whatever rows are generated together. The terms of grpo.reward are
+the functions that trl calls, each a value an answer, or None where the row has no right answer of its kind: trl leaves
+those out of means. The user's function is read from the copy in the run directory, so a resumed run earns by the code
+it began with.
+
+A reward that rises while answers grow long, repeat themselves, lose their variety or name no answer any more is not the
+skill that was meant. The first steps of the run are the measure. A curve is told when its last steps pass the limit,
+and again only after it came back; the state is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, TypedDict
+
+import torch
+from torch import distributed
+from transformers import AutoModelForSequenceClassification, LogitsProcessor
+
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.dialogues import scoring
+from finlm.recipe.schema_train import Rollouts, Term
+from finlm.rows import dialogues
+from finlm.rows.shards import Shard, Shards
+from finlm.train.incidents import Incident
+from finlm.train.model import causal_lm
+from finlm.train.post import start
+from finlm.train.post.start import forward_without_mask
+from finlm.train.post.trainers import Rank
+from finlm.train.zero.storage import State
+
+SURE = 1.96  # standard errors to either side of a mean: 95 %
+SHOWN = 10  # answers of a step that can be read
+STEPS = 5  # whose median is the measure, and whose median is judged
+WORSE = 0.1  # by which a share must exceed that of the first steps
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a step (`said`), the right one, and its rewards, by term and in all."""
+
+    prompt: str
+    right: str
+    said: str
+    rewards: Mapping[str, float | None]
+    reward: float
+    advantage: float
+
+
+class Prompt(TypedDict):
+    """A prompt as trl's rewards read it. asked: the prompt without what the template writes behind a question."""
+
+    prompt: str
+    asked: str
+    prompt_ids: list[int]
+    answer: str
+
+
+def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Prompt]:
+    """Return every prompt of these shards: the texts for rewards that read them, the ids for the model."""
+    turn = [{"role": "user", "content": "?"}]
+    template = (shards.directory / "chat_template.jinja").read_text(encoding="utf-8")
+    rendered = tokenizer.apply_chat_template(turn, chat_template=template, tokenize=False, add_generation_prompt=True)
+    behind = rendered.rpartition("?")[2].strip()
+    prompts: list[Prompt] = []
+    for row in dialogues.read_prompts(parts):
+        prompt, answer = (tokenizer.decode(row[name]) for name in ("prompt_ids", "answer_ids"))
+        asked = prompt.rstrip().removesuffix(behind).rstrip()
+        prompts.append(
+            {"prompt": prompt, "asked": asked, "prompt_ids": row["prompt_ids"].tolist(), "answer": answer.strip()}
+        )
+    return prompts
+
+
+def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
+    """Return the share of repeated text, and the share of answers in which no rule of `checked` finds an answer."""
+    shares = {"repetition": statistics.fmean(map(scoring.repetition, texts))}
+    if checked:
+        silent = [not any(scoring.names_answer(rule, text) for rule in checked) for text in texts]
+        shares["unanswered"] = statistics.fmean(silent)
+    return shares
+
+
+def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
+    """Return the mean of the prompts' gains as `rise` and, of two or more, its 95 % interval as `rise_interval`."""
+    mean = statistics.fmean(gains)
+    if len(gains) < 2:
+        return {"rise": mean}
+    apart = SURE * statistics.stdev(gains) / math.sqrt(len(gains))
+    return {"rise": mean, "rise_interval": [mean - apart, mean + apart]}
+
+
+def write(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
+    """Append SHOWN of a step's answers to rollouts.jsonl, evenly over the step, so that prompts differ."""
+    count = min(SHOWN, len(answers))
+    for answer in (answers[place * len(answers) // count] for place in range(count)):
+        files.append_json_line(run.rollouts, {"step": step, **vars(answer)})
+
+
+def drop_rows_after(run: RunDir, step: int) -> None:
+    """Drop the rows of rollouts.jsonl after a step: a resumed run writes them again."""
+    if run.rollouts.exists():
+        kept = (row for row in files.read_json_lines(run.rollouts) if row["step"] <= step)
+        files.write_text(run.rollouts, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+ROUNDING = 0.001  # nats a token that products of other sizes may move a log-probability by
+
+
+class Mismatch:
+    """Compares the log-probabilities of the same tokens in generation and in training.
+
+    A token weighs exp(trainer - rollout), at most `cap` (truncated importance sampling), where they differ by more than
+    rounding. The mean and the largest difference of a step are recorded.
+    """
+
+    def __init__(self, cap: float, device: torch.device) -> None:
+        self.cap = cap
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of differences, of tokens
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+
+    def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
+        """Weigh the advantages of a micro-step's rows, in place; log_probs: the trainer's, [rows, tokens].
+
+        Rows that are learnt from again have those of the first time as old_per_token_logps.
+        """
+        before = rows.get("old_per_token_logps")
+        apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]
+        apart = apart.double() * rows["completion_mask"]
+        self._sums += torch.stack((apart.abs().sum(), rows["completion_mask"].sum().double()))
+        self._largest = torch.maximum(self._largest, apart.abs().max())
+        if self.cap:
+            weights = torch.where(apart.abs() > ROUNDING, apart.exp().clamp(max=self.cap), 1.0)
+            advantages = rows["advantages"]
+            rows["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights.float()
+
+    def take(self) -> dict[str, float]:
+        """Return the step's mean and largest difference over all ranks and begin anew; collective."""
+        if distributed.is_initialized():
+            distributed.all_reduce(self._sums)
+            distributed.all_reduce(self._largest, op=distributed.ReduceOp.MAX)
+        (total, tokens), largest = self._sums.tolist(), float(self._largest)
+        self._sums.zero_()
+        self._largest.zero_()
+        return {"mismatch": total / max(1.0, tokens), "mismatch_largest": largest}
+
+
+class Watch:
+    """Judges the measures of the steps, one after the other; every rank sees the same numbers."""
+
+    def __init__(self, settings: Rollouts, state: Mapping[str, Any] | None = None) -> None:
+        """Begin with the state of a checkpoint, as state() gave it, or anew."""
+        self.settings = settings
+        self._first: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("first", ())}
+        self._last: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("last", ())}
+        self._told = set((state or {}).get("told", ()))
+
+    def state(self) -> State:
+        """Return the state as plain values for a checkpoint."""
+        return {"first": list(self._first.items()), "last": list(self._last.items()), "told": sorted(self._told)}
+
+    def judge(self, row: Mapping[str, Any]) -> Iterator[Incident]:
+        """Yield the incidents of a step, given the fields of its row."""
+        for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward"):
+            if isinstance(row.get(key), (int, float)):
+                if len(first := self._first.setdefault(key, [])) < STEPS:
+                    first.append(float(row[key]))
+                self._last[key] = [*self._last.get(key, ()), float(row[key])][-STEPS:]
+        yield from self._tell(Incident("answers grow longer", self._words("answer_tokens", "tokens")), self._is_long())
+        yield from self._tell(Incident("entropy collapses", self._words("entropy", "nats a token")), self._is_narrow())
+        repeats = self._exceeds("repetition", self.settings.repetition)
+        yield from self._tell(Incident("answers repeat themselves", self._words("repetition", "of the text")), repeats)
+        silent = self._exceeds("unanswered", self.settings.unanswered)
+        yield from self._tell(Incident("answers name no answer", self._words("unanswered", "of the answers")), silent)
+        apart = float(row.get("mismatch") or 0.0)
+        detail = f"{apart:.3g} nats a token apart, {row.get('mismatch_largest', apart):.3g} at most"
+        yield from self._tell(Incident("rollout and trainer part", detail), apart > self.settings.mismatch)
+
+    def _is_long(self) -> bool:
+        first, last = self._medians("answer_tokens")
+        return last > self.settings.length * first
+
+    def _is_narrow(self) -> bool:
+        first, last = self._medians("entropy")
+        return last < self.settings.entropy * first
+
+    def _exceeds(self, key: str, limit: float) -> bool:
+        first, last = self._medians(key)
+        return last > limit and last > first + WORSE
+
+    def _tell(self, incident: Incident, is_bad: bool) -> Iterator[Incident]:
+        """Yield an incident that has just begun, and note whether it is going on."""
+        if is_bad and incident.what not in self._told:
+            yield incident
+        (self._told.add if is_bad else self._told.discard)(incident.what)
+
+    def _medians(self, key: str) -> tuple[float, float]:
+        """Return (median of the first steps, of the last ones); equal before STEPS are there."""
+        first, last = self._first.get(key, [0.0]), self._last.get(key, [0.0])
+        begin = statistics.median(first)
+        return begin, statistics.median(last) if len(last) == STEPS else begin
+
+    def _words(self, key: str, unit: str) -> str:
+        (first, last), (was, reward) = self._medians(key), self._medians("reward")
+        return (
+            f"{last:.4g} {unit} in the last {STEPS} steps, {first:.4g} in the first; the reward went from {was:.4g} to "
+            f"{reward:.4g}: read rollouts.jsonl"
+        )
+
+
+Rewards = Callable[..., list[float | None]]
+
+
+def make_rewards(r: Rank) -> list[Rewards]:
+    """Return a function for each term of grpo.reward. Raises UserError for an unusable model or function."""
+    grpo = r.recipe.grpo
+    assert grpo is not None
+    made: list[Rewards] = []
+    for term in grpo.reward:
+        if term.rule == "model":
+            made.append(load_reward_model(str(term.path), r))
+        elif term.rule == "function":
+            made.append(partial(_call_function, read_function(r.run, term), term.name))
+        else:
+            made.append(partial(score_by_rule, term, grpo.max_new_tokens))
+    return made
+
+
+def score_by_rule(
+    term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
+) -> list[float | None]:
+    """Return the value of each answer by a rule that needs no model."""
+    given = zip(asked, completions, answer, more["completion_ids"], strict=True)
+    return [
+        scoring.score(term, text, completion, right, len(ids), most_tokens) for text, completion, right, ids in given
+    ]
+
+
+def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
+    """Return the user's function from the run directory's copy of its file. Raises UserError if that differs."""
+    path = run.reward_file(str(term.sha256))
+    if not path.is_file() or files.sha256_file(path) != term.sha256:
+        raise UserError(
+            f"grpo.reward: {term.file} is not in {run.path} as it was",
+            evidence=f"{path} {'has another hash' if path.is_file() else 'does not exist'}",
+            fix="start a new run (--new)",
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, term.name)
+    return function
+
+
+def _call_function(
+    function: Callable[..., Any], name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
+) -> list[float | None]:
+    """Return the values of the user's function, a number or None for each answer. Raises RuntimeError for others."""
+    values = list(function(prompts=prompts, completions=completions, answers=answer))
+    wrong = next((value for value in values if value is not None and not _is_finite(value)), None)
+    if len(values) != len(completions) or wrong is not None:
+        returned = f"{len(values)} values" if wrong is None else f"{wrong!r} for an answer"
+        expected = f"it takes {len(completions)} answers and returns a finite number, or None, for each"
+        raise RuntimeError(f"grpo.reward: {name} returned {returned}; {expected}")
+    return [None if value is None else float(value) for value in values]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def load_reward_model(path: str, r: Rank) -> Rewards:
+    """Load a trained reward model and return its reward function. Raises UserError for other models or vocabularies."""
+    fix = "train it by a recipe of stage reward from the same start"
+    dtype = torch.bfloat16 if r.plan.device == "cuda" else None
+    model = causal_lm.load_weights(AutoModelForSequenceClassification, path, fix, dtype=dtype)
+    if model.config.num_labels != 1 or model.config.vocab_size != r.plan.vocab_size:
+        raise UserError(
+            f"grpo.reward: {path} cannot judge this model's answers",
+            evidence=f"{model.config.num_labels} outputs and {model.config.vocab_size:,} tokens there; "
+            f"1 and {r.plan.vocab_size:,} are needed",
+            fix=fix,
+        )
+    model.score.__class__ = start.RewardHead
+    model = model.to(r.device).eval().requires_grad_(False)
+    pad = model.config.pad_token_id
+
+    def reward(prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        """Return the model's reward for each prompt and answer."""
+        rows = [torch.tensor([*asked, *answered]) for asked, answered in zip(prompt_ids, completion_ids, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad).to(r.device)
+        with torch.no_grad():
+            scores = torch.cat(
+                [forward_without_mask(model, some).logits[:, 0] for some in torch.split(ids, r.plan.micro_batch)]
+            )
+        return [float(score) for score in scores]
+
+    return reward
+
+
+class Kept(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the scores as they pass, before the nucleus cuts them: fp32 [rows, vocabulary]."""
+
+    scores: torch.Tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Keep scores, fp32 [rows, vocabulary], and return them unchanged."""
+        self.scores = scores
+        return scores
+
+
+class Noise(LogitsProcessor):  # type: ignore[misc]
+    """Adds Gumbel noise to scores, so that the largest is drawn as softmax(scores) says.
+
+    The noise of (row, token, entry of the vocabulary) is a hash of the row's key and both numbers, on every device and
+    whatever rows are generated together; torch's generators give a row what its place in the batch gets.
+    """
+
+    def __init__(self, keys: torch.Tensor, start: int, plain: Kept | None = None) -> None:
+        """Set keys, int64 [rows], and the number of tokens before the first that is drawn.
+
+        plain: keeps the scores whose log-probabilities of the drawn tokens go into log_probs, a tensor [rows] each
+        token.
+        """
+        self.keys, self.start, self.plain = keys, start, plain
+        self.log_probs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores, fp32 [rows, vocabulary], plus noise; append the drawn tokens' log-probabilities."""
+        vocab = scores.shape[1]
+        first = (input_ids.shape[1] - self.start) * vocab
+        places = torch.arange(first, first + vocab, device=scores.device)
+        bits = _mix(self.keys[:, None] + places * _GAMMA) >> 11 & (1 << 53) - 1
+        uniform = bits.double().add_(0.5).div_(2**53)
+        noisy = scores - uniform.log_().neg_().log_().float()
+        if self.plain is not None:
+            drawn = self.plain.scores.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
+            self.log_probs.append(drawn - self.plain.scores.logsumexp(1))
+        return noisy
+
+
+_GAMMA, _FIRST, _SECOND = (
+    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # as int64
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """Apply splitmix64's output function (rows/shards.py) to int64, in place; products wrap around."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        z.bitwise_xor_(z >> shift & (1 << 64 - shift) - 1).mul_(factor)
+    return z
+
+
+def row_keys(seed: str, rows: range) -> torch.Tensor:
+    """Return a key for the noise of each row of a generation: int64 [rows]."""
+    digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest() for row in rows)
+    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
+
+
+def cut_after_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Return the ids up to and with the first of `ends`."""
+    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids)) + 1]

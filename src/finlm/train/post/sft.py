@@ -1,0 +1,253 @@
+"""Run supervised fine-tuning: trl's SFTTrainer over prepared dialogues.
+
+The rows come tokenised, packed and masked (rows/dialogues.py), so trl prepares nothing; the model runs the swapped
+kernels as pretraining instead of trl's own head. The loss of a step is the sum over all ranks and micro-steps divided
+by the supervised tokens of all of them: how rows are dealt out never changes the gradient. The loss of each source is a
+by-product that costs one small message a step.
+
+sft.hide_eos and sft.order: sampler repeat mistakes of the released XuanYuan llm-code, only for recipes that reproduce
+them; the mistakes of its data are in dialogues/encode.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import IterableDataset
+from torch import distributed
+from trl import SFTConfig, SFTTrainer
+
+from finlm.plan.plan import Plan
+from finlm.rows import dialogues, packing
+from finlm.rows.shards import IGNORED, Ids
+from finlm.train import batches
+from finlm.train.batches import Batches, Numbers
+from finlm.train.model import causal_lm, kernels, lora, products
+from finlm.train.model.causal_lm import model_config
+from finlm.train.post import start
+from finlm.train.post.trainers import Rank, Recorded, Steps, arguments, train
+
+
+class MicroBatch(TypedDict, total=False):
+    """The model's arguments of a micro-batch, its loss's factor and the source of each row, for compute_loss."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    bounds: torch.Tensor | None
+    scale: float
+    sources: torch.Tensor
+
+
+class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose batches are rows of the run and whose loss is normalised over all ranks."""
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, r: Rank, batches: Batches, model: torch.nn.Module, **given: Any) -> None:
+        """Make trl's trainer, and give its model the swapped loss, and for sft.hide_eos the mask, of ours."""
+        self.batches = batches
+        self.by_source = BySource(batches.rows.source_ranges(), r.device)
+        super().__init__(model=model, **given)
+        # trl has put its own head's loss in place; ours keeps no logits, and runs the compiled layers.
+        kernels.swap_loss(causal_lm.base_model(self.model), r.plan.vocab_size, by_row=True)
+        if r.recipe.sft is not None and r.recipe.sft.hide_eos:
+            hide_end_tokens(causal_lm.base_model(self.model), r.shards.eos_id)
+        self.attach(r)
+        self.checksum = batches.checksum
+
+    def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
+        """Prepare the engine as Recorded does, and swap linear layers for ones that add up gradients."""
+        prepared = super()._prepare_for_training(*given, **named)
+        # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
+        layers = causal_lm.base_model(self.model).model.layers
+        products.swap_summing(self.model, layers, self.rank.plan, lambda: self.accelerator.sync_gradients)
+        return prepared
+
+    def get_train_dataloader(self) -> Steps:
+        """Return this rank's micro-batches from the step the run has reached."""
+        plan = self.rank.plan
+        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
+
+    def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the micro-batch's summed loss as its part of the step's mean over all ranks; note it by source."""
+        scale, sources = inputs.pop("scale"), inputs.pop("sources")
+        loss, rows = model(**inputs)
+        self.by_source.add(sources, rows, inputs["labels"])
+        return loss * scale  # type: ignore[no-any-return]
+
+    def tokens_of_step(self, step: int) -> tuple[int, int]:
+        """Return (supervised tokens, tokens read) of a step over all ranks."""
+        return self.batches.supervised(step), self.batches.tokens_read(step)
+
+    def read_ahead(self, step: int) -> None:
+        """Begin to read the rows of a step, in a thread."""
+        self.batches.read_ahead(step)
+
+    def metrics_of_step(self) -> Numbers:
+        """Return the loss and labels of each source in the step, and begin new sums; collective."""
+        return {"sources": self.by_source.take()}
+
+    def evaluate_held_out(self) -> Numbers | None:
+        """Return the held-out loss of each source's dialogues, None when none are held out; collective."""
+        r = self.rank
+        if not r.shards.split("held_out"):
+            return None
+        self.model.eval()
+        rows_of = dialogues.held_out(r.recipe)
+        result = batches.evaluate(self._summed, r.shards, r.recipe, r.plan.rank_micro_batches, r.device, rows_of)
+        self.model.train()
+        return result
+
+    def proof(self, ids: list[int]) -> dict[str, float]:
+        """Return the loss of these tokens, computed in a batch of training's shape."""
+        plan = self.rank.plan
+        shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
+        return {"loss": batches.loss_of(ids, self._summed, shape, self.rank.recipe, self.rank.device)}
+
+    def _summed(self, inputs: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+        loss: torch.Tensor = self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0]
+        return loss
+
+    def _read(self, step: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a step of this rank."""
+        # The mean over ranks is DeepSpeed's: times their number, it is a sum.
+        scale = self.rank.plan.world_size / self.batches.supervised(step)
+        row_ids = self.batches.row_ids(step)[:, self.batches.own]
+        for ids, (inputs, labels, *bounds) in zip(row_ids, self.batches.read(step), strict=True):
+            yield {
+                "input_ids": inputs,
+                "labels": labels,
+                "bounds": bounds[0] if bounds else None,
+                "scale": scale,
+                "sources": self.by_source.numbers(ids),
+            }
+
+
+def main(run_path: Path) -> int:
+    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
+    return train(run_path, make)
+
+
+def make(r: Rank) -> DialogueTrainer:
+    """Return the trainer of a rank's run, with its rows and model loaded."""
+    recipe, plan = r.recipe, r.plan
+    assert recipe.sft is not None
+    rows = dialogues.train_rows(r.shards, recipe)
+    run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
+    if recipe.sft.order == "sampler":
+        order: Any = Sampler(len(rows), recipe.train.seed, plan)
+    else:
+        seed = recipe.train.seed
+        order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, seed)
+    batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
+    config = model_config(recipe, plan, r.shards.bos_id, r.shards.eos_id)
+    model = lora.build(recipe, plan, r.run.ds_config, config, r.shards.tokenizer)
+    inputs, labels = rows.read(np.zeros(1, dtype=np.int64))
+    first = {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
+    return DialogueTrainer(
+        r,
+        batches,
+        model,
+        args=arguments(SFTConfig, r, dataset_kwargs={"skip_prepare_dataset": True}, packing=False, max_length=None),
+        # Read only for the first row, by which trl tells the kind of data.
+        train_dataset=IterableDataset.from_generator(_yield_row, gen_kwargs={"row": first}),
+        processing_class=start.dialogue_tokenizer(r.shards),
+        data_collator=_refuse_collator,
+        peft_config=lora.lora_config(recipe),
+    )
+
+
+def _yield_row(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    yield row
+
+
+def _refuse_collator(rows: Any) -> Any:
+    """Raise RuntimeError: batches are made by train.batches."""
+    raise RuntimeError("the trainer asked for a batch of its own")
+
+
+class BySource:
+    """Sums the losses and labels of each source over the micro-batches of a step."""
+
+    def __init__(self, ranges: Mapping[str, range], device: torch.device) -> None:
+        self.names = [name for name, rows in ranges.items() if rows]
+        self._ends = np.array([ranges[name].stop for name in self.names])
+        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)  # losses, labels
+
+    def numbers(self, row_ids: npt.NDArray[Any]) -> torch.Tensor:
+        """Return the number of each row's source, int64 [rows]."""
+        return torch.from_numpy(np.searchsorted(self._ends, row_ids, side="right"))
+
+    def add(self, numbers: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a micro-batch of this rank: source numbers [rows], losses [rows], labels [rows, sequence]."""
+        where = numbers.to(self._sums.device)
+        self._sums[0].index_add_(0, where, losses.double())
+        self._sums[1].index_add_(0, where, (labels != IGNORED).sum(1).double())
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return {source: {loss, tokens}} of the step over all ranks, and begin new sums; collective."""
+        if distributed.is_initialized():
+            distributed.all_reduce(self._sums)
+        losses, tokens = self._sums.tolist()
+        self._sums.zero_()
+        return {
+            name: {"loss": loss / count, "tokens": int(count)}
+            for name, loss, count in zip(self.names, losses, tokens, strict=True)
+            if count
+        }
+
+
+def hide_end_tokens(model: Any, eos_id: int) -> None:
+    """Replace the model's forward by one in which no position sees a </s>, as in the released code (dataset.py)."""
+    model.forward = partial(_summed_loss, model, eos_id)
+
+
+def _summed_loss(
+    model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
+) -> Any:
+    """Return what the head returns for the last hidden states, with every eos hidden from attention (sft.hide_eos)."""
+    hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
+    return model.lm_head(hidden, labels)
+
+
+class Sampler:
+    """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by its seed.
+
+    As long as a step has the same number of rows over all ranks, it has the same rows at any number of ranks; only an
+    epoch's end differs, which repeats the first rows until the ranks divide it. (The released pretraining shuffles with
+    seed 42 before; two permutations are one, which needs both seeds to be had again.)
+    """
+
+    def __init__(self, count: int, seed: int, plan: Plan) -> None:
+        self.seed, self.plan, self.count = seed, plan, count
+        self.each = -(-count // plan.world_size)  # rows of a rank in an epoch
+        self._epochs: dict[int, Ids] = {}
+
+    def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
+        """Return the row ids, int64, of the positions, which are cut into micro-steps, then ranks."""
+        flat = np.asarray(positions, dtype=np.int64).ravel()
+        sizes = self.plan.rank_micro_batches
+        ends = np.cumsum(sizes)
+        micro_step, place = np.divmod(flat, int(ends[-1]))
+        rank = np.searchsorted(ends, place, side="right")
+        drawn = micro_step * np.array(sizes)[rank] + place - (ends - sizes)[rank]
+        epoch, within = np.divmod(drawn, self.each)
+        row_ids = np.empty(len(flat), dtype=np.int64)
+        for number in np.unique(epoch).tolist():
+            here = epoch == number
+            row_ids[here] = self._epoch(number)[within[here] * self.plan.world_size + rank[here]]
+        return row_ids.reshape(np.shape(positions))
+
+    def _epoch(self, number: int) -> Ids:
+        if number not in self._epochs:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + number)
+            order = torch.randperm(self.count, generator=generator).numpy()
+            self._epochs[number] = np.resize(order, self.each * self.plan.world_size)
+        return self._epochs[number]

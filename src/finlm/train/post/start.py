@@ -1,0 +1,183 @@
+"""Load what a stage after pretraining starts with: the model, heads that compare answers, the tokenizer of its data.
+
+The tokenizer gives the ids that the data was encoded with. AutoTokenizer would not: it leaves out tokenizer.json's own
+normalizer (transformers 5), so with Llama-2's files every message begins with another token. The heads need no mask:
+rows are padded on their right, where no token that counts looks, and flash attention takes none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+
+from finlm.recipe.models import traits
+from finlm.rows.shards import IGNORED, Shards
+from finlm.train.model import kernels, lora
+from finlm.train.model.causal_lm import model_config
+from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
+from finlm.train.post.trainers import Rank
+
+
+def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
+    """Return the tokenizer of a run's data: of dialogues their model's with a template, else tokenizer.model."""
+    template = shards.directory / "chat_template.jinja"
+    if not (shards.directory / "tokenizer").is_dir():
+        return piece_tokenizer(shards.tokenizer, add_bos, sequence_length)
+    tokenizer = dialogue_tokenizer(shards)
+    if template.is_file():
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    tokenizer.model_max_length = sequence_length
+    return tokenizer
+
+
+def dialogue_tokenizer(shards: Shards) -> Any:
+    """Return the tokenizer that dialogues were encoded with: tokenizer.json word for word, or tokenizer.model."""
+    directory = shards.directory / "tokenizer"
+    if shards.manifest["encoder"] == "sentencepiece":
+        tokenizer = transformers.LlamaTokenizer.from_pretrained(directory, legacy=False)
+    else:
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    for name, number in (("bos_token", shards.bos_id), ("eos_token", shards.eos_id)):  # what templates wrote
+        text = tokenizer.convert_ids_to_tokens(number) if number >= 0 else None
+        if getattr(tokenizer, name) != text:
+            setattr(tokenizer, name, text)
+    return tokenizer
+
+
+def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> Any:
+    """Return transformers' tokenizer of a tokenizer.model, same ids; legacy=False keeps spaces after control tokens."""
+    return transformers.LlamaTokenizer.from_pretrained(
+        str(model_file.parent),
+        legacy=False,
+        add_bos_token=add_bos,
+        add_eos_token=False,
+        model_max_length=sequence_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def padding_id(shards: Shards) -> int:
+    """Return a token that fills up rows and ends no sequence: for padding, <unk> or <s>; </s> for want of another.
+
+    A reward is read at the last token that is not padding; with </s> it would be read before the end of the turn.
+    """
+    tokenizer = dialogue_tokenizer(shards)
+    ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    return next((number for number in known if number is not None and number not in ends), shards.eos_id)
+
+
+def load_start(r: Rank) -> Any:
+    """Return the model that the recipe starts from with transformers' own forward: trl puts its head there."""
+    config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
+    model = lora.build(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
+    for module in (model, model.lm_head):
+        module.__dict__.pop("forward", None)  # train.kernels' loss
+    return model.to(r.device)
+
+
+def padding_tokenizer(r: Rank) -> Any:
+    """Return the tokenizer of the run's data, with padding_id as its padding token."""
+    tokenizer = dialogue_tokenizer(r.shards)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_id(r.shards))
+    return tokenizer
+
+
+class RewardHead(torch.nn.Linear):
+    """A reward model's head, whose rewards are fp32: bf16 has 8 bits, two answers often get the same then."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rewards, fp32 [..., 1], of hidden [..., hidden_size]."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float())
+
+
+def swap_head(model: Any, vocab_size: int) -> None:
+    """Make model(...).log_probs those of the labels, as trl's own head gives them; call it after trl has set its head.
+
+    On CPUs trl's head scores every position, prompts too, in slices of 32,768 tokens: ten times the work here.
+    """
+    model.lm_head.forward = partial(_head_log_probs, model.lm_head, vocab_size, traits.head_of(model.config.to_dict()))
+    model.forward = partial(_forward_log_probs, model)
+
+
+def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
+    """Return an object with log_probs, fp32 [batch, sequence - 1]. What else trl looks at is 0, and recorded nowhere.
+
+    No mask: rows are padded on their right, where no token that counts looks, and flash attention takes none.
+    """
+    hidden = model.model(input_ids, position_ids=kernels.plain_positions(input_ids), use_cache=False).last_hidden_state
+    log_probs: torch.Tensor = model.lm_head(hidden[:, :-1], labels[:, 1:])  # a module's call: ZeRO-3 gathers its weight
+    nothing = torch.zeros_like(log_probs)
+    return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+
+
+def _head_log_probs(
+    head: torch.nn.Linear, vocab_size: int, form: kernels.Form, hidden: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return linear_log_probs of the hidden states; the head's new forward."""
+    return linear_log_probs(hidden, head.weight, labels, vocab_size, form)
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """log softmax(hidden @ weight.T)[label] of each token; the logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return fp32 log-probabilities [tokens] of hidden [tokens, hidden], weight [rows, hidden], labels [tokens].
+
+        head: (rows of the vocabulary, form of the logits); further rows of weight are padding.
+        """
+        vocab_size, form = head
+        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            scores, _ = shape_logits((hidden[start:stop] @ weight[:vocab_size].T).float(), form)
+            picked = scores.gather(1, labels[start:stop, None])[:, 0]
+            log_probs[start:stop] = picked - scores.logsumexp(dim=1)
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.head = head
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden and weight: one-hot minus softmax, times upstream's gradient of each token."""
+        hidden, weight, labels = ctx.saved_tensors
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        vocab_size, form = ctx.head
+        rows = weight[:vocab_size]
+        for start, stop in slices(len(hidden), len(weight) * hidden.element_size(), hidden.device.type):
+            part = hidden[start:stop]
+            scores, slope = shape_logits((part @ rows.T).float(), form)
+            gradient = scores.softmax(dim=1).neg_()
+            gradient.scatter_add_(1, labels[start:stop, None], torch.ones_like(gradient[:, :1]))
+            gradient = gradient.mul_(upstream[0][start:stop, None])
+            gradient = (gradient if slope is None else gradient * slope).to(hidden.dtype)
+            hidden_grad[start:stop] = gradient @ rows
+            weight_grad[:vocab_size].addmm_(gradient.T, part)
+        return hidden_grad, weight_grad if ctx.needs_input_grad[1] else None, None, None
+
+
+def linear_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
+) -> torch.Tensor:
+    """Return the fp32 log-probability of each label [batch, sequence], 0 where it is IGNORED.
+
+    hidden: [batch, sequence, hidden]. Only the counted positions meet the head: of a pair's tokens these are the
+    answers.
+    """
+    counted = labels != IGNORED
+    log_probs = LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden[counted], weight, labels[counted], (vocab_size, form)
+    )
+    whole: torch.Tensor = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+    return whole.masked_scatter(counted, log_probs)
+
+
+def forward_without_mask(model: Any, input_ids: torch.Tensor, **_: Any) -> Any:
+    """Run the model's own forward without a mask: rows are padded on their right, where no text's last token looks."""
+    position_ids = kernels.plain_positions(input_ids)
+    return type(model).forward(model, input_ids=input_ids, position_ids=position_ids, use_cache=False)

@@ -1,0 +1,322 @@
+"""Run trl's trainers by a run directory's plan, with finlm's checkpoints, records and end.
+
+The trainer is trl's, prepared by accelerate with the DeepSpeed settings of the run directory; every argument that both
+sides know has one source, so nothing is "auto" and transformers' comparison finds no difference. Replaced are the parts
+whose stock form loses information: checkpoints and resuming (train.checkpoint, position a function of the step), the
+record (events.jsonl, the loss averaged over all ranks), and the end after a signal or a loss that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import DummyOptim
+from torch import distributed
+from transformers import TrainerCallback
+
+from finlm.base.rundir import RunDir, open_run
+from finlm.plan.plan import Plan
+from finlm.recipe.schema import Recipe
+from finlm.rows.shards import Shard, Shards
+from finlm.train import batches, entry
+from finlm.train.batches import Checksum, Numbers
+from finlm.train.entry import Events, is_due, join_ranks, versions
+from finlm.train.incidents import RECENT_STEPS, Skipped
+from finlm.train.model import kernels
+from finlm.train.model.causal_lm import attention_kernel
+from finlm.train.zero import engine
+from finlm.train.zero.checkpoint import Checkpoints
+from finlm.train.zero.storage import State
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rank:
+    """The objects of a rank of a run, whose process group exists."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    shards: Shards
+    device: torch.device
+    rank: int
+    events: Events
+    started: float
+
+    def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
+        """Return read(held-out shards) of each source, at most eval.max_tokens_per_source of each."""
+        most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
+        return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
+
+
+def open_rank(run_path: Path) -> Rank:
+    """Join the process group and open the run directory of this rank."""
+    started = time.monotonic()
+    entry.note_signals()
+    run = open_run(run_path)
+    plan = Plan.read(run.plan)
+    recipe = Recipe.read(run.recipe)
+    rank = join_ranks(recipe, plan)
+    device = torch.device(plan.device)
+    return Rank(run, recipe, plan, Shards(run.shards), device, rank, Events(run, rank), started)
+
+
+def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
+    """Train the run to its last step with the trainer that make returns for a rank; return the process's exit code."""
+    r = open_rank(run_path)
+    trainer = make(r)
+    with kernels.attention(r.plan):
+        return int(trainer.run())
+
+
+def arguments(kind: Any, r: Rank, **more: Any) -> Any:
+    """Return trl's arguments of a kind (SFTConfig, DPOConfig, ...) by plan and recipe; `more` adds or replaces some."""
+    plan, optim = r.plan, r.recipe.optim
+    common = {
+        "output_dir": str(r.run.path / "trainer"),  # nothing is written there
+        "deepspeed": str(r.run.ds_config),
+        "use_cpu": plan.device == "cpu",
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "max_steps": optim.decay_steps or plan.steps,  # the schedule's; the run ends at plan.steps
+        "learning_rate": optim.lr,
+        "lr_scheduler_type": {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}[
+            optim.schedule
+        ],
+        "warmup_steps": optim.warmup_steps,
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "adam_epsilon": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.clip,
+        "seed": r.recipe.train.seed,
+        "gradient_checkpointing": False,  # train.kernels recomputes what the plan says, never reentrantly
+        "logging_strategy": "no",
+        "logging_nan_inf_filter": False,  # it would hide what stops the run, and wait for the device each time
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_num_workers": 0,
+    }
+    return kind(**common | more)
+
+
+class Recorded:
+    """A trl trainer that resumes, records and stops as `finlm train` does. Mixed in before the trainer's class."""
+
+    def attach(self: Any, r: Rank) -> None:
+        """Set the run of this trainer, and record its steps; to be called before train()."""
+        self.rank = r
+        self.checkpoints: Checkpoints | None = None
+        self.checksum = Checksum()
+        self.exit_code = 0
+        self.loss_of_step: torch.Tensor | None = None
+        self.skipped = Skipped()
+        self.add_callback(_Record(self))
+
+    def state_for_checkpoint(self: Any) -> State:
+        """Return the state that judges the run's steps, as plain values for a checkpoint."""
+        return {"skipped": list(self.skipped.steps)}
+
+    def restore(self: Any, saved: State) -> None:
+        """Restore the state that state_for_checkpoint() returned; empty at the first step."""
+        self.skipped = Skipped(saved.get("skipped", ()))
+
+    def tokens_of_step(self, step: int) -> tuple[int, int]:
+        """Return (tokens that count in the loss of a step (0-based), tokens read in its rows) over all ranks."""
+        raise NotImplementedError
+
+    def metrics_of_step(self) -> Numbers:
+        """Return further fields for the row of the last step, over all ranks; all ranks must call it."""
+        return {}
+
+    def read_ahead(self, step: int) -> None:
+        """Begin to read the rows of a step (0-based), since the device is still working on the one before."""
+
+    def evaluate_held_out(self) -> Numbers | None:
+        """Return the eval row without its step; None when nothing is held out. All ranks must call it."""
+        return None
+
+    def proof(self: Any, ids: list[int]) -> dict[str, float]:
+        """Return {loss: mean negative log-likelihood of these tokens after the first}. All ranks must call it."""
+        read = torch.tensor([ids], device=self.rank.device)
+        logits = self.model_wrapped(input_ids=read, use_cache=False).logits[0, :-1].float()
+        return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
+
+    def run(self: Any) -> int:
+        """Train from the newest checkpoint to the last step, record the row `end`, and return the exit code."""
+        self.train()
+        step, r = self.state.global_step, self.rank
+        status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
+        self.checkpoints.close()
+        seconds = round(time.monotonic() - r.started, 1)
+        r.events.record("end", step=step, status=status, seconds=seconds, exit_code=self.exit_code)
+        distributed.barrier()
+        return int(self.exit_code)
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: it would wait for a network that clusters do not have."""
+
+    def create_optimizer(self: Any, model: Any = None) -> Any:
+        """Return the placeholder of DeepSpeed's optimizer, over parameter groups that bound its peak of memory."""
+        if isinstance(self.optimizer, DummyOptim):
+            self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))
+        return self.optimizer
+
+    def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
+        """Prepare the engine with our optimizer, make the checkpoints, and resume from the newest."""
+        r = self.rank
+        with engine.own_optimizer(r.plan):
+            prepared = super()._prepare_for_training(*given, **named)  # type: ignore[misc]
+        engine.tune(self.deepspeed.optimizer, r.plan)
+        self.checkpoints = Checkpoints(self.deepspeed, r.run, r.plan, r.recipe.checkpoint, r.events)
+        self.checkpoints.watch_state = self.state_for_checkpoint
+        self.state.global_step = self.checkpoints.resume()
+        self.restore(self.checkpoints.watch_loaded or {})
+        return prepared
+
+    def training_step(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+        """Run trl's micro-step and return its loss, which is also summed for the row of the step."""
+        loss: torch.Tensor = super().training_step(*given, **named)  # type: ignore[misc]
+        self.loss_of_step = loss.float() if self.loss_of_step is None else self.loss_of_step + loss.float()
+        return loss
+
+
+class _Record(TrainerCallback):  # type: ignore[misc]
+    """Writes the rows, evaluates, saves and stops at the plan's steps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.r: Rank = trainer.rank
+        self.begun = 0.0
+        self.lr = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the start row, and the held-out evaluation before the first step."""
+        attention = attention_kernel(self.r.recipe, self.r.plan, self.trainer.model.config)
+        self.r.events.record("start", step=state.global_step, attention=attention, **versions(self.r.plan))
+        if state.global_step == 0:
+            self._evaluate(0)
+        self.begun = time.monotonic()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Reset the step's loss and note its learning rate."""
+        self.trainer.loss_of_step = None
+        self.lr = self.trainer.deepspeed.get_lr()[0]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the step, then evaluate, prove, save or stop where that is due.
+
+        Sets the trainer's exit_code (1 for a loss that is not finite, 128 + signal after a signal) and
+        control.should_training_stop.
+        """
+        r, step = self.r, state.global_step
+        self.trainer.read_ahead(step)
+        loss, interrupted = self._log(step)
+        last = step == r.plan.steps
+        if not math.isfinite(loss):
+            r.events.record("incident", step=step, what="loss is not finite", detail=f"loss {loss}, lr {self.lr:.3g}")
+            self.trainer.exit_code = 1
+        if self.trainer.exit_code == 1:
+            control.should_training_stop = True
+            return
+        if last or is_due(step, r.recipe.eval.every_steps):
+            self._evaluate(step)
+        if last:
+            self._prove(step)
+        self.trainer.checkpoints.save_if_due(step, at_once=last or bool(interrupted))
+        self.trainer.checkpoints.poll()
+        if interrupted and not last:
+            self.trainer.exit_code = 128 + interrupted
+        control.should_training_stop = bool(last or interrupted)
+        self.begun = time.monotonic()
+
+    def _log(self, step: int) -> tuple[float, int]:
+        """Record a step; return its mean loss over all ranks and the signal that a rank got (0 = none).
+
+        Waits for the device, once a step; all ranks must call it.
+        """
+        r, trainer = self.r, self.trainer
+        measured = entry.measure_step(r.plan, float(trainer.loss_of_step), trainer.checksum.take(), self.begun)
+        loss = sum(measured.losses) / len(measured.losses)
+        tokens, read = trainer.tokens_of_step(step - 1)
+        done = entry.Step(step, loss, self.lr, tokens, read, measured)
+        if not trainer.deepspeed.was_step_applied():
+            self._note_skipped(step)
+        r.events.record("step", **done.row(r.plan, trainer.deepspeed), **trainer.metrics_of_step())
+        return loss, measured.signal
+
+    def _note_skipped(self, step: int) -> None:
+        """Record a skipped step; end the run when more than incidents.stop_after are skipped without a loss scale."""
+        r = self.r
+        detail = "gradient overflow; loss scale lowered"
+        if r.plan.precision != "fp16":
+            count, most = self.trainer.skipped.count(step), r.recipe.incidents.stop_after
+            detail = f"a gradient is not finite, {count} of the last {RECENT_STEPS} steps"
+            if count > most:
+                detail += f", more than incidents.stop_after ({most})"
+                self.trainer.exit_code = 1
+        r.events.record("incident", step=step, what="step skipped", detail=detail)
+
+    def _prove(self, step: int) -> None:
+        """Record token ids and the trained model's loss or reward on them; the export must give that value."""
+        ids = batches.proof_ids(self.r.shards, self.r.recipe)
+        self.trainer.model.eval()
+        with torch.no_grad():
+            values = self.trainer.proof(ids)
+        self.trainer.model.train()
+        self.r.events.record("proof", step=step, ids=ids, **values)
+
+    def _evaluate(self, step: int) -> None:
+        """Record the row `eval` of the held-out rows; do nothing when nothing is held out."""
+        result = self.trainer.evaluate_held_out()
+        if result is not None:
+            self.r.events.record("eval", step=step, **result)
+
+
+class Steps:
+    """Iterates over a rank's micro-batches from the run's current step on: the trainer's data loader."""
+
+    def __init__(self, read: Any, state: Any, micro_steps: int, last: int) -> None:
+        self.read, self.state, self.micro_steps, self.last = read, state, micro_steps, last
+
+    def __len__(self) -> int:
+        return int(self.last * self.micro_steps)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for step in range(self.state().global_step, self.last):
+            yield from self.read(step)
+
+
+def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+    """Return compute(numbers) for numbers 0 to count - 1, computed by all ranks together: [count, ...], on the CPU.
+
+    size: numbers of a call, compute's first dimension. Every rank makes as many calls, because ZeRO-3 gathers
+    parameters in each of them.
+    """
+    ranks, results = r.plan.world_size, []
+    for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):
+        with torch.no_grad():
+            results.append(compute([min(number, count - 1) for number in range(first, first + size)]).float())
+    mine = torch.stack(results)
+    every = [torch.empty_like(mine) for _ in range(ranks)]
+    distributed.all_gather(every, mine)
+    return torch.stack(every, dim=1).flatten(0, 2)[:count].cpu()  # of [calls, ranks, size, ...]
+
+
+def drain_metrics(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str, float]:
+    """Return the means of trl's metrics under our names, and empty trl's lists."""
+    means = {ours: sum(metrics[theirs]) / len(metrics[theirs]) for ours, theirs in names.items() if metrics[theirs]}
+    metrics.clear()
+    return means

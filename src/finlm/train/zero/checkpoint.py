@@ -1,0 +1,374 @@
+"""Save a run's checkpoints while training goes on, and prove them before they are loaded, at any number of ranks.
+
+A save copies the state of every rank to host memory (what training waits for), a thread writes and hashes it, and a
+later step publishes it on all ranks at once: manifest last, rank 0's directory after all others. So a kill at any byte
+leaves the checkpoints before it. A disk that is full, or fails, costs that checkpoint and not the run.
+
+No shared disk is assumed: of the ranks that see the same directory the first, its leader, lists, publishes and removes
+what lies there. Resuming takes the newest checkpoint that all directories have, every file proved by its hash; a
+damaged one is set aside and named, and the one before it is used. Those in the hosts' memory (in_memory.py) are
+written, published and found in the same way.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finlm.base import checkpoints as disk
+from finlm.base import files, machine
+from finlm.base.checkpoints import Manifest, Part
+from finlm.base.errors import UserError
+from finlm.base.rundir import STEP_VARIABLE, RunDir, host_name
+from finlm.base.units import format_bytes
+from finlm.plan.plan import ON_HOST, Plan
+from finlm.recipe.schema import Checkpoint
+from finlm.train import entry
+from finlm.train.entry import Events, is_due
+from finlm.train.model import causal_lm
+from finlm.train.zero import resuming
+from finlm.train.zero.in_memory import InMemory
+from finlm.train.zero.storage import Buffers, State, Store, sizes_of, write
+
+MARGIN_BYTES = 1 << 28  # of disk and memory that stay free
+FULL_BYTES = 1 << 20  # free on a disk that is full
+RAM_SHARE = 0.9  # of the host memory that is available may become buffers
+WAIT_SECONDS = 30.0  # for the checkpoint before; longer is an incident
+THREADS = 16
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written; `parts` gives its files' hashes once they are there. memory: where, if not on
+    the disk.
+    """
+
+    step: int
+    began: float
+    stall_seconds: float
+    parts: Future[dict[str, Part]]
+    memory: InMemory | None = None
+
+
+class Checkpoints:
+    """The checkpoints of a run as one rank sees them; every method is called by all ranks together."""
+
+    def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: Checkpoint, events: Events) -> None:
+        """Remove half-written checkpoints, and replace the engine's way to save and load."""
+        self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
+        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self.members = entry.ranks_sharing(run.checkpoints)
+        self.leads = self.rank == self.members[0]
+        self._clean()
+        self.memory = InMemory(run, plan, keep) if keep.memory_minutes is not None else None
+        share = (os.cpu_count() or 1) // entry.gather_values(host_name()).count(host_name())
+        self.threads = max(1, min(THREADS, share))
+        self.store = Store()
+        self.store.mmap = plan.device == "cuda" and plan.offload_optimizer not in ON_HOST
+        engine.checkpoint_engine = self.store
+        engine._copy_recovery_script = lambda *_: None  # it unpickles without weights_only; `finlm export` does its job
+        # One rank a directory writes the model states: with DeepSpeed's use_node_local_storage one of every host would,
+        # into one file when hosts share a disk. And it looks for model states by pattern and reads them twice: under
+        # this name it is given them.
+        leads_memory = self.memory is not None and self.memory.leads
+        engine.save_non_zero_checkpoint = self.leads or leads_memory or plan.zero_stage == 3
+        engine._get_all_ckpt_names = lambda folder, tag: [str(Path(folder) / tag / disk.MANIFEST)]
+        self.buffers = Buffers(torch.device(plan.device))
+        is_repeated = keep.every_steps is not None or self.memory is not None
+        self.asynchronous = keep.asynchronous and plan.asynchronous_checkpoints and is_repeated
+        self.bytes_here: int | None = None  # of a checkpoint in this directory; None until a step was taken
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+        self.saving: Saving | None = None
+        self.watch_state: Callable[[], State] = dict  # plain values, alike on all ranks, for every checkpoint
+        self.watch_loaded: State | None = None  # of the checkpoint loaded last; None where it has none
+        self.rolls_back = False  # then one that a signal asked for does not count among those that are kept
+        if self.memory is not None and self.memory.problem:
+            self._record_failure(0, [self.memory.problem], self.memory)
+
+    def _clean(self) -> None:
+        """Remove what killed runs left half-written, before anything is saved or loaded."""
+        if self.leads:
+            for path in (*self.run.checkpoints.glob(".rank-*"), *self.run.checkpoints.glob(".step-*")):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        distributed.barrier()
+
+    def save_if_due(self, step: int, at_once: bool) -> None:
+        """Save the state after `step` steps where the schedule, or `at_once`, asks for it; to be called every step."""
+        self._measure_once()
+        if at_once or is_due(step, self.keep.every_steps):
+            self.save(step)
+        elif self.memory is not None and self.memory.is_due(step) and self.saving is None:
+            self.save(step, self.memory)
+
+    def save(self, step: int, memory: InMemory | None = None) -> None:
+        """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
+
+        memory: keep it there instead of on the disk.
+        """
+        called, previous = time.monotonic(), self.saving
+        self.finish()
+        began = time.monotonic()
+        if previous is not None and began - called > WAIT_SECONDS:
+            detail = f"{began - called:.0f} s until the checkpoint of step {previous.step} was written"
+            self.note(step, "training waited for the disk", f"{detail}: raise checkpoint.every_steps, or a faster disk")
+        self._measure_once()
+        asynchronous = self.asynchronous and self.bytes_here is not None
+        if problems := self.gather_problems(memory.find_problem() if memory else self._make_room(step)):
+            self._record_failure(step, problems, memory)
+            return
+        self.buffers.begin()
+        self.store.place = self.buffers.place if asynchronous else torch.Tensor.detach
+        states = self._collect_states(step)
+        if asynchronous and self.plan.device == "cuda":
+            torch.cuda.synchronize()
+        if memory is not None:
+            names = Counter(name for names in entry.gather_values(list(states)) for name in names)
+            mine = [name for name in states if names[name] == 1]  # each host has the others
+            parts = self.pool.submit(memory.write, step, lambda directory: self._write(directory, states), mine)
+        else:
+            if not self.leads and self.plan.zero_stage < 3:
+                states.pop(Path(self.engine._get_ckpt_name("", "")).name, None)
+            parts = self.pool.submit(self._write, disk.temporary_path(self.run.checkpoint(step)), states)
+        self.saving = Saving(step, began, time.monotonic() - called, parts, memory)
+        if not asynchronous:
+            self.finish()
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint and return its step, 0 without one; the launcher announced that step.
+
+        Raises UserError as newest does, and when the step is another.
+        """
+        checkpoint = resuming.newest(self)
+        step = checkpoint[1].step if checkpoint else 0
+        announced = os.environ.get(STEP_VARIABLE) or str(step)
+        if announced != str(step):
+            raise UserError(
+                f"step {announced} was announced, and the newest whole checkpoint is of step {step}",
+                evidence=f"{self.run.checkpoints} on {host_name()}, rank {self.rank}",
+                fix="the same command goes on from what is whole, and says the step",
+            )
+        if checkpoint:
+            resuming.load(self, *checkpoint)
+        return step
+
+    def roll_back(self, at_most: int) -> int | None:
+        """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without one.
+
+        One that a signal asked for is left out: a run that got none has none, and must end alike. Later ones are
+        removed: they belong to the steps that are taken back.
+        """
+        self.finish()
+        checkpoint = resuming.newest(self, at_most)
+        if checkpoint is None:
+            return None
+        resuming.load(self, *checkpoint)
+        if self.leads:
+            for step, directory in self.run.complete_checkpoints():
+                if step > checkpoint[1].step:
+                    disk.remove(directory)
+        distributed.barrier()
+        return checkpoint[1].step
+
+    def poll(self) -> None:
+        """Publish the checkpoint being written if all ranks have written theirs; to be called after every step."""
+        self._measure_once()
+        if self.saving is not None:
+            done = torch.tensor(float(self.saving.parts.done()), device=self.engine.device)
+            distributed.all_reduce(done, distributed.ReduceOp.MIN)
+            if done.item():
+                self._publish_written()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, publish it, and wait until old ones are removed."""
+        if self.saving is not None:
+            self._publish_written()
+        self.pool.submit(lambda: None).result()  # and for the removal of old ones
+
+    def close(self) -> None:
+        """Finish, and free the memory that a checkpoint on disk has made useless; to be called at the end."""
+        self.finish()
+        if self.memory is not None:
+            self.memory.close()
+
+    def gather_problems(self, problem: str) -> list[str]:
+        """Return the problems that ranks have, on every rank; an empty `problem` is none."""
+        return [each for each in entry.gather_values(problem) if each]
+
+    def _collect_states(self, step: int) -> dict[str, State]:
+        """Return what this rank saves, by file name; tensors are copied by the store's `place`."""
+        directory = self.run.checkpoint(step)
+        self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+        loop: State = {
+            "step": step,
+            "tokens": step * self.plan.tokens_per_step,
+            "generators": entry.generator_state(),
+            "config": causal_lm.base_model(self.engine.module).config.to_dict(),  # what an export computes with
+            "watch": self.watch_state(),
+        }
+        loop["next_row_of_the_order"] = loop["tokens"] // self.plan.sequence_length
+        return self.store.take_collected() | {f"loop_rank_{self.rank}.pt": loop}
+
+    def _steps_on_disk(self) -> list[int]:
+        """Return the steps of the complete checkpoints in this directory, without those that are in memory."""
+        return [step for step, directory in self.run.complete_checkpoints() if not directory.is_symlink()]
+
+    def _unscheduled_steps(self) -> list[int]:
+        """Return steps of checkpoints outside the schedule, where the run may roll back and has scheduled ones."""
+        steps = self._steps_on_disk() if self.rolls_back else []
+        extra = [step for step in steps if not is_due(step, self.keep.every_steps) and step != self.plan.steps]
+        return extra if len(extra) < len(steps) else []
+
+    def _measure_once(self) -> None:
+        """Note the bytes of a save, once; save synchronously from now on where copies do not fit the host's memory.
+
+        They are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
+        """
+        if self.bytes_here is not None or not self.engine.was_step_applied():
+            return
+        self.store.place = torch.Tensor.detach
+        large, total = sizes_of(self._collect_states(0))
+        sizes = entry.gather_values((host_name(), total, machine.available_bytes(), self.rank in self.members))
+        self.bytes_here = sum(sizes[rank][1] for rank in self.members)
+        if self.memory is not None:
+            self.memory.measure([total for _, total, _, _ in sizes])
+        if not self.asynchronous:
+            return
+        for host in dict.fromkeys(name for name, *_ in sizes):
+            needed = sum(size for name, size, *_ in sizes if name == host)
+            free = int(RAM_SHARE * min(available for name, _, available, _ in sizes if name == host))
+            if needed + MARGIN_BYTES > free:
+                self.asynchronous = False
+                detail = f"{host}: a copy of the state takes {format_bytes(needed)}, {format_bytes(free)} can be used; "
+                self.note(0, "checkpoints are saved while training waits", detail + "training waits for the disk")
+        if self.asynchronous:
+            self.buffers.reserve(large)
+
+    def _make_room(self, step: int) -> str:
+        """Return why a checkpoint has no room on this directory's disk, "" if it has; may remove extra ones."""
+        if not self.leads:
+            return ""
+        shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)
+        free, needed = shutil.disk_usage(self.run.checkpoints).free, (self.bytes_here or 0) + MARGIN_BYTES // 64
+        if free >= needed:
+            return ""
+        for extra in self._unscheduled_steps():  # kept only as long as there is room
+            disk.remove(self.run.checkpoint(extra))
+        if (free := shutil.disk_usage(self.run.checkpoints).free) >= needed:
+            return ""
+        return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
+
+    def _write(self, directory: Path, states: dict[str, State]) -> dict[str, Part]:
+        """Write this rank's files, in the thread; return their hashes. Removes them and raises OSError on failure."""
+        paths = [directory / name for name in states]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path, state in zip(paths, states.values(), strict=True):
+                write(state, path)
+            hashes = disk.sha256(paths, self.threads)
+            return {path.name: Part(path.stat().st_size, hashes[path], self.rank) for path in paths}
+        except (OSError, RuntimeError) as error:  # torch's writer hides the number of the system's error
+            free = shutil.disk_usage(directory.parent).free
+            for path in paths:
+                path.unlink(missing_ok=True)
+            hidden = os.strerror(errno.ENOSPC) if free < FULL_BYTES else str(error).partition("\n")[0]
+            why = error.strerror if isinstance(error, OSError) else hidden
+            raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
+
+    def _publish_written(self) -> None:
+        """Publish the written checkpoint and remove old ones; remove it when a rank could not write its part."""
+        saving = self.saving
+        assert saving is not None
+        self.saving = None
+        failure = saving.parts.exception()
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
+        reason = str(getattr(failure, "strerror", "") or "")
+        every = entry.gather_values((reason, {} if failure else saving.parts.result()))
+        problems = [problem for problem, _ in every if problem]
+        directory = self.run.checkpoint(saving.step)
+        memory = saving.memory
+        members, leads = (memory or self).members, (memory or self).leads
+        parts = {name: part for rank in members for name, part in every[rank][1].items()}
+        layout = self.world_size, self.plan.zero_stage, self.plan.offload_optimizer
+        identity = files.sha256_json([[name, part.sha256] for _, each in every for name, part in sorted(each.items())])
+        manifest = Manifest(saving.step, *layout, dict(sorted(parts.items())), identity)
+        for first in (False, True):  # rank 0's directory is the last one that counts
+            mine = leads and (self.rank == 0) == first
+            publish = memory.publish if memory else functools.partial(_try_publish, directory)
+            problems = problems or self.gather_problems(publish(manifest) if mine else "")
+        if problems:
+            if leads:
+                self._discard(directory, memory)
+            self._record_failure(saving.step, problems, memory)
+            return
+        if leads and memory is not None:
+            self.pool.submit(memory.keep_only, saving.step)
+        elif leads:
+            self._remove_superseded(saving.step)
+        seconds, stall = round(time.monotonic() - saving.began, 3), round(saving.stall_seconds, 3)
+        size, path = manifest.bytes, str(directory)
+        if memory is None:
+            self.events.record(
+                "checkpoint", step=saving.step, path=path, bytes=size, seconds=seconds, stall_seconds=stall
+            )
+            return
+        memory.schedule(saving.step, saving.stall_seconds, seconds)
+        after = round(memory.every_seconds, 1)
+        row = {"step": saving.step, "path": path, "bytes": size, "seconds": seconds}
+        self.events.record("in_memory", **row, stall_seconds=stall, next_seconds=after)
+
+    def _discard(self, directory: Path, memory: InMemory | None) -> None:
+        """Remove what is left of a checkpoint that failed, on the disk or in memory; the leader calls it."""
+        if memory is not None:
+            memory.discard(directory.name)
+            return
+        shutil.rmtree(disk.temporary_path(directory), ignore_errors=True)
+        disk.remove(directory)
+
+    def _remove_superseded(self, saved: int) -> None:
+        """Remove the checkpoints on disk that keep_last and keep_every_steps leave out, in the thread."""
+        extra = self._unscheduled_steps()
+        steps = [step for step in self._steps_on_disk() if step not in extra]
+        superseded = disk.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps)
+        if self.keep.copies:  # the one whose other parts are here already stays until a newer one has them
+            newest_whole = max(disk.whole_checkpoints(self.run.complete_checkpoints()), default=0)
+            superseded = [step for step in superseded if step != newest_whole]
+        for step in (*superseded, *(step for step in extra if step != saved)):
+            self.pool.submit(disk.remove, self.run.checkpoint(step))
+
+    def _record_failure(self, step: int, problems: list[str], memory: InMemory | None = None) -> None:
+        """Record why a checkpoint was not saved; in memory no other is tried before the next start."""
+        detail = "; ".join(dict.fromkeys(problems))
+        if memory is not None:
+            memory.problem = detail
+            self.note(step, "checkpoint not in memory", f"{detail}; training goes on, with those on disk alone")
+            return
+        detail += "; training goes on, the next checkpoint is tried in its turn"
+        self.note(step, "checkpoint not saved", detail)
+
+    def note(self, step: int, what: str, detail: str) -> None:
+        """Record an incident in events.jsonl, and print it, on rank 0."""
+        if self.rank == 0:
+            print(f"step {step}: {what}: {detail}", flush=True)
+        self.events.record("incident", step=step, what=what, detail=detail)
+
+
+def _try_publish(directory: Path, manifest: Manifest) -> str:
+    """Publish the checkpoint; return the disk's error, or ""."""
+    try:
+        disk.publish(directory, manifest)
+    except OSError as error:
+        return f"{host_name()}: {error.strerror}"
+    return ""

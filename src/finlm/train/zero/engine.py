@@ -1,0 +1,317 @@
+"""Make the DeepSpeed engine of a run, with optimizers of our own for ZeRO-1 and 2 that its configuration cannot name.
+
+OnePassZero is AdamW in one compiled pass over master weights, moments and 16-bit gradients: 38 bytes a parameter pass
+through memory instead of 54, in torch's formula and fp32.
+
+StreamedZero keeps master weights and moments in host memory and passes them through the GPU to be stepped: 24 bytes a
+parameter over PCIe each step (1.5 s for XuanYuan-6B on an H200, LOGBOOK.md), where DeepSpeed's own offload sends
+gradients after every micro-batch. The numbers are those without offload, to the bit where its groups are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import distributed
+
+from finlm.plan.plan import ON_HOST, STREAM_SETS, Plan, group_members, is_contiguous, optimizer_group
+from finlm.train.model import products
+
+ALIGNED = 64  # elements: groups of a multiple of them are read in wide words
+
+
+def adamw(
+    master: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    gradient: torch.Tensor,
+    numbers: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    l2: float,
+) -> None:
+    """Take one step of Adam, in place. numbers: gradient factor, kept share of a weight, rate, divisor of the root.
+
+    l2: weight decay of plain Adam, which adds it to the gradient.
+    """
+    factor, keep, rate, root = numbers.unbind()
+    scaled = gradient.float() * factor + l2 * master
+    mean.add_((1 - beta1) * (scaled - mean))
+    square.copy_(beta2 * square + (1 - beta2) * scaled * scaled)
+    master.copy_(keep * master - rate * mean / (square.sqrt() / root + eps))
+
+
+class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """DeepSpeed's optimizer of stages 1 and 2; the fp32 gradient it works with is one number in a group's shape."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._adamw: Any = torch.compile(adamw)
+        super().__init__(*arguments, **named)
+
+    def _get_preflattened_grad_partition(self, group_no: int) -> torch.Tensor:
+        """Keep a group's gradients for its step, and return zeros in their shape for DeepSpeed to copy and to scale."""
+        flat = super()._get_preflattened_grad_partition(group_no)
+        self._gradient = self.flatten(self.averaged_gradients[group_no]) if flat is None else flat
+        return torch.zeros(1, device=self.device).expand(int(self.partition_size[group_no]))
+
+    def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: torch.Tensor) -> None:
+        """Keep the gradients' factor for the step; DeepSpeed would ask the GPU in every group whether it is finite.
+
+        total_norm: of the scaled loss's gradient; finite, or the step would have been left out.
+        """
+        excess = torch.ones_like(total_norm, dtype=torch.float64)
+        if self.clip_grad > 0:
+            excess = ((total_norm.double() / self.loss_scale + 1e-6) / self.clip_grad).clamp(min=1)
+        self._factor = (1 / (excess * self.loss_scale)).to(self.device, non_blocking=True)
+
+    def _optimizer_step(self, group_no: int) -> None:
+        """Step a group by the kept gradients and factor: master weights and moments change in place."""
+        group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
+        state = self.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), device=self.device)
+            state |= {name: torch.zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] = state["step"].to(self.device) + 1
+        (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
+        decay, l2 = (group["weight_decay"], 0.0) if group["decoupled_weight_decay"] else (0.0, group["weight_decay"])
+        keep = torch.full_like(step, 1 - lr * decay)
+        numbers = [self._factor, keep, lr / (1 - beta1**step), (1 - beta2**step).sqrt()]
+        size = len(self._gradient)
+        flat = [tensor[:size] for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"], self._gradient)]
+        if size % ALIGNED == 0:
+            flat = [tensor.view(-1, ALIGNED) for tensor in flat]
+        for tensor in flat:  # groups differ in size; compiled with dynamic=True, the betas would be variables too
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        tensors = (*flat, torch.stack(numbers).float())
+        self._adamw(*tensors, beta1=beta1, beta2=beta2, eps=group["eps"], l2=l2)
+        del self._gradient
+        self._lazy_init_hp_params_optimizer_state()
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OWN_PAGES_BYTES = 64 << 20  # glibc gives pages of their own to tensors from 32 MiB on at the latest
+
+
+def page_locked(memory: torch.Tensor) -> torch.Tensor:
+    """Return host memory, touched before, locked for fast copies: a large one itself, which then must never be freed.
+
+    torch's own allocator takes the next power of two of what is large. Small tensors share pages, which CUDA does not
+    lock twice: these become a copy.
+    """
+    if memory.nbytes < OWN_PAGES_BYTES:
+        return memory.pin_memory()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+    return memory
+
+
+class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """DeepSpeed's optimizer of stages 1 and 2; between steps its fp32 tensors are on the host."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Make DeepSpeed's optimizer with fp32 tensors on the host, page-locked for a GPU."""
+        self._compute_device: Any = None
+        self._is_built = False
+        super().__init__(*arguments, **named)
+        self._is_built = True
+        self.backend = torch.get_device_module(self.device)  # torch.cuda, or torch.cpu, whose streams do nothing
+        self.down, self.up = self.backend.Stream(), self.backend.Stream()
+        self.masters: list[torch.Tensor] = []  # during a step: where each group's master weights are meanwhile
+        self.staged: list[list[torch.Tensor]] = []  # and the places on the GPU, for master and moments of a group each
+        self.saved: list[Any] = []  # and when what was there has gone back up
+        self.moments: list[dict[str, torch.Tensor]] = []
+        locked = page_locked if self.backend is torch.cuda else torch.Tensor.detach
+        for master in self.single_partition_of_fp32_groups:
+            master.data = locked(master.data)
+            self.moments.append({name: locked(torch.zeros_like(master.data)) for name in MOMENTS})
+        self._take_moments()
+
+    @property
+    def device(self) -> Any:
+        """Where gradients are; while DeepSpeed builds its fp32 tensors, where those belong."""
+        return self._compute_device if self._is_built else "cpu"
+
+    @device.setter
+    def device(self, device: Any) -> None:
+        self._compute_device = device
+
+    def initialize_optimizer_states(self) -> None:
+        """Do nothing: DeepSpeed's zero gradients of all groups would be the peak of the whole run."""
+
+    def state_dict(self) -> Any:
+        """Return DeepSpeed's state, once the last step's copies have arrived."""
+        self.backend.synchronize()
+        return super().state_dict()
+
+    def load_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Load a state as DeepSpeed does, and copy its moments into the host memory that is locked already."""
+        self.backend.synchronize()
+        super().load_state_dict(*arguments, **named)
+        for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
+            for name, memory in moments.items():
+                memory.copy_(self.optimizer.state[master][name])
+        self._take_moments()
+
+    def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Return DeepSpeed's norm on the host: it is read in each group, and would wait behind a group's copy up."""
+        norm: torch.Tensor = super().scaled_global_norm(norm_type)
+        return norm.cpu()
+
+    def step(self, closure: Any = None) -> None:
+        """Take DeepSpeed's step, with a number on the GPU in the shape of each fp32 tensor in that tensor's place."""
+        self.masters = [master.data for master in self.single_partition_of_fp32_groups]
+        size, sets = max(map(len, self.masters)), min(STREAM_SETS, len(self.masters))
+        self.down.wait_stream(self.up)
+        self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(sets)]
+        self.saved = [self.backend.current_stream().record_event()] * sets
+        number = torch.empty(1, device=self.device)
+        for master in self.single_partition_of_fp32_groups:
+            master.data = number.expand(len(master))
+        try:
+            super().step(closure)
+        finally:
+            self._give_back((len(self.masters) - 1) % sets)
+            for master, memory in zip(self.single_partition_of_fp32_groups, self.masters, strict=True):
+                master.data = memory
+
+    def _optimizer_step(self, group_no: int) -> None:
+        """Step a group, copied to the GPU before and to the host after. The host enqueues all groups at once:
+
+        a group comes down while the one before is stepped and the ones before that go back up.
+        """
+        master, moments = self.single_partition_of_fp32_groups[group_no], self.moments[group_no]
+        host = [self.masters[group_no], *moments.values()]
+        which = group_no % len(self.staged)
+        here = [buffer[: len(host[0])] for buffer in self.staged[which]]
+        self._copy(self.down, self.saved[which], here, host)
+        self.backend.current_stream().wait_stream(self.down)
+        master.data = here[0]
+        state = self.optimizer.state[master]
+        state.update(zip(MOMENTS, here[1:], strict=True))
+        state["step"] = state["step"].to(self.device)
+        super()._optimizer_step(group_no)
+        state.update(moments)
+        self.saved[which] = self._copy(self.up, self.backend.current_stream().record_event(), host, here)
+
+    def _give_back(self, last: int) -> None:
+        """Free the places on the GPU; the last group may still go up while the next forward pass begins."""
+        for number, (places, saved) in enumerate(zip(self.staged, self.saved, strict=True)):
+            if number == last and self.backend is torch.cuda:
+                for place in places:
+                    place.record_stream(self.up)
+            else:
+                self.backend.current_stream().wait_event(saved)
+        self.staged = []
+
+    def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Enqueue copies on `stream`, after the event `before`; return the event of their end."""
+        with self.backend.stream(stream):
+            stream.wait_event(before)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def _take_moments(self) -> None:
+        """Give torch's Adam the moments on the host, so that it allocates none on the GPU; its step counts stay."""
+        for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
+            state = self.optimizer.state[master]
+            state.setdefault("step", torch.zeros((), device=self.device))
+            state.update(moments)
+        self._link_all_hp_params()
+        self._hp_optimizer_states_linked = False  # DeepSpeed would link them in the first step, when they are elsewhere
+        self._lazy_init_hp_params_optimizer_state()
+
+
+class StreamedOnePassZero(StreamedZero, OnePassZero):
+    """StreamedZero whose groups are stepped in one pass."""
+
+
+# By (zero.offload_optimizer, whether the plan compiles): classes in the place of DeepSpeed's for stages 1 and 2.
+OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero, ("stream", False): StreamedZero}
+
+
+def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
+    """Return the DeepSpeed engine around the model; the process group must exist. Changes the model's linear layers."""
+    with own_optimizer(plan):
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups(model, plan), config=str(ds_config)
+        )
+    tune(optimizer, plan)
+    products.swap_summing(model, model.model.layers, plan, engine.is_gradient_accumulation_boundary)
+    return engine
+
+
+@contextmanager
+def own_optimizer(plan: Plan) -> Iterator[None]:
+    """Make deepspeed.initialize use the plan's optimizer of OPTIMIZERS, if it has one, within the block."""
+    plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
+    deepspeed.runtime.engine.DeepSpeedZeroOptimizer = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), plain)
+    try:
+        yield
+    finally:
+        deepspeed.runtime.engine.DeepSpeedZeroOptimizer = plain
+
+
+def tune(optimizer: Any, plan: Plan) -> None:
+    """Replace slow parts of DeepSpeed's optimizer, and let a plain one skip non-finite gradients; before step 1."""
+    if plan.zero_stage == 0 and plan.precision == "fp32":
+        skip_non_finite(optimizer)
+    if plan.zero_stage in (1, 2) and plan.offload_optimizer not in ON_HOST:
+        optimizer.get_grad_norm_direct = partial(global_norm, optimizer)
+        # The norm tells whether a gradient is not finite. Looking at each of them before takes 12 ms at 6.4 B.
+        optimizer.has_overflow = lambda *_, **__: False
+        if not is_contiguous(plan.zero_stage, plan.world_size, plan.offload_optimizer):
+            # The average over one rank: copying all gradients into buckets and back for it takes 18 ms at 6.4 B.
+            optimizer.buffered_reduce_fallback = lambda *_, **__: None
+
+
+def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Make a plain optimizer leave the weights alone when a gradient is not finite, as ZeRO's and the 16-bit ones do.
+
+    The gradients are averaged over the ranks by then, so all ranks decide alike; the engine asks for `overflow`.
+    """
+    take_step = optimizer.step
+
+    def step(*arguments: Any, **named: Any) -> None:
+        """Step unless a gradient is not finite, and say in optimizer.overflow which it was."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm(gradients)
+        optimizer.overflow = not bool(torch.stack(norms).isfinite().all())  # type: ignore[attr-defined]
+        if not optimizer.overflow:  # type: ignore[attr-defined]
+            take_step(*arguments, **named)
+
+    optimizer.step = step  # type: ignore[assignment,method-assign]
+
+
+def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[torch.nn.Parameter]]]:
+    """Return the trained parameters in groups of at most optimizer_group() elements (or one parameter each).
+
+    One group outside ZeRO-1 and 2. Those step group by group and hold the fp32 gradient of one group at a time; in one
+    group it would be of all parameters, and set the peak of the whole step.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if plan.zero_stage not in (1, 2):
+        return [{"params": trained}]
+    most = optimizer_group(plan.offload_optimizer, plan.world_size)
+    return [{"params": group} for group in group_members(trained, most, torch.nn.Parameter.numel)]
+
+
+def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
+    """Return the 2-norm of a group's gradients over all ranks, fp32; -1, DeepSpeed's sign, when it is not finite.
+
+    DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
+    reduction in fp32, straight from the 16-bit gradients, takes 4.
+    """
+    parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
+    distributed.all_reduce(squares, group=optimizer.dp_process_group)
+    norm = squares.sqrt()
+    return torch.where(norm.isfinite(), norm, -1.0)

@@ -1,0 +1,293 @@
+"""Keep a run's newest checkpoint in the hosts' memory, and each host's part in a neighbour's too.
+
+A checkpoint in memory is an ordinary one, written to a tmpfs (checkpoint.memory_directory) and linked into the run's
+checkpoints, so all that lists, proves and loads checkpoints knows it. No byte goes to a disk. It outlives the processes
+of its host and not the host: so after it is written, in the same thread, every rank sends its files to a rank of the
+next host over TCP (gloo) and gets those of the host before. One host may be lost then: the others have all parts.
+
+    <memory_directory>/finlm-<user id>/<run>/step-N/     the newest, and beside it the one that is being written
+    <memory_directory>/finlm-<user id>/<run>/run         the path of the run directory
+
+What fails costs the checkpoints in memory until the next start, never the run: those on disk go on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from finlm.base import checkpoints as disk
+from finlm.base import machine
+from finlm.base.checkpoints import Manifest, Part
+from finlm.base.rundir import RunDir, host_name
+from finlm.base.units import format_bytes
+from finlm.plan import failures
+from finlm.plan.plan import Plan
+from finlm.recipe.schema import Checkpoint
+from finlm.train import entry
+
+FIRST_STEPS = 10  # of a launch before the first one, whose stall is measured
+BLOCK_BYTES = 1 << 26
+SECONDS = 600  # for a neighbour to write its part
+RUN = "run"
+
+
+class InMemory:
+    """The checkpoints in memory as one rank sees them; unless said otherwise a method is called by all ranks together.
+
+    members: the ranks that see this host's directory; the first of them, its leader, publishes and removes there.
+    """
+
+    def __init__(self, run: RunDir, plan: Plan, keep: Checkpoint) -> None:
+        """Remove what former launches left that is of no use, and connect to the neighbours."""
+        self.run, self.minutes, self.ranks = run, keep.memory_minutes, plan.world_size
+        self.directory = run.memory(keep.memory_directory)
+        self.problem = _make(self.directory)
+        self.members, self.sources, self.target = [distributed.get_rank()], list[int](), -1
+        self.group: distributed.ProcessGroup | None = None
+        self.bytes_here: int | None = None
+        self.next_step: int | None = None
+        self.every_seconds = 0.0
+        self._since: tuple[int, float] | None = None  # step and time.monotonic() of the last one
+        self._history = entry.gather_values(failures.of_run(run) if distributed.get_rank() == 0 else None)[0]
+        if problems := [each for each in entry.gather_values(self.problem) if each]:
+            self.problem = problems[0]
+            return
+        self.members = entry.ranks_sharing(self.directory)
+        if self.leads:
+            self._clean()
+        groups = _in_groups(entry.gather_values(self.members[0]))
+        if len(groups) > 1 and plan.zero_stage > 0:  # under stage 0 each host has the whole
+            self.sources, self.target = neighbours(groups, distributed.get_rank())
+            self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank publishes and removes in this host's directory."""
+        return distributed.get_rank() == self.members[0]
+
+    def _clean(self) -> None:
+        """Remove half-written checkpoints, those without a link, links to lost ones, and those of other, ended runs.
+
+        Of other runs of the same recipe: what a crashed one left would hold the host's memory for good.
+        """
+        (self.directory / RUN).write_text(str(self.run.path.resolve()), encoding="utf-8")
+        for path in self.directory.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob("step-*"):
+            link = self.run.checkpoints / path.name
+            if not (link.is_symlink() and link.readlink() == path):
+                disk.remove(path)
+        for link in self.run.checkpoints.glob("step-*"):
+            if link.is_symlink() and not (link / disk.MANIFEST).exists():
+                link.unlink(missing_ok=True)
+        for path in self.directory.parent.iterdir():
+            if path != self.directory and _is_superseded(path, self.run):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def measure(self, sizes: Sequence[int]) -> None:
+        """Note the bytes of a checkpoint in this host's memory. sizes: bytes of every rank's files."""
+        here = [*self.members]
+        for member, sources in enumerate(entry.gather_values(self.sources)):
+            here += sources if member in self.members else []
+        self.bytes_here = sum(sizes[rank] for rank in here)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is to be kept after `step`; to be asked after every step, alike on all ranks."""
+        if self.problem or self.bytes_here is None:
+            return False
+        if self.next_step is None:
+            self.next_step, self._since = step + FIRST_STEPS, (step, time.monotonic())
+        return step >= self.next_step
+
+    def find_problem(self) -> str:
+        """Return why this host's memory does not take a checkpoint, "" if it does. Not collective."""
+        free = min(shutil.disk_usage(self.directory).free, machine.available_bytes())
+        needed = (self.bytes_here or 0) + (1 << 22)
+        if not self.leads or free >= needed:
+            return ""
+        return f"{host_name()}: {format_bytes(needed)} needed at {self.directory}, {format_bytes(free)} free"
+
+    def schedule(self, step: int, stall: float, seconds: float) -> None:
+        """Set when the next one is due. stall: seconds that training waited for this one. seconds: until it was there.
+
+        The recipe's minutes, or the interval that loses the least time at the measured stall and the rate of failures.
+        """
+        now, (since, began) = time.monotonic(), self._since or (step - 1, time.monotonic())
+        measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
+        stall, seconds, step_seconds = (statistics.median(each) for each in zip(*measured, strict=True))
+        if self.minutes == "auto":
+            between = failures.seconds_between(self.ranks, *self._history)
+            self.every_seconds = failures.best_interval(stall, between, seconds)
+        else:
+            self.every_seconds = 60.0 * float(self.minutes or 0)
+        self.next_step = step + max(1, round(self.every_seconds / max(step_seconds, 1e-6)))
+        self._since = step, now
+
+    def write(self, step: int, write: Callable[[Path], dict[str, Part]], names: Sequence[str]) -> dict[str, Part]:
+        """Write this rank's files of a step's checkpoint and exchange them with the neighbours, in the thread.
+
+        write: writes them to a directory and returns their hashes. names: those files that no other rank writes.
+        Returns the hashes of this rank's files and of those that it got. Raises OSError when either fails; the
+        neighbours are told.
+        """
+        target = disk.temporary_path(self.directory / f"step-{step}")
+        failure: OSError | None = None
+        parts: dict[str, Part] = {}
+        try:
+            parts = write(target)
+        except OSError as error:
+            failure = error
+        if self.group is not None:
+            mine = {name: parts[name] for name in names if name in parts}
+            try:
+                parts |= self._exchange(target, mine)
+            except RuntimeError as error:
+                failure = failure or OSError(None, f"{host_name()}: {str(error).splitlines()[0]}")
+            except OSError as error:
+                failure = failure or OSError(None, f"{host_name()}: {error.strerror or error}")
+        if failure is not None:
+            raise failure
+        return parts
+
+    def _exchange(self, directory: Path, mine: Mapping[str, Part]) -> dict[str, Part]:
+        """Send these files to the next host, write those of the host before into `directory`, and return their hashes.
+
+        Sends are begun before anything is waited for, so no order of hosts can block. Raises RuntimeError when the
+        connection fails, OSError when a file cannot be written or is not what was sent.
+        """
+        listed = json.dumps({name: asdict(part) for name, part in mine.items()}).encode()
+        header = torch.frombuffer(bytearray(listed), dtype=torch.uint8)
+        outgoing = [torch.tensor([len(header)]), header]
+        for name, part in mine.items():
+            if part.bytes:
+                whole = torch.from_file(str(directory / name), shared=True, size=part.bytes, dtype=torch.uint8)
+                outgoing += torch.split(whole, BLOCK_BYTES)
+        sent = [distributed.isend(tensor, self.target, group=self.group) for tensor in outgoing]
+        received: dict[str, Part] = {}
+        problems: list[str] = []
+        for source in self.sources:
+            length = self._receive(source, torch.empty(1, dtype=torch.int64))
+            listed = self._receive(source, torch.empty(int(length), dtype=torch.uint8)).numpy().tobytes()
+            for name, fields in json.loads(listed).items():
+                received[name] = Part(**fields)
+                problems += self._receive_file(source, directory / name, received[name].bytes)
+        for work in sent:
+            if work is not None:
+                work.wait()
+        problems += disk.faults(directory, received, 2) if not problems else []
+        if problems:
+            raise OSError(None, f"a neighbour's part: {problems[0]}")
+        return received
+
+    def _receive(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill the tensor with the next message of a rank and return it."""
+        distributed.recv(tensor, source, group=self.group)
+        return tensor
+
+    def _receive_file(self, source: int, path: Path, size: int) -> list[str]:
+        """Write a file that a rank sends; return why it could not be written. All of it is taken in either case."""
+        problems = list[str]()
+        buffer = torch.empty(min(size, BLOCK_BYTES), dtype=torch.uint8)
+        with path.open("wb") as file:
+            while size:
+                block = self._receive(source, buffer[: min(size, BLOCK_BYTES)])
+                size -= len(block)
+                try:
+                    if not problems:
+                        file.write(block.numpy().data)
+                except OSError as error:
+                    problems.append(f"{path.name}: {error.strerror}")
+        return problems
+
+    def publish(self, manifest: Manifest) -> str:
+        """Publish the written checkpoint of this host; return the error, or "". The leader calls it."""
+        directory = self.directory / f"step-{manifest.step}"
+        try:
+            disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
+        except OSError as error:
+            return f"{host_name()}: {error.strerror}"
+        return ""
+
+    def discard(self, name: str) -> None:
+        """Remove the checkpoint of this name, whole or half-written; the leader calls it."""
+        link = self.run.checkpoints / name
+        if link.is_symlink():
+            link.unlink(missing_ok=True)
+        disk.remove(self.directory / name)
+        shutil.rmtree(disk.temporary_path(self.directory / name), ignore_errors=True)
+
+    def keep_only(self, step: int) -> None:
+        """Remove all but the checkpoint of a step; the leader calls it. Raises nothing."""
+        for path in self.directory.glob("step-*"):
+            if path.name != f"step-{step}":
+                self.discard(path.name)
+
+    def close(self) -> None:
+        """Remove the directory when a checkpoint on disk is the newest; the leader calls it at the end of a launch."""
+        steps = {step: path.is_symlink() for step, path in self.run.complete_checkpoints()}
+        if self.leads and steps and not steps[max(steps)]:
+            self.keep_only(max(steps))
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], int]:
+    """Return (the ranks that send to `rank`, the rank that it sends to). groups: the ranks of each host, in order.
+
+    Each host sends to the next one, the last to the first; its k-th rank to the k-th there, counted round and round.
+    """
+    target = dict[int, int]()
+    for number, group in enumerate(groups):
+        after = groups[(number + 1) % len(groups)]
+        target |= {each: after[place % len(after)] for place, each in enumerate(group)}
+    return [each for each, to in target.items() if to == rank], target[rank]
+
+
+def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each host. leaders: each rank's leader."""
+    return [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
+
+
+def _make(directory: Path) -> str:
+    """Make a directory that only this user can enter, and return why it cannot be used, "" if it can."""
+    try:
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
+            return f"{host_name()}: {directory.parent} belongs to somebody else"
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        return f"{host_name()}: {directory}: {error.strerror}"
+    return ""
+
+
+def _is_superseded(path: Path, run: RunDir) -> bool:
+    """Return whether checkpoints in memory are of another run of this recipe that no rank runs, or of a removed one."""
+    try:
+        other = RunDir(Path((path / RUN).read_text(encoding="utf-8")))
+        if not other.path.exists():
+            return True
+        if other.path.parent != run.path.resolve().parent or _recipe(other) != _recipe(run):
+            return False
+        with other.host_lock(host_name()).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # no rank ever held it here, or another leader removes it now
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _recipe(run: RunDir) -> str:
+    """Return the recipe's name in the name of a run directory, <name>-<day>-<time>."""
+    return run.path.name.rsplit("-", 2)[0]

@@ -1,0 +1,395 @@
+"""Copy a rank's state between the engine and the disk, and cut shards anew for other numbers of ranks or ZeRO stages.
+
+The state is copied once into page-locked host memory (a 6 B model on one GPU: 90 GB at PCIe speed), and torch.save runs
+in a thread; DeepSpeed's asynchronous engines need libaio, a second process or a package. Reading never executes a
+pickle: `weights_only` with the classes that DeepSpeed's states hold.
+
+To cut anew, shards are mapped into memory and a rank assembles the state that it would have saved itself, the same bits
+in every layout. Shards of stages 1 and 2 hold, group by group, one contiguous piece of the concatenated parameters;
+those of stage 3 a ceil(numel / ranks) piece of each. Not covered: stage 0 (no shards), optimizer states on NVMe.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from finlm.base.checkpoints import Manifest, sync_path
+from finlm.base.errors import UserError
+from finlm.train.zero.engine import page_locked
+
+SAFE = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+SMALL_BYTES = 1 << 20  # below it a buffer that stays is not worth its page-locking
+
+State = dict[str, Any]
+
+
+def load(path: Path, mmap: bool = False) -> State:
+    """Return the state in a file written by write(), on the CPU. mmap: pages are read when they are used.
+
+    Raises UserError for a file that holds anything but tensors, plain values and the classes of SAFE.
+    """
+    try:
+        with torch.serialization.safe_globals(SAFE):
+            state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"refused to load {path}: it holds code, not only tensors",
+            evidence=str(error).strip().splitlines()[0],
+            fix="finlm writes no such file: find out where this checkpoint comes from before you use it",
+        ) from None
+    return state
+
+
+def write(state: State, path: Path) -> None:
+    """Write the state to a torch file and wait until it has reached the disk."""
+    torch.serialization.set_crc32_options(False)  # a slow checksum in the zip; the manifest has sha256
+    torch.save(state, path)
+    sync_path(path)
+
+
+class Store(CheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's checkpoint engine: save() collects copies of states by file name, load() reads files safely.
+
+    `place` makes the copy of a tensor. `given`: states by file name that load() returns instead of reading a file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "finlm"
+        self.place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+        self.collected: dict[str, State] = {}
+        self.given: dict[str, State] = {}
+        self.mmap = False
+
+    def create(self, info: Any) -> None:
+        """Do nothing: there is nothing to prepare."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing: the thread that writes makes directories."""
+
+    def save(self, state_dict: State, path: str) -> None:
+        """Keep a copy of state_dict under the file name of path; write nothing."""
+        self.collected[Path(path).name] = copy_tensors(state_dict, self.place)
+
+    def load(self, path: str, map_location: Any = None) -> State:
+        """Return the state in `given` for the file name of path, or else that of the file."""
+        given = self.given.get(Path(path).name)
+        return load(Path(path), self.mmap) if given is None else given
+
+    def commit(self, info: Any) -> bool:
+        """Return True and do nothing: Checkpoints publishes."""
+        return True
+
+    def take_collected(self) -> dict[str, State]:
+        """Return the collected states by file name, and forget them."""
+        collected, self.collected = self.collected, {}
+        return collected
+
+
+def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy with every tensor replaced by place(tensor), called once for each distinct tensor."""
+    seen: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def walk(part: Any) -> Any:
+        """Return a copy of a part, containers and all that is in them."""
+        if isinstance(part, torch.Tensor):
+            key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
+            if part.numel() == 0 or key not in seen:
+                seen[key] = place(part.detach())
+            return seen[key]
+        if isinstance(part, dict):
+            kind = OrderedDict if isinstance(part, OrderedDict) else dict
+            return kind((key, walk(item)) for key, item in part.items())
+        if type(part) in (list, tuple):
+            return type(part)(walk(item) for item in part)
+        return copy.deepcopy(part)
+
+    return walk(value)
+
+
+class Buffers:
+    """Host memory for a rank's state, allocated once and reused by every save in the same order.
+
+    On a GPU it is page-locked, which makes the copy several times faster but takes a while itself (touching and locking
+    a page costs more than copying it), so reserve() does it in a thread while the first steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock_cache = device.type == "cuda"
+        self.device = torch.cuda.current_device() if self.lock_cache else None
+        self.memory: list[torch.Tensor] = []
+        self.next = 0
+        self.thread: threading.Thread | None = None
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocate buffers of these bytes in a thread; return at once."""
+        self.thread = threading.Thread(target=self._allocate, args=(list(sizes),), name="buffers", daemon=True)
+        self.thread.start()
+
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        """Append a buffer of each size, touched and page-locked where there is a GPU."""
+        if self.device is not None:  # a thread begins on GPU 0, where locking would open a context of this rank
+            torch.cuda.set_device(self.device)
+        for size in sizes:
+            memory = torch.empty(size, dtype=torch.uint8)
+            memory.zero_()  # touched, so that every page exists
+            if self.lock_cache:
+                memory = page_locked(memory)
+            self.memory.append(memory)
+
+    def begin(self) -> None:
+        """Wait for reserve() and start over with the first buffer; what it holds must have been written."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.next = 0
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of tensor in host memory; from a GPU complete after torch.cuda.synchronize().
+
+        Raises RuntimeError when the tensor has not the size of the next buffer.
+        """
+        size = tensor.numel() * tensor.element_size()
+        if size < SMALL_BYTES:
+            return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+        if self.next == len(self.memory):
+            self._allocate([size])
+        elif self.memory[self.next].numel() != size:
+            raise RuntimeError(f"the state's tensors changed: {size} bytes instead of {self.memory[self.next].numel()}")
+        memory = self.memory[self.next]
+        self.next += 1
+        target = memory.view(tensor.dtype).view(tensor.shape)
+        return target.copy_(tensor, non_blocking=True)
+
+
+def sizes_of(states: dict[str, State]) -> tuple[list[int], int]:
+    """Return (bytes of every tensor that gets a buffer, in the order of copying; bytes of all tensors)."""
+    large, total = [], 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        size = tensor.numel() * tensor.element_size()
+        total += size
+        if size >= SMALL_BYTES:
+            large.append(size)
+        return tensor
+
+    copy_tensors(states, count)
+    return large, total
+
+
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+_SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of consecutive elements of a flattened parameter in a shard's flat tensors."""
+
+    shard: int
+    group: int
+    start: int
+    numel: int
+
+
+class Shards:
+    """All shards of a checkpoint of ZeRO stages 1 to 3 as one set of whole parameters."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Map a checkpoint's shards and model states. Raises FileNotFoundError when a rank's shard is missing."""
+        names = {int(match[1]): name for name in manifest.files if (match := _SHARD.fullmatch(name))}
+        missing = sorted(set(range(manifest.world_size)) - set(names))
+        if missing:
+            raise FileNotFoundError(f"{directory} has no shard of rank {', '.join(map(str, missing))}")
+        self.optimizer = [
+            load(directory / names[rank], mmap=True)["optimizer_state_dict"] for rank in range(manifest.world_size)
+        ]
+        self.is_cut = three = manifest.zero_stage == 3  # every parameter in pieces
+        heads = [f"zero_pp_rank_{rank}_" for rank in range(manifest.world_size)] if three else [""]
+        self.models = [load(directory / f"{head}mp_rank_00_model_states.pt", mmap=True) for head in heads]
+        self.model = self.models[0]
+        self.shapes: dict[str, torch.Size] = {k: v for group in self.model["param_shapes"] for k, v in group.items()}
+        self.same: dict[str, str] = dict(self.model["shared_params"])  # tied parameter -> the one that is stored
+        self.pieces: dict[str, list[Piece]] = {}
+        self.flat = [_flat_tensors(state) for state in self.optimizer]
+        for shard, state in enumerate(self.optimizer):
+            if three:
+                self._index_three(shard, manifest.world_size)
+            else:
+                self._index_one(shard, state["param_slice_mappings"])
+
+    def _index_one(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
+        for group, fragments in enumerate(mappings):
+            for name, fragment in fragments.items():
+                self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
+
+    def _index_three(self, shard: int, ranks: int) -> None:
+        """Note each parameter's piece in this shard of stage 3."""
+        for group, shapes in enumerate(self.model["param_shapes"]):
+            start = 0
+            for name, shape in shapes.items():
+                share = -(-shape.numel() // ranks)
+                numel = max(0, min(share, shape.numel() - shard * share))
+                self.pieces.setdefault(name, []).append(Piece(shard, group, start, numel))
+                start += share
+
+    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
+        """Return elements [start, start + numel) of a flattened parameter's master weight or moment: fp32, CPU."""
+        out = torch.empty(numel, dtype=torch.float32)
+        at = 0  # of the parameter
+        for piece in self.pieces[name]:
+            first, last = max(start, at), min(start + numel, at + piece.numel)
+            if first < last:
+                flat = self.flat[piece.shard][key][piece.group]
+                out[first - start : last - start] = flat[piece.start + first - at : piece.start + last - at]
+            at += piece.numel
+        return out
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a parameter's whole fp32 master weight in its shape."""
+        shape = self.shapes[name]
+        return self.read(name, "fp32", 0, shape.numel()).view(shape)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return all weights by name, tied ones under both names; frozen ones in the precision they were saved in."""
+        weights = {name: self.weight(name) for name in self.shapes} | self._frozen_tensors()
+        return weights | {name: weights[stored] for name, stored in self.same.items()}
+
+    def _frozen_tensors(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers that no optimizer has: whole beside the shards; at stage 3 joined."""
+        if not self.is_cut:
+            return {name: tensor for name, tensor in self.model["module"].items() if name not in self.shapes}
+        frozen = {}
+        for name, shape in (self.model["frozen_param_shapes"] or {}).items():
+            whole = torch.cat([model["frozen_param_fragments"][name].flatten() for model in self.models])
+            frozen[name] = whole[: shape.numel()].view(shape)
+        return frozen | {name: self.model["module"][name] for name in self.model["buffer_names"]}
+
+    def step(self) -> float:
+        """Return the optimizer's step count."""
+        return float(_base_state(self.optimizer[0])["state"][0]["step"])
+
+
+def _base_state(state: State) -> State:
+    """Return the torch optimizer's part of a shard."""
+    base: State = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    return base
+
+
+def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
+    """Return a shard's flat master weights and moments, each a list with one tensor a group."""
+    masters = state["fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"]
+    moments = _base_state(state)["state"]
+    return {"fp32": list(masters)} | {key: [moments[i][key] for i in range(len(masters))] for key in KEYS[1:]}
+
+
+def model_state(engine: Any, shards: Shards, world_size: int) -> State:
+    """Return the model states that this rank would read from a file, in the engine's layout."""
+    state = {**shards.model, "dp_world_size": world_size}
+    if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
+        return state | {"module": engine.module.state_dict()}
+    module = dict(engine.module.state_dict())
+    for name, tensor in module.items():
+        if (stored := shards.same.get(name, name)) in shards.shapes:
+            module[name] = shards.weight(stored).to(tensor.dtype)
+    return state | {"module": module}
+
+
+def optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> State:
+    """Return the shard that this rank would have saved in the engine's layout: the engine's form, the saved values."""
+    optimizer, old = engine.optimizer, shards.optimizer[0]
+    state: State = optimizer.state_dict()
+    state |= {key: old[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
+    if engine.zero_optimization_stage() == 3:
+        flat = [_cut_three(group, shards, rank, world_size) for group in optimizer.fp16_groups]
+        state["fp32_flat_groups"], base = [group["fp32"] for group in flat], "optimizer_state_dict"
+    else:
+        sizes = [partition.numel() for partition in optimizer.single_partition_of_fp32_groups]
+        groups = zip(optimizer.bit16_groups, sizes, strict=True)
+        flat = [_cut_one(optimizer, group, size, shards) for group, size in groups]
+        state["single_partition_of_fp32_groups"], base = [group["fp32"] for group in flat], "base_optimizer_state"
+    is_torch = type(optimizer.optimizer).__module__.startswith("torch.")  # DeepSpeed's CPU Adam counts in integers
+    moments: list[State] = [{key: group[key] for key in KEYS[1:]} for group in flat]
+    for each in moments:  # torch counts in place: a tensor that groups share would count each of them
+        each["step"] = torch.tensor(shards.step(), dtype=torch.float32) if is_torch else int(shards.step())
+    saved = _base_state(old)["param_groups"][0]
+    state[base] = {
+        "state": dict(enumerate(moments)),
+        "param_groups": [
+            {**group, **{key: saved[key] for key in ("lr", "step") if key in saved and key in group}}
+            for group in state[base]["param_groups"]
+        ],
+    }
+    return {"optimizer_state_dict": state}
+
+
+def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -> dict[str, torch.Tensor]:
+    """Return this rank's partition of a group at stages 1 and 2, by KEYS; padding is zero."""
+    flat = {key: torch.zeros(size, dtype=torch.float32) for key in KEYS}
+    for parameter in parameters:
+        if parameter._hp_mapping is None:  # none of it is on this rank
+            continue
+        name = optimizer.param_names[parameter]
+        here, whole = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
+        for key in KEYS:
+            flat[key][here.start : here.start + here.numel] = shards.read(name, key, whole.start, whole.numel)
+    return flat
+
+
+def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Return this rank's partition of a sub-group at stage 3, by KEYS; padding is zero."""
+    cut: dict[str, list[torch.Tensor]] = {key: [] for key in KEYS}
+    for parameter in parameters:
+        name = parameter._z3_optimizer.param_names[parameter]
+        share = -(-parameter.ds_numel // world_size)
+        numel = max(0, min(share, parameter.ds_numel - rank * share))
+        for key in KEYS:
+            values = shards.read(name, key, rank * share, numel)
+            cut[key].append(torch.nn.functional.pad(values, (0, share - numel)))
+    return {key: torch.cat(parts) for key, parts in cut.items()}
+
+
+def has_groups(engine: Any, model_states: Path) -> bool:
+    """Return whether a checkpoint's optimizer has the engine's groups; other versions cut other ones."""
+    saved = load(model_states, mmap=True)["param_shapes"]
+    return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
+
+
+def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Drop Adam's moments before a load: after a roll back, torch would build the loaded ones beside them.
+
+    8 bytes a parameter of a rank's share, which no plan counts. DeepSpeed's parameters hold views of them.
+    """
+    for parameter in model.parameters():
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None and mapping.optim_fragment:
+            mapping.optim_fragment.clear()
+    optimizer.state.clear()
+
+
+def replay_powers(optimizer: Any) -> None:
+    """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the checkpoint was written.
+
+    It keeps them in C++ as products of one factor a step and, after a load, computes the next ones by pow(): other last
+    bits in every weight (cpu_adam.h, IncrementStep). Steps of a single element go through the same products: 1 us each.
+    """
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    group = optimizer.param_groups[0]
+    settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    scratch = [torch.zeros(1) for _ in range(4)]  # weight, gradient, moments
+    for step in range(1, max((int(state["step"]) for state in optimizer.state.values() if state), default=0) + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, *scratch)

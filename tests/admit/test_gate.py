@@ -1,0 +1,222 @@
+"""The gate: every type that finlm claims passes its cells again, and a model that would be trained wrongly does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from finlm.admit import cells, command, record, table
+from finlm.base import files
+from finlm.base.errors import UserError
+from finlm.plan import planner
+from finlm.plan.plan import Plan
+from finlm.recipe import cluster, parents, recipe, shape
+from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe
+from finlm.train.model import kernels
+
+from helpers import QUICKSTART
+
+SHIPPED = sorted(traits.shipped())
+
+
+@functools.cache
+def small_run() -> tuple[Recipe, Plan]:
+    """The recipe whose plan the cells change."""
+    loaded = recipe.load(QUICKSTART, ("hardware.hosts=[{name: localhost, slots: 1}]",)).recipe
+    return loaded, planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded))
+
+
+def case(model_type: str, **changes: Any) -> cells.Case:
+    """A type's case by its class's own configuration."""
+    config = command.read_config(model_type)[0] | changes
+    row = traits.shipped().get(model_type) or record.record(model_type)
+    return cells.case_of(config, row, *small_run())
+
+
+@pytest.mark.parametrize("model_type", SHIPPED)
+def test_the_shipped_row_is_what_transformers_has(model_type: str) -> None:
+    row = traits.shipped()[model_type]
+    assert dataclasses.replace(row, cells={}, held={}) == record.record(model_type)
+
+
+@pytest.mark.parametrize("model_type", [name for name in SHIPPED if not traits.shipped()[name].failing])
+def test_an_admitted_type_passes(model_type: str) -> None:
+    at = case(model_type)
+    wrong = {name: why for name, cell in cells.CELLS.items() if name != "compiled" and (why := cell(at))}
+    assert not wrong
+
+
+SCALED = {
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    "linear": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 500000.0, **SCALED[kind]}
+    scaled, plain = case("llama", rope_parameters=rope, head_dim=160), case("llama", head_dim=160)
+    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == record.HEAD
+    for name in ("loss", "packed rows", "parameters"):
+        assert cells.CELLS[name](scaled) == ""
+    assert abs(scaled.expected[0] - plain.expected[0]) > 1e-3
+
+
+def test_a_window_counts_and_what_ignores_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = case("mistral", sliding_window=4096)
+    assert cells.CELLS["loss"](at) == ""
+    monkeypatch.setattr(record, "WINDOW", None)
+    blind = dataclasses.replace(at, small=record.shrink(at.config, at.row, cells.VOCABULARY))
+    blind.__dict__["expected"] = at.expected  # of the windowed model
+    assert cells.CELLS["loss"](blind).startswith("loss ")
+
+
+def test_documents_that_see_each_other_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.batches, "mask_arguments", lambda *_: {})
+    assert cells.CELLS["packed rows"](case("qwen3")).startswith("documents of a row see each other")
+
+
+def test_a_bias_that_is_dropped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, kept = case("qwen2"), cells.lora.Nf4Linear
+    monkeypatch.setattr(cells.lora, "Nf4Linear", lambda matrix, _bias: kept(matrix))
+    assert "logits are" in cells.CELLS["4 bits"](at)
+
+
+def test_a_key_whose_other_value_is_planned_wrongly_is_held() -> None:
+    at = case("cohere")
+    assert at.row.held == {"use_qk_norm": False}
+    unheld = dataclasses.replace(at, row=dataclasses.replace(at.row, held={}))
+    assert "parameters planned" in cells.settings(unheld) and cells.hold(unheld).held == at.row.held
+
+
+def test_logits_times_a_key_that_others_divide_by_are_read_off_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, over = traits.shipped()["hyperclovax"], traits.shipped()["granite"]
+    assert (times.scales, over.scales) == ({"logits_scaling": 1}, {"logits_scaling": -1})
+    at = case("hyperclovax", logits_scaling=0.25)
+    assert cells.CELLS["loss"](at) == ""
+    monkeypatch.setattr(traits, "records", lambda: {"hyperclovax": dataclasses.replace(times, scales=over.scales)})
+    assert cells.CELLS["loss"](at).startswith("loss ")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "blind"),
+    [
+        ("arcee", {"ffn_bytes": 8}),  # two matrices, not three
+        ("olmo", {"bare_norms": []}),  # norms without weights
+        ("glm", {"copies_output": False}),  # part of a head is rotated
+    ],
+)
+def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dict[str, Any]) -> None:
+    at = case(model_type)
+    found = cells.CELLS["activations"](dataclasses.replace(at, row=dataclasses.replace(at.row, **blind)))
+    assert "bytes a token and layer planned" in found
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("no_such_type", "there is no model no_such_type"),
+        ("t5", "config.json has no"),
+        ("gpt2", "config.json has no"),
+        ("bloom", "config.json has no"),
+        ("phi", "has a head with a bias"),
+        ("granitemoe", "feed-forward block is not called mlp"),
+        ("deepseek_v3", "self_attn.q_a_proj.weight has a size of"),
+        ("qwen3_next", "which do not know where a document of a packed row ends"),
+        ("glm4_moe", "layers of several kinds"),
+    ],
+)
+def test_what_is_no_decoder_of_this_kind_is_refused_in_a_sentence(named: str, why: str) -> None:
+    with pytest.raises(UserError) as error:
+        command.admit(named)
+    assert why in f"{error.value.problem} {error.value.evidence}"
+
+
+SIZES = {
+    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
+    **{"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096, "pad_token_id": 0},
+}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "old RoPE keys": {
+        **{"model_type": "llama", "rope_theta": 500000, "rope_scaling": {"type": "linear", "factor": 2}},
+        **{"torch_dtype": "bfloat16"},
+    },
+    "new RoPE keys and heads of their own": {
+        **{"model_type": "qwen3", "head_dim": 48, "dtype": "bfloat16"},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1000000, "factor": 4.0},
+            "original_max_position_embeddings": 1024,
+        },
+    },
+    "no key/value heads": {"model_type": "llama", "num_key_value_heads": None},
+    "a window from the second layer on": {
+        **{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+    },
+    "kinds of layers that no pattern gives": {
+        **{"model_type": "gemma3_text", "head_dim": 40, "sliding_window": 128, "rope_theta": 1000000},
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "soft caps": {
+        **{"model_type": "gemma2", "head_dim": 32, "sliding_window": 128, "query_pre_attn_scalar": 24},
+        **{"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0},
+    },
+    "whole factors": {
+        **{"model_type": "granite", "logits_scaling": 8, "embedding_multiplier": 12, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.0156, "tie_word_embeddings": True},
+    },
+    "biases and part of a head rotated": {
+        **{"model_type": "glm4", "head_dim": 64, "partial_rotary_factor": 0.5, "attention_bias": True},
+    },
+    "a norm for two blocks": {
+        **{"model_type": "stablelm", "use_qkv_bias": True, "use_parallel_residual": True, "tie_word_embeddings": True},
+    },
+    "layers without RoPE": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "rope_theta": 2000000.0},
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_configurations_are_what_transformers_makes_of_them(name: str) -> None:
+    said = {key: value for key, value in (SIZES | UNUSUAL[name]).items() if value is not None}
+    parents.refuse_model(said, name)
+    at = cells.case_of(said, traits.shipped()[said["model_type"]], *small_run())
+    wrong = {
+        each: why for each in ("loss", "packed rows", "parameters", "activations") if (why := cells.CELLS[each](at))
+    }
+    assert not wrong
+
+
+def test_a_base_models_tokenizer_without_a_template_is_no_failure(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "tokenizer.json", {})
+    files.write_json(tmp_path / "tokenizer_config.json", {"chat_template": None})
+    assert not command._has_template(tmp_path)
+    files.write_json(tmp_path / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    assert command._has_template(tmp_path)
+
+
+def test_a_model_type_is_admitted_with_its_own_defaults() -> None:
+    config, directory = command.read_config("qwen3")
+    assert directory is None and config["head_dim"] == CONFIG_MAPPING["qwen3"]().head_dim
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_the_pages_of_admitted_models_are_current(lang: str) -> None:
+    assert table.PAGES[lang].read_text(encoding="utf-8") == table.page(lang)
+
+
+def test_experts_are_never_quantized_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = case("qwen3_moe")
+    assert cells.CELLS["4 bits"](at) == ""
+    monkeypatch.setattr(cells.shape, "problems", lambda _: iter(()))
+    assert "lora.quantize is not refused" in cells.CELLS["4 bits"](at)

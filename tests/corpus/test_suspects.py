@@ -1,0 +1,86 @@
+"""Cleaning many texts at once gives what cleaning each alone gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from finlm.corpus import clean, normalize, suspects
+from finlm.recipe.schema_data import _OFF, Clean
+from finlm.world import writer
+
+ODD = (
+    *(
+        "",
+        "\u3000",
+        "\ufeff甲",
+        "１２３ＡＢＣ",
+        "x\n\n\n\ny",
+        " \n x",
+        "x \t",
+        "\n\n",
+        "\x00\x85\r\n\u2028",
+        "𠮷😀",
+        "Ⅱ②",
+    ),
+    *(
+        "<br>甲<b>乙",
+        "A & B&amp;C",
+        "锟斤拷锟斤拷锟斤拷",
+        "Ã©Ã©Ã©Ã©",
+        "\ufffd" * 5,
+        "電話業務經過這個國家",
+        "a     b",
+        "\xa0\xa0x",
+    ),
+    *("！！！！！！", "=====", "-", "(甲)", "甲,乙", "甲,", "甲;\n乙", "＋％", "（甲", "甲:"),
+    *("责任编辑：张三\n正文", "正文\n\t来源： 新华社\n", "版权所有", "未经授权,不得转载", "点击阅读原文", "广告"),
+    *(
+        "13812345678 电话",
+        "1234 5678 9012 3456",
+        "6222021234567890123",
+        "（010）12345678",
+        "0000000",
+        "1234，567",
+        "123456\n",
+    ),
+    *("短\n" * 12, "1 2 3 4 5\n" * 12, "english words " * 8, "3.14 2.71 " * 12, "。，！" * 30),
+)
+RULES = {
+    "none": Clean(**_OFF),
+    "default": Clean(),
+    "all": Clean(
+        punctuation=True,
+        boilerplate_lines=True,
+        min_chinese=0.1,
+        max_digits=0.6,
+        max_short_lines=0.8,
+    ),
+    "some": Clean(
+        html=False, repeated_symbols=False, simplified=False, garbled=False, mask=("phone",), max_symbols=0.2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_text_is_cleaned_as_if_it_were_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "_FEW", 0)
+    drawn = random.Random(3)
+    real = [row["text"] for row in writer.documents("fin_news", 100_000, 3, "train")]
+    texts = [*ODD, *(left + right for left in ODD for right in ODD), *real]
+    for text in drawn.choices(real, k=300):
+        at = drawn.randrange(len(text))
+        texts.append(text[:at] + drawn.choice(ODD) * drawn.choice((1, 2, 40)) + text[at:])
+    cleaner = clean.Cleaner(RULES[name])
+    assert suspects.clean_texts(cleaner, texts) == [cleaner(text) for text in texts]
+    assert suspects.clean_texts(cleaner, []) == []
+
+
+def test_rules_do_not_run_on_texts_that_they_cannot_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "_FEW", 0)
+    monkeypatch.setattr(normalize, "width_of_punctuation", lambda text: pytest.fail(text))
+    cleaner = clean.Cleaner(RULES["all"])
+    monkeypatch.setattr(cleaner, "spell", lambda text: pytest.fail(text))
+    text = "公司预计净利润同比增长一成，现金分红的比例保持不变。" * 3
+    assert suspects.clean_texts(cleaner, [text] * 5) == [(text, None)] * 5

@@ -1,0 +1,406 @@
+"""A dead run is never without a finding, the last launch counts, what is no statement of the program is no evidence."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from finlm.diagnose import command
+from finlm.diagnose.command import mask
+from finlm.diagnose.findings import Finding
+
+from helpers import finlm
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+TRACEBACK = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
+STEP = "{{'loss': 1.{0}, 'epoch': 0.{0}}}\n"
+
+
+Of = Callable[[str | bytes], list[Finding]]
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> Of:
+    def of(text: str | bytes) -> list[Finding]:
+        log = tmp_path / "x.log"
+        log.write_bytes(text.encode() if isinstance(text, str) else text)
+        return command.of_logs([str(log)])
+
+    return of
+
+
+ENDINGS = [
+    TRACEBACK + "jinja2.exceptions.UndefinedError: 'messages' is undefined\n",
+    TRACEBACK + "urllib3.exceptions.LocationParseError: Failed to parse: x\n",
+    TRACEBACK + "sqlite3.OperationalError: database is locked\n",
+    TRACEBACK + "StopIteration\n",
+    TRACEBACK + "queue.Empty\n",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled error\nLast error:\nNew words\n",
+    "2025-01-01 10:00:00 - worker - ptxas fatal   : Unresolved extern function 'f'\n",
+    "/var/spool/job/script: line 3: [: -ge: unary operator expected\nslurmstepd: error: task exited\n",
+    "step one\nProcess finished with exit code 3\n",
+    "[2025-05-04 20:44:05,116] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 28737\n",
+    "work\nSubject: Job 21869429: <v32test_0> in cluster <dcc> Exited\n",
+    "work\n------------------------------------------------------------\n\nExited with exit code 1.\n",
+]
+
+
+@pytest.mark.parametrize("log", ENDINGS, ids=range(len(ENDINGS)))
+def test_a_log_that_ends_in_an_unfamiliar_error_is_never_without_a_finding(log: str, findings: Of) -> None:
+    found = findings("loading\n" + log)
+    assert found and found[0].fatal and found[0].confidence == "low"
+
+
+def test_an_unknown_exception_is_shown_with_its_frame_and_message(findings: Of) -> None:
+    (found,) = findings(TRACEBACK + "pkg.errors.PhaseMix: phase 3\ncame before phase 2\n")
+    assert found.evidence.splitlines() == [
+        "pkg.errors.PhaseMix: phase 3",
+        'File "/data/work/train.py", line 7, in main',
+        "came before phase 2",
+    ]
+
+
+def test_a_log_in_utf_16_is_read(findings: Of) -> None:
+    text = "loading\r\n" + OOM
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        assert [f.cause for f in findings(text.encode(encoding))] == ["cuda_oom"]
+
+
+NOT_SAID = [
+    TRACEBACK.replace("go()", "from huggingface_hub.errors import RepositoryNotFoundError") + "KeyError: 'phase'\n",
+    "INFO Checkpoint tracker file does not exist: /data/ckpt/latest.txt\n" + TRACEBACK + "NotImplementedError\n",
+    "tensorflow 2.16.1 requires protobuf<5.0, but you have protobuf 5.28.2 which is incompatible.\n"
+    + TRACEBACK
+    + "KeyError: 'phase'\n",
+    "Started at Fri Apr 25 11:31:44 2025\nTerminated at Fri Apr 25 11:32:20 2025\n\nExited with exit code 1.\n",
+]
+
+
+@pytest.mark.parametrize("log", NOT_SAID, ids=["source line", "start-up remark", "pip", "scheduler"])
+def test_what_the_program_did_not_say_as_an_error_is_no_cause(log: str, findings: Of) -> None:
+    assert findings(log)[0].cause == "unknown"
+
+
+LAUNCH = "[2024-05-26 12:39:38,733] [INFO] [runner.py:568:main] cmd = python -u -m deepspeed.launcher.launch x.py\n"
+DEATH = "[2024-05-26 12:40:00,000] [ERROR] [launch.py:322:sigkill_handler] exits with return code = 1\n"
+WELL = "{'train_runtime': 212.6}\n[launch.py:348:main] Process 13704 exits successfully.\n"
+
+
+def test_of_several_launches_in_one_file_the_last_counts_and_the_others_are_listed(tmp_path: Path) -> None:
+    log = tmp_path / "nohup.out"
+    log.write_text((LAUNCH + OOM + DEATH) * 6 + LAUNCH + TRACEBACK + "KeyError: 'phase'\n" + DEATH)
+    result = finlm("diagnose", log, "--json")
+    document = json.loads(result.stdout)
+    assert result.returncode == 1 and document["findings"][0]["cause"] == "unknown"
+    assert [launch["cause"] for launch in document["former"]] == ["cuda_oom"] * 6
+    assert f"{log}, line 1-3: cuda_oom: Out of GPU memory" in result.stderr
+    log.write_text(LAUNCH + OOM + DEATH + LAUNCH + STEP.format(1) + WELL)
+    result = finlm("diagnose", log)
+    assert result.returncode == 0 and "nothing fatal" in result.stdout and "cuda_oom" in result.stdout
+
+
+def test_two_ranks_that_die_one_after_the_other_are_one_launch(findings: Of) -> None:
+    banner = "W0921 23:29:26.359 torch/distributed/run.py:779] Setting OMP_NUM_THREADS environment variable for each\n"
+    usage = "usage: train.py [-h]\ntrain.py: error: argument --bf16: invalid value\n"
+    (found,) = findings(banner + usage * 4 + DEATH)
+    assert (found.cause, found.line) == ("bad_arguments", 3)
+
+
+def test_high_is_said_only_of_what_explains_the_ending(findings: Of) -> None:
+    assert findings(TRACEBACK + OOM)[0].confidence == "high"
+    assert findings(OOM + TRACEBACK + "KeyError: 'phase'\n")[0].confidence == "medium"
+
+
+def test_an_error_that_training_survived_is_not_what_it_died_of_later(findings: Of) -> None:
+    steps = "".join(STEP.format(i) for i in range(1, 6))
+    assert findings(OOM + steps + TRACEBACK + "KeyError: 'phase'\n")[0].cause == "unknown"
+
+
+WORDS = {
+    "llamafactory-cli train x.yaml\n": "per_device_train_batch_size: 1",
+    "run sh: `python swift/cli/sft.py --model m`\n": "--per_device_train_batch_size 1",
+    "python -m axolotl.cli.train x.yml\n": "micro_batch_size: 1",
+    "'actor_rollout_ref': {'actor': {}}\n": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    'File "/env/trl/trainer/sft_trainer.py", line 4, in f\n': "per_device_train_batch_size=1",
+    "torchrun --nproc_per_node 8 x.py\n": "a micro-batch of 1",
+    "nothing that names a program\n": "batch.micro_batch: 1",
+}
+
+
+@pytest.mark.parametrize(("log", "words"), WORDS.items(), ids=range(len(WORDS)))
+def test_a_fix_is_said_in_the_words_of_the_program(log: str, words: str, findings: Of) -> None:
+    (found,) = findings(log + OOM)
+    assert words in found.fix
+    assert ("finlm" in found.fix) == ("batch.micro_batch" in words)
+
+
+def test_the_log_of_a_run_of_our_own_speaks_of_its_recipe_whatever_else_it_names(tmp_path: Path, findings: Of) -> None:
+    (tmp_path / "recipe.yaml").write_text("batch: {micro_batch: 1}\n")
+    (tmp_path / "a.0.log").write_text("torchrun --nproc_per_node 8\n" + OOM)
+    assert "batch.micro_batch: 1" in command.of_run(tmp_path)[0].fix
+    assert (
+        "batch.micro_batch: 1"
+        in findings('  File "/env/torch/distributed/x.py"\n  File "/r/finlm/train/x.py"\n' + OOM)[0].fix
+    )
+
+
+def test_memory_that_others_hold_is_computed_from_the_line(findings: Of) -> None:
+    (found,) = findings(
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 86.00 MiB (GPU 0; 31.75 GiB total "
+        "capacity; 8.04 GiB already allocated; 64.94 MiB free; 8.04 GiB reserved in total by PyTorch)\n"
+    )
+    assert "23.6 GiB" in found.explanation and "23.6 GiB" in found.fix
+
+
+def test_the_progress_of_the_late_rank_on_the_line_is_named(findings: Of) -> None:
+    (found, *_) = findings(
+        "Running tokenizer on dataset:  34%|###  | 17000/50000 [29:58<58:10, 9.45 examples/s][rank1]:[E924 "
+        "10:12:33.1 PGNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+        "OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds.\n"
+    )
+    assert "Running tokenizer on dataset, 34 % done" in found.explanation
+
+
+def test_what_leaves_the_machine_has_no_secret_path_address_or_name() -> None:
+    text = (
+        "WANDB_API_KEY=0123456789abcdef01 token: hf_abcdefghijklmnop http://bob:pw12345678@10.1.2.3:80 mail a.b@c.org\n"
+        'File "/home/carol/env/lib/python3.11/site-packages/peft/x.py", line 1, in f\n'
+        "open /data/private/project/train.json and C:\\Users\\carol\\x.txt by carol on gpu-a, num_tokens: 123\n"
+    )
+    masked = mask(text, ["gpu-a"])
+    for secret in ("0123456789abcdef01", "hf_abc", "bob", "pw1", "10.1.2.3", "a.b@c", "carol", "private", "gpu-a"):
+        assert secret not in masked
+    assert "site-packages/peft/x.py" in masked and "train.json" in masked and "num_tokens: 123" in masked
+
+
+class _Model(BaseHTTPRequestHandler):
+    """A small OpenAI-compatible endpoint; keeps what it was asked."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "small"}]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.asked.append((self.path, body))
+        self._answer({"choices": [{"message": {"content": "The phase key is missing."}}]})
+
+    def _answer(self, value: object) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_is_asked_only_about_an_unknown_cause_and_its_answer_is_marked(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Model)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/v1"
+    log = tmp_path / "x.log"
+    try:
+        log.write_text("password=opensesame1\n" + TRACEBACK + "KeyError: 'phase'\n")
+        result = finlm("diagnose", log, "--ask", address, "--json")
+        assert json.loads(result.stdout)["answer"]["text"] == "The phase key is missing."
+        assert "nobody has checked it" in result.stderr and result.returncode == 1
+        ((path, body),) = _Model.asked
+        assert path == "/v1/chat/completions" and "KeyError: 'phase'" in body
+        assert "opensesame1" not in body and "/data/work" not in body
+        log.write_text(OOM)
+        assert "answer" not in json.loads(finlm("diagnose", log, "--ask", address, "--json").stdout)
+        assert len(_Model.asked) == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+    log.write_text(TRACEBACK + "KeyError: 'phase'\n")
+    result = finlm("diagnose", log, "--ask", address)
+    assert result.returncode == 1 and "gave no answer" in result.stderr
+    assert finlm("diagnose", log, "--ask", "host:80").returncode == 2
+
+
+def test_a_log_cut_inside_a_traceback_is_a_dead_run(findings: Of) -> None:
+    (found,) = findings("loading\n" + TRACEBACK)
+    assert (found.cause, found.line) == ("unknown", 2) and "train.py" in found.evidence
+
+
+def test_a_killed_rank_among_failed_ones_was_not_preempted(findings: Of) -> None:
+    report = "[0]:\n  exitcode  : -15 (pid: 2)\n  traceback : Signal 15 (SIGTERM) received by PID 2\n"
+    assert findings(report)[0].cause == "sigterm_preempted"
+    assert findings(report + "[1]:\n  exitcode  : 1 (pid: 3)\n")[0].cause == "unknown"
+
+
+def test_what_the_scheduler_did_afterwards_explains_no_exception(findings: Of) -> None:
+    slurm = (
+        "srun: error: n1: task 0: Exited with exit code 1\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2024\n"
+    )
+    assert findings(TRACEBACK + "AssertionError: too slow\n" + slurm)[0].cause == "unknown"
+
+
+LAST_WORDS = [
+    "free(): invalid pointer",
+    "docker: Error response from daemon: OCI runtime create failed: no such device",
+    "mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.",
+    "  Warning  FailedScheduling  30s  default-scheduler  0/12 nodes are available: 12 Insufficient nvidia.com/gpu.",
+    "LLVM ERROR: Symbol not found",
+    "[FATAL] failed to load the model",
+    "2025-01-01 10:00:00,000 - train - CRITICAL - giving up",
+    "Training failed: no checkpoint",
+    "srun: fatal: two limits of memory",
+]
+
+
+@pytest.mark.parametrize("line", LAST_WORDS)
+def test_a_log_that_ends_in_words_of_a_shell_a_scheduler_or_a_logger_is_never_silent(line: str, findings: Of) -> None:
+    for before in ("loading\n", "".join(STEP.format(i) for i in range(1, 5))):
+        assert [found.cause for found in findings(before + line + "\n")] == ["unknown"], before
+
+
+def test_an_error_that_a_program_goes_on_after_is_not_the_end(findings: Of) -> None:
+    line = "ERROR metrics: push failed\n"
+    assert findings("loading\n" + line)
+    assert not findings("loading\n" + line + "INFO serving\n")
+    assert not findings("loading\n" + line + "Saved model.pt\n")
+    assert not findings("loading\nERROR metrics: push failed, retrying\n")
+    assert not findings(WELL + line)
+
+
+GENERAL_AND_SPECIFIC = [
+    ("ValueError: DeepSpeed Zero-3 is not compatible with `low_cpu_mem_usage=True`", "ds_zero3_device_map"),
+    ("ValueError: reward and critic are mutually exclusive", "bad_arguments"),
+    ("ImportError: cannot import name 'HybridCache' from 'transformers' (/opt/site-packages/t.py)", "package_versions"),
+    ("ImportError: cannot import name 'Old' from 'peft.utils' (/opt/site-packages/p.py)", "package_versions"),
+    ("TypeError: LLM.__init__() got an unexpected keyword argument 'worker'", "package_versions"),
+    ("ModuleNotFoundError: No module named 'mpi4py'", "mpi4py_missing"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'pdsh'", "pdsh_missing"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: '/d/x.jsonl'", "file_missing"),
+]
+
+
+@pytest.mark.parametrize(("line", "cause"), GENERAL_AND_SPECIFIC, ids=range(len(GENERAL_AND_SPECIFIC)))
+def test_a_general_rule_names_what_no_signature_of_its_own_explains(line: str, cause: str, findings: Of) -> None:
+    assert findings(TRACEBACK + line + "\n")[0].cause == cause
+
+
+def test_an_exception_that_its_process_caught_and_went_on_after_is_not_the_cause(findings: Of) -> None:
+    caught, went_on = TRACEBACK + "ModuleNotFoundError: No module named 'apex'\n", "INFO loading\n" * 12
+    last = TRACEBACK + "KeyError: 'phase'\n"
+    assert [f.cause for f in findings(caught + went_on + last)] == ["unknown", "package_missing"]
+    chain = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    assert findings(caught + chain + went_on + last)[0].cause == "package_missing"
+    assert findings(caught + last)[0].cause == "package_missing"  # two ranks that died one after the other
+
+
+def test_a_keyword_that_a_library_refuses_to_a_library_is_of_versions_and_a_users_own_is_not(findings: Of) -> None:
+    line = "TypeError: Steps.run() got an unexpected keyword argument 'phase'\n"
+    assert findings(TRACEBACK + line)[0].cause == "unknown"
+    library = TRACEBACK.replace("/data/work/train.py", "/opt/env/lib/python3.11/site-packages/tool/loop.py")
+    assert findings(library + line)[0].cause == "package_versions"
+
+
+def test_what_a_wrapper_names_before_a_line_is_no_part_of_it(findings: Of) -> None:
+    for prefix in ("[stderr]", "stderr: "):
+        assert findings(f"{prefix}ModuleNotFoundError: No module named 'einops'\n")[0].cause == "package_missing"
+
+
+def test_a_number_in_a_text_is_no_code_of_a_device(findings: Of) -> None:
+    assert not findings("0.92175 sample: patent claims other than the 0.507011\n")
+    assert findings("E39999: Inner Error! error code is 507011\n")[0].cause == "ascend_error"
+
+
+WORDINGS = [
+    ("'llamafactory-cli' 不是内部或外部命令，也不是可运行的程序", "node_env_differs"),
+    ("/var/spool/job/script: line 3: some_tool: command not found", "node_env_differs"),
+    ("zsh: command not found: accelerate", "node_env_differs"),
+    ("ImportError: No module named swift.llm", "package_missing"),
+    ("RuntimeError: No HIP GPUs are available", "cuda_not_available"),
+    ("HW Exception by GPU node-5 (Agent handle: 0x55) reason :GPU Hang", "gpu_hw_error"),
+    ("RuntimeError: HIP error: hipErrorLaunchFailure", "cuda_kernel_fault"),
+    ("AttributeError: 'GRPOEnvTrainer' object has no attribute 'llm'", "trl_api_changed"),
+    ("AttributeError: 'generator' object has no attribute 'generate'", "package_versions"),
+    ("AttributeError: 'DeepSpeedZeroOptimizer_Stage3' object has no attribute 'train'", "package_versions"),
+    ("AttributeError: 'DynamicCache' object has no attribute 'seen_tokens'", "package_versions"),
+    ("ValueError: Unknown task: sft.", "bad_arguments"),
+    ("ValueError: You selected an invalid strategy name: `strategy='dp'`.", "bad_arguments"),
+    ("AssertionError: sequence parallelism needs --tensor-model-parallel-size above 1", "bad_arguments"),
+    ("ValueError: eval_steps must be greater than 0", "bad_arguments"),
+    ("srun: error: Unable to allocate resources: User's group not permitted to use this partition", "bad_arguments"),
+    (
+        "pyarrow.lib.ArrowInvalid: Could not convert '-0.2' with type str: tried to convert to double",
+        "dataset_columns_mismatch",
+    ),
+    ("IndexError: piece id is out of range.", "token_id_out_of_range"),
+    ("ValueError: optimizer got an empty parameter list", "no_grad_checkpointing"),
+    (
+        "RuntimeError: source and destination dtypes match, got Half for the destination and Float for the source.",
+        "tensors_apart",
+    ),
+    ("RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly", "host_memory_insufficient"),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (80x512 and 1x393216)", "tensor_shapes"),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (80x512 and 0x512)", "ds_zero3_param_not_gathered"),
+    ("AssertionError: assert quant_state is not None", "quantized_model"),
+    ("TypeError: __init__() got an unexpected keyword argument 'prediction_loss_only'", "transformers_arg_removed"),
+    ("libcudart.so.11.0: cannot open shared object file: No such file or directory", "package_versions"),
+    ("ImportError: /env/libcudart.so.9.0: version `libcudart.so.9.0' not found (required by x)", "package_versions"),
+    ("Fatal Python error: Bus error", "shm_too_small"),
+    ("RuntimeError: Cannot find sufficient samples, consider increasing dataset size.", "empty_dataset"),
+    ("RuntimeError: CUDA error: unknown error", "driver_not_working"),
+    (
+        "ValueError: DistributedDataParallel device_ids and output_device arguments only work with",
+        "ds_zero3_device_map",
+    ),
+    ("hydra.errors.InstantiationException: Top level config has to be OmegaConf DictConfig", "bad_arguments"),
+    ("ValueError: The model did not return a loss from the inputs, only: logits", "batch_not_padded"),
+    ("***    MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort)", "unknown"),
+    ("ValueError: 14 attention heads must be divisible by tensor parallel size (4).", "bad_arguments"),
+    (
+        "RuntimeError: Failed to import a.b because of the following error:\nNo module named 'vllm.lora'",
+        "package_versions",
+    ),
+    ("httpx.ConnectError: [Errno 101] Network is unreachable", "hub_access"),
+    ("NameError: name 'phase' is not defined", "unknown"),
+    ("ValueError: no-op", "unknown"),
+    ("TypeError: 'NoneType' object is not subscriptable", "unknown"),
+    ("AttributeError: 'NoneType' object has no attribute 'shape'", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("line", "cause"), WORDINGS, ids=range(len(WORDINGS)))
+def test_a_wording_that_strangers_logs_held_is_named(line: str, cause: str, findings: Of) -> None:
+    assert findings((TRACEBACK if "Error: " in line else "") + line + "\n")[0].cause == cause
+
+
+def test_a_readers_end_of_file_is_not_what_its_dead_child_died_of(findings: Of) -> None:
+    log = "[12-16 14:27:10] Exit code: -9\n" + TRACEBACK + "EOFError\n"
+    assert findings(log)[0].cause == "host_memory_insufficient"
+    assert findings(TRACEBACK + "EOFError\n")[0].cause == "unknown"
+
+
+def test_a_request_that_failed_is_no_failure_of_the_server_that_answers_the_next(findings: Of) -> None:
+    failed = "ERROR 08-14 13:42:42 [serving.py:1] ValueError: The prompt has too many tokens\n"
+    answered = 'INFO:     10.0.0.5:41238 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+    assert not findings(failed + answered)
+    assert findings(answered + failed)[0].cause == "unknown"
+    assert findings(OOM + answered)[0].cause == "cuda_oom"
+
+
+PARENTS = [
+    "2025-10-31 03:11:02,475 - Tuner - INFO - [rank7]: ",
+    "[2025-02-18 18:14:57] [INFO] ",
+    "2024-09-26T06:58:55,209 [INFO ] W-9000-model_1.0-stdout MODEL_LOG - ",
+]
+
+
+@pytest.mark.parametrize("parent", PARENTS, ids=range(len(PARENTS)))
+def test_what_a_parent_logs_of_its_child_is_read_as_the_childs_own_words(parent: str, findings: Of) -> None:
+    lines = [*TRACEBACK.splitlines(), "AssertionError"]
+    (found,) = findings("".join(parent + line + "\n" for line in lines))
+    assert (found.cause, found.evidence.splitlines()[0]) == ("unknown", "AssertionError")
+    assert not findings(parent + "loading the Error: table\n" + parent + "step 1\n")

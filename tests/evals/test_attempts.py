@@ -1,0 +1,113 @@
+"""Several answers to a prompt: pass@k and maj@k by their definitions, and the best one as data, each prompt counted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.evals import attempts
+from finlm.evals.attempts import Asked, Graded
+from finlm.recipe import recipe
+
+import dialogues
+from helpers import ROOT
+
+RIGHT, WRONG, SILENT = Graded(True, 1.0, "A"), Graded(False, 0.0, "B"), Graded(False, 0.0, None)
+
+
+@pytest.mark.parametrize(("count", "right"), [(8, 0), (8, 3), (8, 8), (5, 1)])
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_attempt(count: int, right: int) -> None:
+    for k in range(1, count + 1):
+        draws = list(itertools.combinations([True] * right + [False] * (count - right), k))
+        assert attempts.pass_at(k, count, right) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(
+    ("graded", "is_right"),
+    [
+        ([RIGHT, WRONG, RIGHT], True),
+        ([WRONG, RIGHT, WRONG], False),
+        ([WRONG, RIGHT], False),
+        ([RIGHT, WRONG], True),
+        ([SILENT, SILENT, RIGHT], True),
+        ([SILENT], False),
+    ],
+)
+def test_the_majority_is_of_those_that_name_an_answer(graded: list[Graded], is_right: bool) -> None:
+    assert attempts.is_majority_right(graded) is is_right
+
+
+def test_a_score_has_intervals_that_hold_the_value() -> None:
+    graded = [[RIGHT, WRONG, RIGHT, SILENT]] * 30 + [[WRONG] * 4] * 70
+    passed, majority = attempts.score(graded)
+    assert list(passed) == [1, 2, 4] and passed[4].value == pytest.approx(0.3)
+    assert passed[1].value == pytest.approx(0.15) and majority[4].value == pytest.approx(0.3)
+    low, high = passed[4].interval
+    assert 0.2 < low < 0.3 < high < 0.4
+
+
+def test_the_best_right_attempt_is_written_and_every_other_prompt_is_counted(tmp_path: Path) -> None:
+    asked = [Asked([{"role": "user", "content": f"第{n}题"}], [1], "A") for n in range(3)]
+    said = [[("甲", 1), ("乙 ", 1)], [("丙", 1), ("丁", 1)], [("戊", 1), ("己", 1)]]
+    graded = [[RIGHT, Graded(True, 1.2, "A")], [WRONG, SILENT], [WRONG, RIGHT]]
+    counts = attempts.write_best(tmp_path / "best.jsonl", asked, said, graded)
+    rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    assert [row["messages"][-1]["content"] for row in rows] == ["乙", "己"]
+    assert rows[0]["messages"][0] == {"role": "user", "content": "第0题"}
+    assert counts == Counter({"written": 2, "no right attempt": 1, "written, every attempt right": 1})
+
+
+@pytest.mark.slow
+def test_a_recipe_is_attempted_from_its_rows_to_data_and_nothing_is_drawn_twice(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"第{n}题？\nA. 甲\nB. 乙", "answer": "A" if n % 2 else "没有字母"} for n in range(12)]
+    source = dialogues.write(tmp_path / "rows.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    grpo = "grpo={reward: [words, {rule: format, pattern: '.*', weight: 0.5}], max_new_tokens: 6}"
+    overrides = (f"model.init_from={run.export}", f"data.sources={source}", f"data.cache_dir={tmp_path}", grpo)
+    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*overrides, "data.held_out_fraction=0")).recipe
+    options = attempts.Options(Path(run.export), count=3, split="train", best=tmp_path / "best.jsonl")
+    found = attempts.run(wanted, options)
+    assert found.prompts == 6 and found.counts["no right letter"] == 6 and list(found.passed) == [1, 2, 3]
+    written = found.counts["written"]
+    assert written + found.counts["no right attempt"] == 6
+    assert set(found.to_json()["majority"][3]) == {"value", "interval"} and found.to_json()["best"].endswith("l")
+    assert len((tmp_path / "best.jsonl").read_text().splitlines()) == written
+    ledger = next((tmp_path / "runs/evals").glob("attempts-*.jsonl"))
+    before = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert len({row["text"] for row in before}) > 6, "attempts differ"
+    monkeypatch.setattr(attempts, "_generate", lambda *_: pytest.fail("drawn again"))
+    again = attempts.run(wanted, replace(options, best=None))
+    assert again.passed == found.passed and again.majority == found.majority
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    ledger.unlink()
+    monkeypatch.setattr(attempts, "_CPU_ROWS", 2)
+    attempts.run(wanted, replace(options, best=None))
+    after = {row["key"]: row["text"] for row in map(json.loads, ledger.read_text().splitlines())}
+    assert after == {row["key"]: row["text"] for row in before}, "whatever is drawn together"
+    attempts.show(found)
+    assert "pass@3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stage", "reward", "problem"),
+    [
+        ("sft", "", "of stage sft"),
+        ("grpo", "models/judge", "checks no right answer"),
+        ("grpo", "[option, m/j]", "model"),
+    ],
+)
+def test_a_recipe_whose_answers_cannot_be_checked_is_refused(stage: str, reward: str, problem: str) -> None:
+    overrides = (f"grpo.reward={reward}",) if reward else ()
+    wanted = recipe.load(ROOT / f"recipes/quickstart/{stage}.yaml", overrides).recipe
+    with pytest.raises(UserError, match=problem):
+        attempts.run(wanted, attempts.Options(Path("gone")))

@@ -1,0 +1,43 @@
+"""A run that does nothing for long says so, and says when it goes on."""
+
+from __future__ import annotations
+
+from finlm.launch import watch
+from finlm.launch.head import Session
+from finlm.launch.watch import Progress
+from finlm.recipe.cluster import Host
+from finlm.recipe.schema import Launch
+
+
+def sessions(now: float, *silences: float) -> list[Session]:
+    """Hosts that were last heard of so many seconds ago."""
+    made = []
+    for node, silence in enumerate(silences):
+        made.append(Session(Host(f"n{node}", 1), node, range(node, node + 1), local=False, stream=True, patience=150))
+        made[-1].heard = now - silence
+    return made
+
+
+def test_a_silence_is_told_after_a_minute_and_again_after_twice_the_time() -> None:
+    progress = Progress(0.0, step=12, at=100.0, stepped=True, longest=0.3)
+
+    def said(now: float) -> str:
+        return watch.describe_silence(sessions(now, 1.0, now - 100), progress, Launch(), now)
+
+    assert said(159.0) == ""
+    expected = "last completed step 12, 61 s ago; n1 last heard of 61 s ago: given up after 150 s"
+    assert said(161.0) == f"{expected} (launch.outage_seconds)"
+    assert said(200.0) == said(221.0) == ""
+    assert "122 s ago" in said(222.0)
+    assert round(progress.note_finished(232.0)) == 132 and progress.longest == 0.3
+    assert progress.note_finished(233.0) == 0.0 and progress.longest == 1.0
+
+
+def test_long_steps_and_a_long_start_are_measured_by_their_own_limits() -> None:
+    steps = Progress(0.0, step=3, at=0.0, stepped=True, longest=50.0)
+    assert not watch.describe_silence(sessions(149.0, 1.0), steps, Launch(), 149.0)
+    assert "; every host answers; given up after 30 minutes (launch.stall_minutes)" in watch.describe_silence(
+        sessions(151.0, 1.0), steps, Launch(), 151.0
+    )
+    start = Progress(0.0)
+    assert "no step was completed in 60 s" in watch.describe_silence(sessions(60.0, 1.0), start, Launch(), 60.0)

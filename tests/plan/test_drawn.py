@@ -1,0 +1,47 @@
+"""The planner against configurations that nobody chose: those that ran (benchmarks/gpu_plan_drawn.py), and new ones."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from finlm.plan.gpus import PlanError
+from finlm.recipe.cluster import Cluster, Host
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import gpu_plan_draw  # noqa: E402
+import gpu_plan_drawn  # noqa: E402
+
+UNLIKE_NOW = ("grpo", "dpo", "reward")  # they ran when all answers were generated at once, and padding still had masks
+
+
+def test_memory_in_use_of_runs_on_an_h100_and_an_h200(tmp_path: Path) -> None:
+    files = sorted((BENCHMARKS / "results").glob("*-drawn-*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "measured" in row and row["values"]["stage"] not in UNLIKE_NOW]
+    assert len(rows) >= 20
+    found = {
+        row["case"]: gpu_plan_drawn.again(row, tmp_path).gpu_bytes / row["measured"]["device_used"] - 1 for row in rows
+    }
+    assert {case: error for case, error in found.items() if not -0.02 <= error <= 0.08} == {}
+    assert statistics.median(map(abs, found.values())) <= 0.03
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_every_draw_has_a_plan_that_fits(gpu: str, tmp_path: Path) -> None:
+    hosts = Cluster((Host("localhost", 1, gpu, 120 * 2**30),))
+    stages = set()
+    for values in gpu_plan_draw.drawn(11, 12):
+        try:
+            _, plan = gpu_plan_drawn.planned(values, hosts, tmp_path)
+        except PlanError as refused:
+            assert refused.fix, values["name"]
+            continue
+        assert plan.fits and plan.gpu_bytes <= plan.gpu_memory_bytes, values["name"]
+        stages.add(values["stage"])
+    assert len(stages) >= 3

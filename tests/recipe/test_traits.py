@@ -1,0 +1,133 @@
+"""What config.json says of a model's layers: counts, windows, RoPE, and what is refused before anything is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.recipe import parents, recipe, shape
+from finlm.recipe.models import traits
+
+from helpers import QUICKSTART
+
+QWEN25_7B = {
+    **{"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28},
+    **{"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": 131072, "use_sliding_window": False},
+    **{"max_window_layers": 28, "max_position_embeddings": 32768},
+}
+QWEN3_4B = {
+    **{"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 9728, "vocab_size": 151936, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "tie_word_embeddings": True, "head_dim": 128, "use_sliding_window": False},
+}
+MISTRAL_7B = {
+    **{"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "rms_norm_eps": 1e-5},
+    **{"tie_word_embeddings": False, "sliding_window": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "windows"),
+    [(QWEN25_7B, 7_615_616_512, 0), (QWEN3_4B, 4_022_468_096, 0), (MISTRAL_7B, 7_241_732_096, 32)],
+    ids=["qwen2", "qwen3", "mistral"],
+)
+def test_published_models_have_their_parameters_and_windows(
+    config: dict[str, Any], parameters: int, windows: int
+) -> None:
+    found = shape.of_config(config, config["vocab_size"])
+    assert (found.parameters, len(found.windows)) == (parameters, windows)
+
+
+def test_an_absent_window_is_the_classs_own_and_null_is_none() -> None:
+    absent = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    assert traits.read(absent).windows == (4096,) * 32
+    assert traits.read(MISTRAL_7B | {"sliding_window": None}).windows == ()
+    upper = QWEN25_7B | {"use_sliding_window": True, "max_window_layers": 20, "sliding_window": 512}
+    assert traits.read(upper).windows == (512,) * 8
+
+
+def test_a_head_of_its_own_size_and_a_window_change_what_a_token_costs() -> None:
+    narrow = shape.of_config(QWEN3_4B | {"head_dim": 80}, 151936)
+    wide = shape.of_config(QWEN3_4B, 151936)
+    assert (narrow.q_width, wide.q_width, wide.kv_width) == (2560, 4096, 1024)
+    attention = 12.0 * 36 * 4096 * 4096
+    assert wide.flops_per_token(4096) == 6.0 * wide.parameters + attention
+    seen = shape.of_config(MISTRAL_7B | {"sliding_window": 512}, 32000)
+    assert seen.attended(8192) == 1024 and seen.attended(512) == 512
+
+
+def start(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> None:
+    config = QWEN3_4B | {"of_the_author": [1], "auto_map": {"AutoModel": "code.py"}}
+    sets = ("stage=sft", f"model={{init_from: {start(tmp_path, config)}}}", "train.steps=30", "tokenizer={}")
+    loaded = recipe.load(QUICKSTART, sets)
+    assert loaded.recipe.model.config == {key: value for key, value in config.items() if key != "auto_map"}
+    assert loaded.recipe.model.rope_theta == 1e6 and loaded.origins["model.config"] == str(tmp_path)
+    with pytest.raises(UserError) as error:
+        recipe.load(QUICKSTART, (*sets, "model.config={model_type: qwen3, head_dim: 64}"))
+    assert f"model.config.head_dim: 64, but {tmp_path} has 128" in error.value.evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "evidence"),
+    [
+        ({"model_type": "gpt_neox"}, "admitted: "),
+        ({"rope_scaling": {"rope_type": "mystery"}}, "RoPE 'mystery', not default"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64},
+            "once one exceeds 64",
+        ),
+        ({"layer_types": ["linear_attention"] * 36}, "it would leak into the next; they need flash-linear-attention"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq)"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
+        ({"output_router_logits": True}, "transformers adds the router's own loss"),
+        ({"router_jitter_noise": 0.01}, "router_jitter_noise 0.01, which no kernel here draws"),
+        ({"hidden_size": "2560"}, "hidden_size '2560' is no whole number above 0"),
+        ({"intermediate_size": 9728.0}, "intermediate_size 9728.0 is no whole number above 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0 is no whole number above 0"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
+        ({"layer_types": ["full_attention"] * 35}, "layer_types: 35 kinds for 36 layers"),
+        ({"rope_theta": None}, "rope_theta null"),
+        ({"pad_token_id": 151_936}, "pad_token_id 151936 is no token of a vocabulary of 151936"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+            "has 3 numbers, and a head rotates 64",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is no object"),
+        ({"attention_bias": 1}, "attention_bias 1, where transformers' class of qwen3 takes true or false"),
+        ({"rms_norm_eps": 1}, "rms_norm_eps 1, where transformers' class of qwen3 takes a number with a point"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm True: finlm trains a cohere as transformers does"),
+        ({"model_type": "hunyuan_v1_dense", "head_dim": None}, "config.json has no head_dim, without which"),
+    ],
+)
+def test_what_no_layer_here_computes_is_refused_when_the_recipe_is_read(
+    tmp_path: Path, changes: dict[str, Any], evidence: str
+) -> None:
+    sets = ("stage=sft", f"model={{init_from: {start(tmp_path, QWEN3_4B | changes)}}}", "tokenizer={}")
+    with pytest.raises(UserError) as error:
+        loaded = recipe.load(QUICKSTART, (*sets, "train.steps=30")).recipe
+        parents.refuse_model(loaded.model.config or {}, str(tmp_path), loaded.batch.sequence_length)
+    assert evidence in error.value.evidence
+
+
+def test_a_type_with_a_failing_cell_is_refused_with_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = traits.TypeRecord(
+        layer={}, outer=[], switches={}, defaults={}, cells={"loss": "", "packed rows": "they leak"}
+    )
+    monkeypatch.setattr(traits, "records", lambda: {"new": row})
+    with pytest.raises(UserError, match="'new' is not admitted: packed rows failed") as error:
+        shape.check_admitted({"model_type": "new"})
+    assert error.value.evidence == "packed rows: they leak"

@@ -1,0 +1,281 @@
+"""Mistakes of a newcomer: each is told at once, says what to do, and leaves nothing behind.
+
+A row: what is typed, a part of the error or of its fix. {d} is an empty working directory with the files of `written`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from finlm import prepare
+from finlm.base import language, screen
+from finlm.base.errors import UserError
+from finlm.cli import main
+from finlm.hosts import ssh
+from finlm.recipe import reference
+from finlm.runs import proofs
+
+from helpers import QUICKSTART
+
+FILES: dict[str, bytes] = {
+    "tab.yaml": b"name: x\nmodel:\n\thidden_size: 3\n",
+    "list.yaml": b"- name: x\n",
+    "empty.yaml": b"",
+    "binary.yaml": bytes(range(256)),
+    "twice.yaml": b"base: once.yaml\nname: twice\n",
+    "once.yaml": f"base: {QUICKSTART}\nname: once\n".encode(),
+    "lost.yaml": b"base: gone.yaml\nname: lost\n",
+    "file": b"x",
+    "hosts": b"worker-a slots\n",
+    "twins": b"a slots=1\na slots=2\n",
+    "nobody": b"# a slots=2\n",
+    "none": b"a slots=0\n",
+    "many": b"localhost slots=64\n",
+    "text.jsonl": "净利润\n".encode() * 50,
+    "empty.jsonl": b"",
+    "field.jsonl": '{"content": "营业收入"}\n'.encode() * 50,
+    "few.jsonl": '{"text": "营业收入增长。"}\n'.encode() * 3,
+    "cut.jsonl.gz": gzip.compress('{"text": "营业收入增长"}\n'.encode() * 500)[:-30],
+    "bad.parquet": b"PAR1xxxx",
+    "paper.pdf": b"%PDF-1.7\n",
+    "bad.model": b"no model",
+    "folder/config.json": b"{}",
+    "folder/a.yaml": QUICKSTART.read_bytes(),
+    "folder/b.yaml": QUICKSTART.read_bytes(),
+    "judge/config.json": json.dumps({"model_type": "bert", "hidden_size": 4}).encode(),
+    "judge/model.safetensors": b"<html>404</html>",
+}
+# A change of the quickstart's text as a file of its own.
+EDITS = {
+    "misspelt.yaml": ("hidden_size", "hiden_size"),
+    "quoted.yaml": ("lr: 2.0e-3", 'lr: "3e-4"'),
+    "foreign.yaml": ("lr: 2.0e-3", "learning_rate: 3e-4"),
+    "double.yaml": ("zero:", "batch:"),
+    "lengths.yaml": ("steps: 250", "steps: 250, tokens: 1M"),
+    "endless.yaml": ("steps: 250, ", ""),
+    "words.yaml": ("num_proc: 2", "num_proc: many"),
+    "hurried.yaml": ("steps: 250", "steps: 12"),
+}
+DATA = "--set tokenizer.vocab_size=300 --set train.steps=5 --set data.sources="
+Q, SFT = "quickstart", "quickstart/sft"
+
+ROWS: list[tuple[str, str]] = [
+    # The recipe's file
+    ("plan misspelt.yaml", "write model.hidden_size instead of model.hiden_size"),
+    ("plan quoted.yaml", "expected a number, got the string '3e-4'; write it without quotes"),
+    ("plan foreign.yaml", "write optim.lr instead of optim.learning_rate"),
+    ("plan double.yaml", "write a key once"),
+    ("plan tab.yaml", "indent with spaces"),
+    ("plan list.yaml", "the file holds a list"),
+    ("plan empty.yaml", "the file holds nothing"),
+    ("plan binary.yaml", "cannot read the recipe binary.yaml"),
+    ("plan twice.yaml", "inheritance is one level deep"),
+    ("plan lost.yaml", "lost.yaml:1: base: cannot read gone.yaml"),
+    ("plan lengths.yaml", "give exactly one of steps, tokens, epochs; found steps, tokens"),
+    ("plan endless.yaml", "found none"),
+    ("plan words.yaml", "data.num_proc: should be a whole number, got 'many'"),
+    ("plan hurried.yaml", "20 is not less than the 12 steps of the run"),
+    # Its name
+    ("plan", "finlm plan needs a recipe"),
+    ("plan quickstrat", "did you mean recipes/quickstart/pretrain.yaml?"),
+    ("train recipes/quickstart/pretrian.yaml", "did you mean recipes/quickstart/pretrain.yaml?"),
+    ("plan folder", "folder is a directory with 2 recipes"),
+    ("plan llama4", "there are deepscaler-1.5b/grpo"),
+    # --set
+    (f"plan {Q} --set train.steps", "for example --set optim.lr=3e-4"),
+    (f"plan {Q} --set model.layers.x=3", "model.layers is 4, with nothing inside"),
+    (f"plan {Q} --set data.sources[4].path=x", "the first is data.sources[0]"),
+    (f"plan {Q} --set optim.lr=", "should be a number, got None"),
+    (f"plan {Q} --set optim.lr=-1", "should be greater than 0, got -1"),
+    (f"plan {Q} --set optim.schedule=cosin", "did you mean 'cosine'?"),
+    (f"plan {Q} --set optim.betas=[0.9,95]", "optim.betas[1]: should be less than 1"),
+    (f"plan {Q} --set optim.min_lr=1", "1 is above lr (0.002)"),
+    (f"plan {Q} --set train.steps=0", "train.steps: should be greater than 0"),
+    (f"plan {Q} --set train.steps=1.5", "should be a whole number, got 1.5"),
+    (f"plan {Q} --set train.tokens=12apples", "expected 4096, 3.9M or 1.5B"),
+    (f"plan {Q} --set train.steps=5 --set optim.warmup_steps=9", "9 is not less than the 5 steps"),
+    (f"plan {Q} --set batch.tokens_per_step=10", "10 is less than one row of 256 tokens"),
+    (f"plan {Q} --set batch.micro_batch=0", "batch.micro_batch: should be greater than 0"),
+    (f"plan {Q} --set model.heads=5", "5 heads do not divide hidden_size 192"),
+    (f"plan {Q} --set model.heads=64", "head size 3 is odd"),
+    (f"plan {Q} --set model.vocab_size=100", "100 rows are fewer than the tokenizer's 4096 pieces"),
+    (f"plan {Q} --set stage=stf", "did you mean 'sft'?"),
+    (f"plan {Q} --set stage=sft", "stage sft starts from a trained model: name it"),
+    (f"plan {Q} --set name=Mine", "name: should be like"),
+    (f"plan {Q} --set env=OMP", "env: should be a section of keys"),
+    (f"plan {Q} --set data.sources=[]", "data.sources: should be a list of at least 1"),
+    (f"plan {Q} --set data.held_out_fraction=5%", "should be a number, got '5%'"),
+    (f"plan {Q} --set data.dedup=fuzzy", "should be 'none', 'exact' or 'near'"),
+    (f"plan {Q} --set eval.suites=[mmlu]", "should be 'exam' or 'recall'"),
+    (f"plan {Q} --set record.tracking=[wandbb]", "did you mean 'wandb'?"),
+    (f"plan {Q} --set checkpoint.keep_last=0", "checkpoint.keep_last: should be greater than 0"),
+    (f"plan {Q} --set tokenizer={{path: x, vocab_size: 300}}", "give either path"),
+    (f"plan {Q} --set tokenizer.vocab_size=70000 --set data.token_dtype=uint16", "uint16 holds ids up to 65,535"),
+    # Names of other programs
+    (f"plan {Q} --set lora.r=8", "write lora.rank instead of lora.r"),
+    (f"plan {Q} --set lora.rank=8", "has no effect in stage pretrain"),
+    (f"plan {Q} --set bf16=true", "write train.precision instead of bf16"),
+    (f"plan {Q} --set per_device_train_batch_size=8", "here it is batch.micro_batch"),
+    (f"plan {Q} --set zero_optimization.stage=2", "here it is zero"),
+    (f"plan {Q} --set output_dir=out", "leave it out: runs go to runs/NAME-TIME"),
+    (f"plan {Q} --set resume_from_checkpoint=true", "leave it out: the same command resumes"),
+    # Hardware
+    (f"plan {Q} --set zero.stage=4", "should be 0, 1, 2, 3 or 'auto'"),
+    (f"plan {Q} --set zero.offload_param=cpu", "needs stage 3: DeepSpeed ignores it at stage 1"),
+    (f"plan {Q} --set zero.offload_optimizer={{device: cpu}}", "should be 'none', 'stream', 'cpu', 'nvme' or 'auto'"),
+    (f"plan {Q} --set zero.stage=3 --set zero.offload_param=nvme", "zero.nvme_path: is required"),
+    (f"plan {Q} --set train.precision=fp16", "fp16 does not run on CPU ranks"),
+    (f"plan {Q} --set train.precision=bfloat16", "did you mean 'bf16'?"),
+    (f"plan {Q} --gpu A100", "nearest: A10, H100, A100-80G"),
+    (f"plan {Q} --gpu-memory 48GiB", "add --gpu NAME"),
+    (f"plan {Q} --gpu X --gpu-memory lots", "for example --gpu-memory 48GiB"),
+    ("plan xuanyuan-70b --gpu V100-32G", "does not fit this cluster"),
+    (f"plan {Q} --hostfile gone", "cannot read the hostfile gone"),
+    (f"plan {Q} --hostfile hosts", "hosts:1: expected `name slots=N`"),
+    (f"plan {Q} --hostfile twins", "a appears twice"),
+    (f"plan {Q} --hostfile nobody", "names no host"),
+    (f"plan {Q} --hostfile none", "a has 0 slots"),
+    (f"plan {Q} --hostfile many", "at most slots=12"),
+    (f"train {Q} --include a", "there is none"),
+    (f"train {Q} --gpu H100-80G", "on this machine CUDA_VISIBLE_DEVICES=0,1 chooses GPUs"),
+    ("doctor quickstart --hostfile gone", "cannot read the hostfile gone"),
+    # Models
+    (f"train {Q} --set model.init_from=models/gone", "there is no model in models/gone"),
+    (f"train {SFT} --set model.init_from=gone", "there is no model in gone"),
+    (f"train {SFT} --set model.init_from=judge", "is not a model that finlm trains"),
+    (f"train {SFT} --set chat.template=chatmll", "chat.template: there is no template chatmll"),
+    (f"train {Q} --continue", "there is no finished run of quickstart to continue"),
+    ("eval gone", "gone holds no model"),
+    ("eval folder", "folder is not a complete checkpoint"),
+    ("eval folder --suite financeiq", "give the folder with --data DIR"),
+    ("eval folder --suite financeiq --data folder", "folder/test holds no CSV files"),
+    ("eval folder --shots 3", "only questions have that"),
+    ("chat gone", "gone holds no model"),
+    ("sample gone 净利润", "gone holds no model"),
+    ("export gone out", "gone holds no model"),
+    # Data
+    (f"prepare {Q} --set data.sources=gone/*.jsonl", "data.sources[0]: no file matches gone/*.jsonl"),
+    (f"prepare {Q} {DATA}text.jsonl", "text.jsonl:1: not JSON"),
+    (f"prepare {Q} {DATA}empty.jsonl", "source empty has no row"),
+    (f"prepare {Q} {DATA}field.jsonl", "no field 'text', only 'content'"),
+    (f"prepare {Q} {DATA}few.jsonl", "source few has no document to train on"),
+    (f"prepare {Q} {DATA}cut.jsonl.gz", "the archive is cut short"),
+    (f"prepare {Q} {DATA}bad.parquet", "bad.parquet is damaged"),
+    (f"prepare {Q} {DATA}paper.pdf", "paper.pdf:1: not JSON"),
+    (f"prepare {Q} {DATA}folder", "folder is a directory"),
+    (f"prepare {Q} --set tokenizer={{path: gone.model}}", "gone.model"),
+    (f"prepare {Q} --set tokenizer={{path: bad.model}}", "bad.model"),
+    (f"lint {Q}", "trains on documents, which have no labels"),
+    ("self-qa quickstart", "has no self_qa section"),
+    # Runs
+    ("watch latest", "there is no run latest"),
+    ("watch gone", "there is no run gone"),
+    ("watch folder", "folder is not a run directory"),
+    ("compare gone other", "`finlm runs` lists them"),
+    ("report gone", "there is no run gone"),
+    ("reproduce gone", "there is no run gone"),
+    ("diagnose gone.log", "cannot read gone.log"),
+    ("runs --runs file", "--runs: file is a file"),
+    (f"train {Q} --runs file", "--runs: file is a file"),
+    # Forks
+    (f"new Mine --from {Q}", "is no name of a recipe"),
+    ("new mine --from quickstrat", "did you mean recipes/quickstart/pretrain.yaml?"),
+    (f"diff {Q}", "does not say what it was made from"),
+    (f"diff {Q} {Q} {Q}", "3 recipes or runs were named"),
+]
+
+# Evidence and fixes that are the same in Chinese: commands and file names.
+SAME = ("--set ", "finlm prepare --show", "no gone/config.json")
+
+TYPED: list[tuple[str, str]] = [
+    (f"trian {Q}", "did you mean train?"),
+    ("", "the following arguments are required: COMMAND"),
+    (f"plan {Q} --sett a=b", "did you mean --set?"),
+    (f"plan {Q} --price -3", "expected a number at least 0"),
+    (f"plan {Q} --hostfile many --local", "not allowed with argument"),
+    (f"prepare {Q} --show -1", "expected a whole number of at least 0"),
+    (f"train {Q} --continue --new", "not allowed with argument"),
+    (f"train {Q} --print slurmm", "did you mean slurm?"),
+    ("eval folder --suite mmlu", "invalid choice: 'mmlu'"),
+    ("new mine", "one of the arguments --from --model is required"),
+    ("compare one", "the following arguments are required: RUN"),
+    ("chat folder --top-p 1.5", "at most 1"),
+]
+
+
+def split(typed: str) -> list[str]:
+    """The words of a command; a mapping in YAML is one word."""
+    words: list[str] = []
+    for word in typed.split():
+        if words and words[-1].count("{") > words[-1].count("}"):
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    return words
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory with the files above; whatever is expensive fails the test."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    text = QUICKSTART.read_text(encoding="utf-8")
+    for name, (old, new) in EDITS.items():
+        assert old in text
+        (tmp_path / name).write_text(text.replace(old, new, 1), encoding="utf-8")
+    monkeypatch.setattr(ssh, "run", lambda *_, **__: pytest.fail("asked a host"), raising=False)
+    monkeypatch.setattr(proofs, "reproduce", lambda *_: pytest.fail("trained"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "says"), ROWS, ids=[typed for typed, _ in ROWS])
+def test_a_mistake_is_told_at_once_with_what_to_do(
+    typed: str, says: str, written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(written.rglob("*"))
+    command = split(typed)
+    if command[0] != "prepare":
+        monkeypatch.setattr(prepare, "run", lambda _: pytest.fail("prepared"))
+    told: list[UserError] = []
+    print_error = screen.fail
+    monkeypatch.setattr(screen, "fail", lambda error: (told.append(error), print_error(error)))
+    assert main.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("error: ") == 1 and says in err, err
+    assert "\n  fix:      " in err or "hosts:1" in says or "appears twice" in says or "0 slots" in says, err
+    assert len(err) < 3000 and "Traceback" not in err
+    left = [path for path in sorted(written.rglob("*")) if path not in before and "cache" not in path.parts]
+    assert left == [] and not list(written.glob("cache/shards-*"))
+    assert stays_english(told[0]) == []
+
+
+def stays_english(error: UserError) -> list[str]:
+    """The sentences of an error that have no Chinese form."""
+    language.add(reference.meanings())
+    language.missed.clear()
+    for text in (error.problem, error.evidence, error.fix):
+        language.translate(text, "zh")
+    return [text for text in sorted(language.missed) if not text.startswith(SAME)]
+
+
+@pytest.mark.parametrize(("typed", "says"), TYPED, ids=[typed or "nothing" for typed, _ in TYPED])
+def test_a_mistyped_command_is_told_with_what_was_meant(
+    typed: str, says: str, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(split(typed))
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+    language.missed.clear()
+    with pytest.raises(SystemExit):
+        main.main([*split(typed), "--lang", "zh"])
+    assert "错误：" in capsys.readouterr().err and not language.missed
+
+
+def test_the_list_is_long_enough_to_mean_something() -> None:
+    assert len(ROWS) + len(TYPED) >= 100 and len({typed for typed, _ in (*ROWS, *TYPED)}) == len(ROWS) + len(TYPED)

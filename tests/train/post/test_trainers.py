@@ -1,0 +1,81 @@
+"""What the stages after pretraining do about steps that DeepSpeed left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from finlm.rows.shards import Order
+from finlm.train import batches, incidents
+from finlm.train.post import grpo, preferences, rollouts, trainers
+
+
+@pytest.mark.parametrize(("precision", "ends"), [("bf16", True), ("fp16", False)])
+def test_a_run_ends_when_no_step_changes_its_weights_any_more(precision: str, ends: bool) -> None:
+    rows = list[dict[str, Any]]()
+    r = SimpleNamespace(
+        plan=SimpleNamespace(precision=precision),
+        recipe=SimpleNamespace(incidents=SimpleNamespace(stop_after=3)),
+        events=SimpleNamespace(record=lambda kind, **row: rows.append(row)),
+    )
+    trainer = SimpleNamespace(rank=r, exit_code=0, skipped=incidents.Skipped())
+    record = trainers._Record(trainer)
+    for step in (1, 150, 151, 152):  # the first is too long ago
+        record._note_skipped(step)
+    assert trainer.exit_code == 0
+    trainer.skipped = incidents.Skipped(list(trainer.skipped.steps))  # as a checkpoint brings them back
+    record._note_skipped(153)
+    assert (trainer.exit_code == 1) is ends
+    assert ("4 of the last 100 steps, more than incidents.stop_after (3)" in rows[-1]["detail"]) is ends
+
+
+def test_what_is_sampled_follows_the_scores_and_depends_on_the_row_alone() -> None:
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(20_000, 1)
+    keys, asked = rollouts.row_keys("7/3", range(20_000)), torch.zeros(20_000, 12, dtype=torch.int64)
+    noisy = rollouts.Noise(keys, 10)(asked, scores)
+    shares = noisy.argmax(1).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(shares, scores[0].softmax(0), atol=0.01, rtol=0)
+    assert torch.equal(rollouts.Noise(keys[5:7], 10)(asked[5:7], scores[5:7]), noisy[5:7]), (
+        "whatever rows are beside it"
+    )
+    assert not torch.equal(rollouts.Noise(keys, 9)(asked, scores), noisy), "every token has noise of its own"
+    assert not torch.equal(rollouts.row_keys("7/4", range(20_000)), keys)
+
+
+def test_prompts_of_one_text_keep_their_own_ids() -> None:
+    plan = SimpleNamespace(gradient_accumulation_steps=1, micro_batch=4, world_size=1)
+    settings = SimpleNamespace(grpo=SimpleNamespace(generations=2, iterations=1), train=SimpleNamespace(seed=7))
+    prompts = [{"prompt": "<unk>", "prompt_ids": ids} for ids in ([1, 30, 31], [1])]
+    trainer: Any = SimpleNamespace(
+        rank=SimpleNamespace(plan=plan, recipe=settings, rank=0),
+        prompts=prompts,
+        order=Order(2, 7),
+        checksum=batches.Checksum(),
+    )
+    (rows,) = grpo.GroupTrainer._read(trainer, 0)
+    asked, *_ = grpo.GroupTrainer._tokenize_prompts(trainer, [row["prompt"] for row in rows])
+    assert sorted(asked) == [[1], [1], [1, 30, 31], [1, 30, 31]] and trainer.longest == 3
+
+
+@pytest.mark.parametrize("pad", [0, 1], ids=["a token of its own", "<s>"])
+def test_a_judge_reads_the_beginning_whatever_fills_rows_up(pad: int, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    judge = LlamaForSequenceClassification(LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, pad_token_id=pad))
+    judge.save_pretrained(tmp_path)
+    r: Any = SimpleNamespace(
+        plan=SimpleNamespace(device="cpu", vocab_size=50, micro_batch=1), device=torch.device("cpu")
+    )
+    prompts, said = [[1, 30, 31], [1, 40]], [[20, 21, 2], [22, 2]]
+    found = rollouts.load_reward_model(str(tmp_path), r)(prompt_ids=prompts, completion_ids=said)
+    pairs = [{"prompt_ids": asked, "chosen_ids": s, "rejected_ids": s} for asked, s in zip(prompts, said, strict=True)]
+    batch = preferences.collate_pairs(pairs, pad)  # as it was trained
+    del batch["completion_mask"]
+    with torch.no_grad():
+        expected = judge.eval()(**batch).logits[:2, 0].tolist()
+    assert found == pytest.approx(expected, abs=1e-6)

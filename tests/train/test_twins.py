@@ -1,0 +1,67 @@
+"""A rank that computes wrongly without an error is named, and looking for it changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finlm.base.rundir import RunDir
+from finlm.plan.plan import Plan
+from finlm.train import incidents
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def recorded_incidents(run: RunDir) -> list[dict[str, Any]]:
+    return list(run.read_events("incident"))
+
+
+@pytest.mark.parametrize(
+    "disagrees, odd",
+    [
+        ((False, False, False, False), []),
+        ((False, False, True, True), [12]),  # it computes its neighbour's wrongly, and its neighbour's of it differs
+        ((True, False, False, True), [13]),
+        ((True, True), [10, 11]),
+        ((True, True, True), [10, 11, 12]),  # two of three are wrong
+    ],
+)
+def test_the_rank_that_disagrees_with_both_neighbours_is_the_odd_one(disagrees: Any, odd: list[int]) -> None:
+    assert incidents.odd_ranks(range(10, 10 + len(disagrees)), disagrees) == odd
+
+
+def test_only_ranks_of_one_kind_and_size_are_compared(make_run: Any) -> None:
+    plan = Plan.read(make_run(ranks=4, names=("a", "b")).plan)
+    assert incidents.rings(plan) == [(0, 1, 2, 3)]
+    a, b = plan.hosts
+    assert incidents.rings(dataclasses.replace(plan, hosts=(a, dataclasses.replace(b, gpu="V100-32G")))) == [
+        (0, 1),
+        (2, 3),
+    ]
+    assert incidents.rings(Plan.read(make_run(ranks=1).plan)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_wrong_bit_of_one_gradient_names_its_rank(make_run: Any, ranks: Any, tmp_path: Path, stage: int) -> None:
+    few = (f"zero.stage={stage}", "batch.micro_batch=2", "train.steps=8", "incidents.corruption.every_steps=2")
+    run = make_run(*few, ranks=4, names=("n0", "n1"))
+    assert ranks.codes(run, "flipped_bit", 2, 14, str(tmp_path / "hash")) == [0] * 4
+    first, *_ = found = recorded_incidents(run)
+    assert {row["what"] for row in found} == {"rank 2 on n1 computes wrongly"} and first["step"] in (4, 6)
+    assert first["detail"].startswith("1 of ") and NAME in first["detail"]
+
+
+@pytest.mark.slow
+def test_comparing_changes_no_bit_and_finds_nothing_in_healthy_ranks(make_run: Any, ranks: Any, tmp_path: Path) -> None:
+    hashes = []
+    for every in ("2", "null"):
+        run = make_run("zero.stage=1", "train.steps=6", f"incidents.corruption.every_steps={every}")
+        assert ranks.codes(run, "fingerprints", str(tmp_path / every)) == [0, 0]
+        assert recorded_incidents(run) == []
+        hashes.append(json.loads((tmp_path / f"{every}.0").read_text()))
+    assert hashes[0] == hashes[1] and len(hashes[0]) == 6

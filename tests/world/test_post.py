@@ -1,0 +1,88 @@
+"""Questions about figures: every step of a chain is right, the answer follows, and held-out companies share no name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from decimal import ROUND_HALF_UP, Decimal
+
+import pytest
+
+from finlm.base.errors import UserError
+from finlm.dialogues import scoring
+from finlm.recipe import recipe
+from finlm.recipe.schema_train import Term
+from finlm.world import post
+
+from helpers import ROOT
+
+GRPO = ROOT / "recipes/quickstart/grpo.yaml"
+STEP = re.compile(r"(-?[\d.]+)%?([-+÷])([\d.]+)%?(?:\+([\d.]+)%)?=(-?[\d.]+)(%?)")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    return list(post.rows("figures", 1_000_000, 7, "train"))
+
+
+def computed(left: str, sign: str, right: str, third: str | None, is_share: bool) -> Decimal:
+    a, b = Decimal(left), Decimal(right)
+    if sign == "÷":
+        return (a / b * (100 if is_share else 1)).quantize(Decimal("0.1"), ROUND_HALF_UP)
+    return a - b if sign == "-" else a + b + Decimal(third or 0)
+
+
+def test_every_step_of_a_chain_is_right_and_its_figures_are_quoted(rows: list[dict[str, str]]) -> None:
+    kinds = Counter[int]()
+    for row in rows:
+        chain, _, answer = row["completion"].rpartition("。答案：")
+        assert answer == row["answer"]
+        steps = STEP.findall(chain)
+        assert len(steps) == chain.count("=") >= 1 and chain.count("；") in (1, 2)
+        known = set(re.findall(r"[\d.]+", row["prompt"])) | {"2", "2.00"}
+        known |= set(re.findall(r"[\d.]+", chain.partition("；")[0])) if chain.startswith("评级") else set()
+        for left, sign, right, third, result, percent in steps:
+            is_share = bool(percent)
+            assert computed(left, sign, right, third or None, is_share) == Decimal(result), row
+            assert {left.lstrip("-"), right} <= known | {"0.30", "0.50", "0.70", "1.00"}, row
+            known.add(result.lstrip("-"))
+        assert answer.removesuffix("百万元").removesuffix("个百分点").removesuffix("%") == steps[-1][4]
+        kinds[len(steps)] += 1
+    assert len(rows) > 3000 and set(kinds) == {1, 2, 3}
+
+
+def test_a_chain_earns_the_reward_and_a_slip_does_not(rows: list[dict[str, str]]) -> None:
+    number = Term(rule="number")
+    assert all(scoring.score(number, "", row["completion"], row["answer"], 9, 64) == 1 for row in rows)
+    wrong = [scoring.score(number, "", "答案：" + rows[n + 1]["answer"], rows[n]["answer"], 9, 64) for n in range(500)]
+    assert sum(value or 0 for value in wrong) < 25
+
+
+def test_held_out_companies_are_others_and_rows_depend_on_the_seed() -> None:
+    train, held_out, other = (
+        {row["prompt"] for row in post.rows("figures", 200_000, seed, split)}
+        for seed, split in ((7, "train"), (7, "held_out"), (8, "train"))
+    )
+    names = [{prompt[:2] for prompt in prompts} for prompts in (train, held_out)]
+    assert not names[0] & names[1] and len(train & other) < 5
+    with pytest.raises(UserError, match="too few"):
+        next(post.rows("figures", 1000, 7, "train"))
+
+
+def test_figures_are_refused_where_nothing_is_asked() -> None:
+    about = "data.sources=[{synthetic: {size: 1MB, about: figures}}]"
+    assert recipe.load(GRPO, (about, "grpo.reward=number")).recipe.grpo is not None
+    with pytest.raises(UserError) as raised:
+        recipe.load(ROOT / "recipes/quickstart/dpo.yaml", (about, "eval.suites=[]"))
+    assert "synthetic.about: figures are for sft" in str(raised.value.evidence)
+
+
+def test_questions_about_laws_need_no_sum_and_ask_both_halves_the_same() -> None:
+    train, held_out = (list(post.rows("laws", 200_000, 7, split)) for split in ("train", "held_out"))
+    words = Term(rule="words")
+    for row in (*train, *held_out):
+        options = row["prompt"].split("\n")[1:]
+        assert len(options) == 4 and not any("元" in option or "." in option[2:] for option in options)
+        assert scoring.score(words, row["prompt"], row["completion"], row["answer"], 9, 64) == 1
+    said = [{row["completion"].partition("。")[0] for row in rows} for rows in (train, held_out)]
+    assert len(said[0] & said[1]) > 10 and not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
