@@ -382,8 +382,8 @@ def _is_leaf(document: _Document, location: Location) -> bool:
 def for_publication(recipe: Recipe) -> Recipe:
     """Return a valid recipe for the same training, for model cards and trackers.
 
-    Without environment, ways to hosts and endpoint; hosts are host1, host2, ... Of absolute paths of data and models
-    the last name is left, and of what lies in the export of a run also the run's.
+    Without environment, ways to hosts, endpoint and directory for checkpoints in memory; hosts are host1, host2, ...
+    Of absolute paths of data and models the last name is left, and of what lies in the export of a run also the run's.
     """
     aliases: dict[str, str] = {}
 
@@ -401,7 +401,9 @@ def for_publication(recipe: Recipe) -> Recipe:
             **{"env": {}, "hosts": {}, "self_qa": None},
         }
     )
-    return Recipe.model_validate(_without_directories(shown.model_dump(mode="json")))
+    published = _without_directories(shown.model_dump(mode="json"))
+    del published["checkpoint"]["memory_directory"]  # must be absolute; the default is every Linux host's
+    return Recipe.model_validate(published)
 
 
 def _without_directories(value: Any) -> Any:
