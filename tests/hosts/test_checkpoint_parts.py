@@ -160,7 +160,7 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
         for name in names:
             (aside / name).write_text(arriving[0])
 
-    monkeypatch.setattr(checkpoint_parts.rsync, "fetch", fetch)
+    monkeypatch.setattr(checkpoint_parts.file_trees, "fetch", fetch)
     with pytest.raises(UserError, match="1 files of step-20 differ from what n1 wrote"):
         checkpoint_parts.gather_checkpoint(run, N1, 20)
     assert not Manifest.read(here).is_whole and not (here / "loop_rank_1.pt").exists()
@@ -223,7 +223,7 @@ def test_a_checkpoint_in_memory_needs_no_lost_host_and_comes_to_the_disk(
 
     monkeypatch.setattr(checkpoint_parts.ssh, "is_this_machine", lambda name: name == "n0")
     monkeypatch.setattr(checkpoint_parts.ssh, "run", answer)
-    monkeypatch.setattr(checkpoint_parts.rsync, "fetch", fetch)
+    monkeypatch.setattr(checkpoint_parts.file_trees, "fetch", fetch)
     hosts = Cluster(tuple(Host(name, 1) for name in ("n0", "n1", "n2")))
     files.write_json(run.plan, {"offload_optimizer": "none"})
     run.append_event("checkpoint", step=10)

@@ -187,9 +187,8 @@ def write(
     total = sum(path.stat().st_size for span in spans if not span.known for path in span.item.paths)
     if any(span.known for span in spans) and total:
         all_bytes = sum(path.stat().st_size for item in inputs for path in item.paths)
-        screen.say(
-            f"documents: {units.format_bytes(total)} of {units.format_bytes(all_bytes)} to read, the rest is kept"
-        )
+        shown, all_shown = units.format_bytes(total), units.format_bytes(all_bytes)
+        screen.say(f"documents: {shown} of {all_shown} to read, the rest is kept")
     with (
         (directory / "broken.jsonl").open("w", encoding="utf-8") as broken,
         (directory / "dropped.jsonl").open("w", encoding="utf-8") as dropped,
@@ -400,7 +399,7 @@ def _parse(task: Task) -> Parsed:
         files.write_bytes(task.chunk.with_suffix(".txt"), *texts)
         files.write_bytes(task.chunk.with_suffix(".npy"), packed.getvalue())
         result.documents, result.text_bytes = len(texts), int(index["end"][-1])
-        result.index_bytes = len(packed.getvalue())
+        result.index_bytes = packed.tell()
         result.chunk = "/".join(task.chunk.with_suffix(".txt").parts[-4:])
     files.write_text(task.chunk.with_suffix(".json"), json.dumps(vars(result), ensure_ascii=False))
     return result

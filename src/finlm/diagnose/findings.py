@@ -33,9 +33,8 @@ ENDED_WELL = re.compile(
 )
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
-_GOES_ON = re.compile(
-    r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b"
-)  # says itself what it does instead
+# The line itself says what is done instead.
+_GOES_ON = re.compile(r"\b(?:[Rr]etry|[Rr]etrying|[Tt]rying|[Ff]alling back|[Ss]kipping)\b")
 _ERROR = re.compile(
     r"(?i)error|exception|fatal|abort|NCCL WARN|terminate|kill|assert|traceback|segmentation|not found|denied|"
     r"fail|timed? ?out|what\(\)|unable|cannot|refused|unreachable|mismatch|"
@@ -236,10 +235,8 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if (pattern.hosted and not hit.host) or (pattern.library and "-packages" not in frame_before(hit)):
                 continue
-            if (
-                pattern.last is not None
-                and sum(map(bool, map(str.strip, log.rest(hit.last).splitlines()))) > pattern.last
-            ):
+            lines_after = sum(bool(line.strip()) for line in log.rest(hit.last).splitlines())
+            if pattern.last is not None and lines_after > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
             if pattern.lasting or not _harmless(hit, log, level):

@@ -92,11 +92,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
             problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
     if problems:
         raise _mistakes(path, problems)
-    leaves = {
-        reference.dotted_key(location): where
-        for location, where in document.lines.items()
-        if _is_leaf(document, location)
-    } | inherited
+    inner = {location[:length] for location in document.lines for length in range(1, len(location))}
+    leaves = {reference.dotted_key(place): where for place, where in document.lines.items() if place not in inner}
+    leaves |= inherited
     if changes_training(overrides):
         recipe = recipe.model_copy(update={"expect": None})
         leaves = {key: where for key, where in leaves.items() if not key.startswith("expect.")}
@@ -372,11 +370,6 @@ def _line(document: _Document, location: Location, path: str) -> str:
         if location[:length] in document.lines:
             return document.lines[location[:length]]
     return f"{path}:1"
-
-
-def _is_leaf(document: _Document, location: Location) -> bool:
-    """Return whether no line is known for anything inside the location."""
-    return not any(len(other) > len(location) and other[: len(location)] == location for other in document.lines)
 
 
 def for_publication(recipe: Recipe) -> Recipe:
