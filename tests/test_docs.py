@@ -19,7 +19,7 @@ from helpers import QUICKSTART, ROOT, TINY, finlm
 FOLDERS = ("README*.md", "CONTRIBUTING.md", "recipes/README.md", "recipes/*/README.md", "docs/*.md")
 PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # These recipes need GPUs, corpora and base models that tests do not have: the commands must say what is missing.
-NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2|mistral|qwen3|fin-r1|r1-distill|deepscaler)")
+NEEDS_DOWNLOAD = re.compile(r"recipes/(xuanyuan|llama2|mistral|qwen3|fin-r1|dianjin|oda-fin|r1-distill|deepscaler)")
 # The same run, with the model and data of its full size, once: test_the_quickstart_learns.
 QUICKSTART_COMMANDS = ("bash scripts/pretrain_run.sh", "bash scripts/pretrain_run.sh recipes/quickstart/pretrain.yaml")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from finlm import pipeline, prepare
 from finlm.base import screen
 from finlm.plan.plan import Plan
-from finlm.recipe import parents
+from finlm.recipe import parents, weights
 from finlm.record import trackers
 from finlm.runs import lineage
 
@@ -41,6 +41,12 @@ def _look_before_launch(t: pipeline.Training) -> Known:
         if export is not None:
             pipeline.start_from(t, export)
             is_waiting, known["parent"] = False, (DONE, str(screen.relative(export)))
+    for place, named in weights.reward_recipes(t.recipe):
+        export, _ = lineage.find_export(t.read(named).recipe, t.runs, t.read)
+        if export is None:
+            known["parent"] = TO_DO, f"train {named} first: {t.runs} holds no finished run of it as it is written"
+        else:
+            pipeline.judge_by(t, place, export)
     shards = None if is_waiting else prepare.locate(t.recipe)
     if shards is None:
         prepare.check_sources(t.recipe)

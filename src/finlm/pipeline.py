@@ -164,26 +164,37 @@ def _leave_host(t: Training, lost: restart.HostLost) -> Training:
 
 
 def train_parent(t: Training) -> None:
-    """Replace a recipe in model.init_from by its export, training that recipe first if necessary; say which on stderr.
+    """Replace recipes in model.init_from and grpo.reward by their exports; say which on stderr.
 
-    Does nothing for another start. Raises Stop when the parent's training ended with an error.
+    Trains those recipes first if necessary. Raises Stop when such a training ended with an error.
     """
     init_from = t.recipe.model.init_from
-    if init_from is None or not parents.is_recipe(init_from):
-        return
-    parent = t.read(init_from)
+    if init_from is not None and parents.is_recipe(init_from):
+        start_from(t, _export_or_train(t, "model.init_from", init_from))
+    for place, named in weights.reward_recipes(t.recipe):
+        judge_by(t, place, _export_or_train(t, f"grpo.reward[{place}].path", named))
+
+
+def _export_or_train(t: Training, key: str, named: str) -> Path:
+    """Return the export of the newest finished run of the recipe that a key names, training it if there is none."""
+    parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:
-        screen.say(f"passed over {sentence} (--set model.init_from=RUN starts from it)")
-    if export is None:
-        screen.say(
-            f"{t.loaded.path} starts from {init_from}, of which, as it is written, no finished run is in {t.runs}:"
-        )
-        screen.say("that is trained first")
-        if train(Training(parent, t.hosts, t.runs, accept_new=t.accept_new, read=t.read)) != 0:
-            raise Stop
-        export = lineage.model_directory(t.recipe, t.runs, load=t.read)
-    start_from(t, export)
+        screen.say(f"passed over {sentence} (--set {key}=RUN takes it)")
+    if export is not None:
+        return export
+    screen.say(f"{t.loaded.path} needs {named}, of which, as it is written, no finished run is in {t.runs}:")
+    screen.say("that is trained first")
+    if train(Training(parent, t.hosts, t.runs, accept_new=t.accept_new, read=t.read)) != 0:
+        raise Stop
+    return lineage.export_directory(named, t.runs, t.read)
+
+
+def judge_by(t: Training, place: int, directory: Path) -> None:
+    """Set the path of a term of grpo.reward to this reward model and say so. Raises UserError for another model."""
+    t.loaded = dataclasses.replace(t.loaded, recipe=weights.with_reward_model(t.recipe, place, str(directory)))
+    screen.say(f"answers are judged by {screen.relative(directory)}")
+    weights.check_judge(t.recipe)
 
 
 def start_from(t: Training, directory: Path) -> None:
@@ -433,6 +444,8 @@ def adapt(t: Training, adapter: str) -> list[str]:
     """
     if parents.is_recipe(t.recipe.model.init_from):
         start_from(t, lineage.model_directory(t.recipe, t.runs))
+    for place, named in weights.reward_recipes(t.recipe):
+        judge_by(t, place, lineage.export_directory(named, t.runs))
     for act in (prepare_data, make_plan, find_unfinished):
         act(t)
     t.resumed = None if t.is_trained else t.resumed

@@ -132,6 +132,19 @@ def test_the_judge_of_grpo_is_an_exported_reward_model(tmp_path: Path) -> None:
     weights.check_model(wanted)
 
 
+def test_a_recipe_of_stage_reward_stands_for_its_reward_model(tmp_path: Path) -> None:
+    grpo, reward = QUICKSTART.parent / "grpo.yaml", QUICKSTART.parent / "reward.yaml"
+    wanted = recipe.load(grpo, (f"grpo.reward={reward}",)).recipe
+    assert weights.reward_recipes(wanted) == [(0, str(reward))]
+    weights.check_judge(wanted)  # looked at once it is trained
+    made = weights.with_reward_model(wanted, 0, str(tmp_path))
+    assert weights.reward_recipes(made) == [] and made.grpo is not None and made.grpo.reward[0].path == str(tmp_path)
+    for named, says in ((QUICKSTART, "is of stage pretrain: name one of stage reward"), ("nope.yaml", "cannot read")):
+        with pytest.raises(UserError, match=says if named == "nope.yaml" else "1 mistake") as caught:
+            recipe.load(grpo, (f"grpo.reward={named}",))
+        assert says in str(caught.value) + caught.value.evidence
+
+
 def test_a_reward_model_is_no_start_for_a_stage_that_writes(tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     config = shape | {"model_type": "llama", "vocab_size": 4096, "architectures": ["LlamaForSequenceClassification"]}

@@ -13,7 +13,7 @@ import pytest
 from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.inference import export
-from finlm.recipe import cluster, derive, parents, recipe
+from finlm.recipe import cluster, derive, parents, recipe, weights
 from finlm.record import expectations
 
 from helpers import QUICKSTART, ROOT, new_run
@@ -30,16 +30,22 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     runs, cache = tmp_path_factory.mktemp("runs"), f"data.cache_dir={tmp_path_factory.mktemp('toy')}"
     made: dict[Path, RunDir] = {}
 
+    def exported(named: str) -> str:
+        run = train(ROOT / named)
+        if not run.export.exists():
+            export.export(run.path, run.export)
+        return str(run.export)
+
     def train(path: Path) -> RunDir:
         if path not in made:
             loaded = derive.load_toy(str(path), [cache])
             init_from = loaded.recipe.model.init_from
             if parents.is_recipe(init_from):
-                start = train(ROOT / str(init_from))
-                if not start.export.exists():
-                    export.export(start.path, start.export)
-                model = loaded.recipe.model.model_copy(update={"init_from": str(start.export)})
+                model = loaded.recipe.model.model_copy(update={"init_from": exported(str(init_from))})
                 loaded = dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"model": model}))
+            for place, named in weights.reward_recipes(loaded.recipe):
+                judged = weights.with_reward_model(loaded.recipe, place, exported(named))
+                loaded = dataclasses.replace(loaded, recipe=judged)
             hosts = cluster.Cluster((cluster.Host("localhost", 1, None, 8 * 2**30),))
             made[path] = new_run(loaded, hosts, runs)
             ranks.train(made[path])
@@ -67,6 +73,14 @@ def test_the_chain_to_a_model_that_calculates_runs_as_toys(trained: Trained) -> 
     assert all("百万元" in row["prompt"] or "债券" in row["prompt"] for row in shown)
     evals = list(run.read_events("eval"))
     assert all(set(row["sources"]["figures"]["rewards"]) == {"number", "format"} for row in evals)
+
+
+@pytest.mark.slow
+def test_ppo_by_the_reward_model_of_a_recipe_runs_as_toys(trained: Trained) -> None:
+    run = trained(ROOT / "recipes/xuanyuan-6b/ppo.yaml")
+    rows = list(run.read_events("step"))
+    assert len(rows) == derive.STEPS and all(set(row["rewards"]) == {"model"} for row in rows)
+    assert len({row["rewards"]["model"] for row in rows}) > 1, "the reward model tells answers apart"
 
 
 def test_a_toy_keeps_what_makes_the_recipe_and_drops_its_size() -> None:

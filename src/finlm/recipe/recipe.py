@@ -79,7 +79,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
         model["init_from"] = parents.export_of("model.init_from", model["init_from"])
     problems: list[str] = []
     mistaken, inherited = parents.inherit(document.values, parent or load, of_run=of_run)
-    mistaken += [] if of_run else _fill_in_terms(document.values.get("grpo"))
+    mistaken += [] if of_run else _fill_in_terms(document.values.get("grpo"), parent or load)
     problems += [f"{_line(document, _split(key), str(path))}: {key}: {sentence}" for key, sentence in mistaken]
     try:
         recipe = Recipe.model_validate(document.values)
@@ -411,7 +411,7 @@ def _without_directories(value: Any) -> Any:
     return "/".join(parts[parts.index("export") - 1 if "export" in parts[2:] else -1 :])
 
 
-def _fill_in_terms(grpo: Any) -> list[tuple[str, str]]:
+def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
     """Fill in paths and hashes of what grpo.reward names, in place; return [(key, mistake)]. Raises UserError."""
     if not isinstance(grpo, dict) or "reward" not in grpo:
         return []
@@ -421,7 +421,11 @@ def _fill_in_terms(grpo: Any) -> list[tuple[str, str]]:
         if not isinstance(term, dict) or not isinstance(term.get("path"), str):
             continue
         term["path"] = os.path.expanduser(term["path"])  # noqa: PTH111 - more than a path
-        if term.get("rule") == "model":
+        if term.get("rule") == "model" and parents.is_recipe(term["path"]):
+            if (stage := read(term["path"]).recipe.stage) != "reward":
+                wrong = f"{term['path']} is of stage {stage}: name one of stage reward"
+                mistakes.append((f"grpo.reward[{place}].path", wrong))
+        elif term.get("rule") == "model":
             term["path"] = parents.export_of("grpo.reward", term["path"])
         elif term.get("rule") == "function":
             found, wrong = _read_function(term["path"])

@@ -257,7 +257,7 @@ class Term(Section):
         description="option: 1 for the right letter. words: 1 for the words of the right option and no other. number: "
         "1 for the right number in its unit. terms: F1 of a list. format: 1 for an answer that the pattern matches "
         "whole. length: 1 up to `most` tokens, falling to 0 at max_new_tokens. function: a Python function of yours. "
-        "model: an exported reward model."
+        "model: a reward model."
     )
     weight: float = Field(1.0, description="Factor of the term in the reward; below 0 it costs.")
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = Field(
@@ -266,7 +266,9 @@ class Term(Section):
     pattern: str | None = Field(None, description="format: regular expression, in which . is any character.")
     most: Positive | None = Field(None, description="length: tokens that cost nothing.")
     path: str | None = Field(
-        None, description="function: FILE.py:NAME, called with prompts, completions, answers. model: the directory."
+        None,
+        description="function: FILE.py:NAME, called with prompts, completions, answers. model: the directory of a run "
+        "or export, or a recipe of stage reward, which stands for its newest finished run and is trained first.",
     )
     sha256: str | None = Field(None, description="function: hash of the file, filled in; another file is refused.")
 
@@ -308,7 +310,7 @@ class Grpo(Section):
     reward: Annotated[tuple[Term, ...], Strict(False), BeforeValidator(terms_of), Field(min_length=1)] = Field(
         default_factory=lambda: (Term(rule="option"),),
         description="What an answer is worth: terms. A word is a term of that rule (option, also called choice; "
-        "words; number; terms), other text the directory of an exported reward model. option when absent.",
+        "words; number; terms), other text a reward model, as `path` names it. option when absent.",
     )
     form: Literal["dapo", "grpo", "dr-grpo", "gspo", "ppo"] = Field(
         "dapo",

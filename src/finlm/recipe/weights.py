@@ -82,11 +82,27 @@ def check_layers(recipe: Recipe) -> None:
     )
 
 
+def reward_recipes(recipe: Recipe) -> list[tuple[int, str]]:
+    """Return [(place of a term of grpo.reward, the recipe that trains its reward model)]."""
+    terms = recipe.grpo.reward if recipe.grpo else ()
+    return [
+        (i, str(term.path)) for i, term in enumerate(terms) if term.rule == "model" and parents.is_recipe(term.path)
+    ]
+
+
+def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
+    """Return the recipe with this directory as the path of a term of grpo.reward."""
+    assert recipe.grpo is not None
+    terms = list(recipe.grpo.reward)
+    terms[place] = terms[place].model_copy(update={"path": directory})
+    return recipe.model_copy(update={"grpo": recipe.grpo.model_copy(update={"reward": tuple(terms)})})
+
+
 def check_judge(recipe: Recipe) -> None:
-    """Raise UserError when a term of grpo.reward names no reward model's directory."""
+    """Raise UserError when a term of grpo.reward names no reward model's directory and no recipe that trains one."""
     fix = "write choice, or name the export of a run of stage reward from the same start"
     for term in recipe.grpo.reward if recipe.grpo else ():
-        if term.rule != "model":
+        if term.rule != "model" or parents.is_recipe(term.path):
             continue
         path = _check_directory("grpo.reward", str(term.path), fix)
         config = files.read_json(path / "config.json")

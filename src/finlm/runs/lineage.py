@@ -384,6 +384,20 @@ def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
     return parents.settings_of(parent, _settings_of_parent(parent, load))
 
 
+def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
+    """Return the export of the newest finished run of the recipe that is named. Raises UserError without one."""
+    export, passed = find_export(load(named).recipe, runs, load)
+    if export is None:
+        missing = f"no finished run of it as it is written in {runs.absolute()}"
+        raise UserError(
+            f"the model that {named} makes is not there yet",
+            evidence="\n".join([missing, *passed[:PASSED_OVER]]),
+            fix=f"finlm train {named}; `finlm train` of this recipe does that first. To start from a run "
+            "with other settings: --set model.init_from=runs/RUN",
+        )
+    return export
+
+
 def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
     """Return where model.init_from lies: itself, the export of a recipe's newest run, or the Hub's snapshot.
 
@@ -392,19 +406,9 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
     init_from = wanted.model.init_from
     assert init_from is not None  # recipe.parents asks for it
     if parents.is_recipe(init_from):
-        export, passed = find_export(load(init_from).recipe, runs, load)
-        if export is None and not must_exist:
+        if not must_exist and find_export(load(init_from).recipe, runs, load)[0] is None:
             raise NotPrepared("model")
-        if export is None:
-            raise UserError(
-                f"the model that {init_from} makes is not there yet",
-                evidence="\n".join(
-                    [f"no finished run of it as it is written in {runs.absolute()}", *passed[:PASSED_OVER]]
-                ),
-                fix=f"finlm train {init_from}; `finlm train` of this recipe does that first. To start from a run "
-                "with other settings: --set model.init_from=runs/RUN",
-            )
-        return export
+        return export_directory(init_from, runs, load)
     path = Path(init_from)
     if path.is_dir():
         return path
