@@ -340,8 +340,40 @@ def test_published_asks_as_financeiqs_code_and_draws_the_same_letters_again(
 
 def test_a_published_answer_without_a_letter_is_drawn_by_its_question(exam: Suite) -> None:
     asked = [Prompt(question, "", 5, ((1,),)) for question in exam.questions[:200]]
-    drawn = [answering._as_published(prompt, "不知道") for prompt in asked]
+    drawn = [answering._read(prompt, "不知道", "published") for prompt in asked]
     counts = [sum(answer.letter == letter for answer in drawn) for letter in "ABCD"]
     assert all(answer.drawn for answer in drawn) and min(counts) > 25
-    assert [answer.letter for answer in drawn] == [answering._as_published(prompt, "没有").letter for prompt in asked]
-    assert answering._as_published(asked[0], "B") == answering.Answer("B", 5, text="B")
+    assert [answer.letter for answer in drawn] == [
+        answering._read(prompt, "没有", "published").letter for prompt in asked
+    ]
+    assert answering._read(asked[0], "B", "published") == answering.Answer("B", 5, text="B")
+
+
+def test_cflue_is_put_and_read_as_its_own_code_does(run: RunDir, tmp_path: Path) -> None:
+    opened = open_model(run.path)
+    opened.tokenizer.chat_template = TEMPLATE
+    market = "{'A': '货币', 'B': '债券', 'C': '商品', 'D': '外汇', 'E': '无'}"
+    rows = [
+        ("银行从业", "单项选择题", "利率上升，债券价格？", "{'A': '下降', 'B': '上升'}", "A"),
+        ("证券从业", "多项选择题", "金融市场包括？", market, "DBA"),
+    ]
+    rows = [dict(zip(("名称", "task", "question", "choices", "answer"), row, strict=True)) for row in rows]
+    (tmp_path / "knowledge.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    made = questions.read_questions("cflue", tmp_path, None)
+    one, several = made.questions
+    assert (one.answer, one.options, several.answer, several.kind) == ("A", ("下降", "上升"), "ABD", "several")
+    prompts = answering.conversations(opened, made, made.questions, 0)
+    assert "题目是单选题" in prompts[0].text and "题目是多选题" in prompts[1].text
+    assert "金融市场包括？\nA. 货币\nB. 债券\nC. 商品\nD. 外汇\nE. 无" in prompts[1].text
+    for options in (suite.Options("cflue", "likelihood"), suite.Options("cflue", shots=5)):
+        with pytest.raises(UserError, match="CFLUE asks assistants"):
+            suite.evaluate(tmp_path, options)
+    result = suite._ask_suite(opened, suite.Options("cflue", data=tmp_path, answers=tmp_path / "answers"))
+    assert result.mode == "chat" and result.scores.questions == 2 and set(result.letters) == set("ABCDEF")
+    assert result.weighted_f1 is not None and 0 <= result.weighted_f1 <= 1
+
+
+def test_weighted_f1_is_scikit_learns() -> None:
+    right, given = ["A", "A", "A", "B", "AB", "C"], ["A", "B", "A", "B", None, "D"]
+    # By hand: A 2 of 3 read and 2 given: 2*2/5; B 1 of 1, given twice: 2*1/3; AB 0 of 1; C 0 of 1.
+    assert suite.weighted_f1(right, given) == pytest.approx((3 * 0.8 + 1 * 2 / 3) / 6)

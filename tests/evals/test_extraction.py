@@ -99,3 +99,31 @@ def test_a_reward_reads_the_letter_that_the_evaluation_reads() -> None:
 @pytest.mark.parametrize("text", PUBLISHED)
 def test_the_published_extraction_is_that_of_financeiq(text: str) -> None:
     assert questions.read_published(text) == PUBLISHED[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        ("答案：ABD\n解析：商品市场不属于金融市场。", "ABD"),
+        ("答案是:A、C\n解析：略", "AC"),
+        ("AC", "AC"),
+        ("好的\n答案：B", None),  # of two lines the first is read
+        ("好的。\n答案：B\n解析：略", "B"),
+        ("\n答案：B", None),
+        ("应选B", None),
+        ("", None),
+    ],
+)
+def test_cflues_extraction(text: str, letters: str | None) -> None:
+    assert questions.read_cflue(text) == letters
+
+
+@pytest.mark.parametrize(
+    "text", ["答案：A", "答案：A、", "答案：A、B\n", "答案：AB\n解析：答案：C\n更多", "\n答案：B\n", "解析\n答案：B\n"]
+)
+def test_what_cflues_first_line_decides_stays(text: str) -> None:
+    decided = questions.decided_by_cflue(text)
+    if decided is not None:
+        for more in ("", "解析：略", "答案：D", "\n\n答案是C"):
+            assert questions.read_cflue(text + more) == decided
+    assert (decided is None) == (not text.lstrip().startswith("答案：") or "\n" not in text.lstrip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -93,3 +94,23 @@ def test_the_exam_asks_what_laws_answer_and_recall_what_only_the_text_says() -> 
         letters = Counter(question.answer for question in suite.questions)
         assert max(letters.values()) < 0.3 * len(suite.questions)
     assert questions.read_questions("exam", None, WORLD).sha256 == exam.sha256
+
+
+@pytest.mark.parametrize(
+    ("row", "evidence"),
+    [
+        ({"choices": "{'A': '对', 'B': '错'}", "answer": "C"}, "answer 'C'"),
+        ({"choices": "{'A': '对', 'C': '错'}", "answer": "A"}, "options A, C"),
+        ({"choices": "对", "answer": "A"}, "ValueError"),
+        ({"answer": "A"}, "choices"),
+    ],
+)
+def test_a_row_that_is_none_of_cflues_is_named(row: dict[str, str], evidence: str, tmp_path: Path) -> None:
+    sound = {"名称": "银行", "task": "判断题", "question": "对吗？", "choices": "{'A': '对', 'B': '错'}", "answer": "A"}
+    broken = {"名称": "银行", "task": "判断题", "question": "对吗？"} | row
+    (tmp_path / "knowledge.json").write_text(json.dumps([sound, broken], ensure_ascii=False), encoding="utf-8")
+    with pytest.raises(UserError, match="row 2") as caught:
+        questions.read_questions("cflue", tmp_path, None)
+    assert evidence in caught.value.evidence
+    with pytest.raises(UserError, match="there is no"):
+        questions.read_questions("cflue", tmp_path / "nothing", None)

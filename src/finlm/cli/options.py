@@ -196,15 +196,15 @@ def _add_evaluation(add: _Add) -> None:
     """Add the command eval."""
     command = add("eval", help="what a model knows: held-out perplexity, or accuracy on multiple-choice questions")
     command.add_argument("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
-    suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval")
+    suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval", "cflue")
     command.add_argument(
         "--suite",
         choices=suites,
         default="perplexity",
         help="perplexity of held-out text (default); exam: the laws of the fictional world, asked of companies "
-        "it has not read about; recall: what it has read of companies; financeiq, ceval, fineval: with --data",
+        "it has not read about; recall: what it has read of companies; financeiq, ceval, fineval, cflue: with --data",
     )
-    command.add_argument("--data", type=Path, metavar="DIR", help="the folder of FinanceIQ, C-Eval or FinEval")
+    command.add_argument("--data", type=Path, metavar="DIR", help="the folder of FinanceIQ, C-Eval, FinEval or CFLUE")
     command.add_argument(
         "--mode",
         choices=("likelihood", "chat", "cloze", "published"),

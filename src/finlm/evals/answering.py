@@ -76,7 +76,7 @@ def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, .
 
 
 def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
-    parts = [style.begin(question.subject)]
+    parts = [style.begin(question)]
     parts += [_format_solved(style, example) for example in _examples(suite, question, shots)]
     return "".join(parts) + style.ask(question.text, question.options) + style.cue
 
@@ -97,7 +97,7 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
         return len(opened.tokenizer(text, verbose=False)["input_ids"])  # each with its <s>, as there
 
     for question in questions:
-        header, asked = style.begin(question.subject), _continuation(style, suite, question, 0)
+        header, asked = style.begin(question), _continuation(style, suite, question, 0)
         asked = asked.removeprefix(header)
         left = room - size(header) - size(asked)
         shown = [_format_solved(style, example) for example in _examples(suite, question, shots)] if left >= 0 else []
@@ -126,7 +126,7 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
         if is_chat:
             texts = [_render_with_answer(opened, _turn(style, question), answer) for answer in answers]
         else:
-            stem = style.begin(question.subject) + style.lead + question.text + style.cue
+            stem = style.begin(question) + style.lead + question.text + style.cue
             texts = [stem + answer for answer in answers]
         stem = texts[0].removesuffix(answers[0])
         stem_ids, *ids = opened.tokenizer([stem, *texts], add_special_tokens=not is_chat, verbose=False)["input_ids"]
@@ -189,7 +189,7 @@ def _conversation(opened: Opened, style: Style, suite: Suite, question: Question
 
 
 def _turn(style: Style, question: Question) -> str:
-    asked = style.begin(question.subject) + style.ask(question.text, question.options)
+    asked = style.begin(question) + style.ask(question.text, question.options)
     return asked + style.cue if style.chat_cue else asked
 
 
@@ -362,7 +362,8 @@ def answer_questions(
         ) from None
     if len(left) < len(asked):
         screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
-    batches = _generate_answers(opened, left, style, mode == "published") if writes else _choose_likeliest(opened, left)
+    way = mode if mode == "published" else suite.name if suite.name == "cflue" else "chat"
+    batches = _generate_answers(opened, left, style, way) if writes else _choose_likeliest(opened, left)
     with screen.progress(f"{suite.name}, {mode}", len(left), "answered") as advance:
         for batch in batches:
             for prompt, answer in batch:
@@ -390,33 +391,25 @@ def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tupl
 
 
 def _generate_answers(
-    opened: Opened, asked: list[Prompt], style: Style, as_published: bool
+    opened: Opened, asked: list[Prompt], style: Style, way: str
 ) -> Iterator[list[tuple[Prompt, Answer]]]:
     """Yield batches of prompts with the letters of the answers that the model writes, the longest prompts first."""
-    decided = _opens_with_letter if as_published else sets.decided_letter
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
     for start in range(0, len(by_length), size):
         batch = by_length[start : start + size]
-        texts = _generate(opened, [prompt.ids[0] for prompt in batch], style, decided)
-        read = _as_published if as_published else _as_chat
-        yield [(prompt, read(prompt, text)) for prompt, text in zip(batch, texts, strict=True)]
+        texts = _generate(opened, [prompt.ids[0] for prompt in batch], style, sets.WAYS[way].decided)
+        yield [(prompt, _read(prompt, text, way)) for prompt, text in zip(batch, texts, strict=True)]
 
 
-def _as_chat(prompt: Prompt, text: str) -> Answer:
-    return Answer(sets.extract_letter(text.strip(), prompt.question.options), prompt.shots, text=text.strip())
-
-
-def _as_published(prompt: Prompt, text: str) -> Answer:
-    """Return the published extraction; where it finds no letter one is drawn, the same each time for a question."""
-    letter = sets.read_published(text)
-    drawn = LETTERS[int(prompt.question.sha256, 16) % len(LETTERS)]
-    return Answer(letter or drawn, prompt.shots, text=text, drawn=letter is None)
-
-
-def _opens_with_letter(text: str) -> str | None:
-    """Return the letter that a text begins with, which the published extraction takes whatever follows; else None."""
-    return next((letter for letter in text.replace("\n", "")[:1] if letter in LETTERS), None)
+def _read(prompt: Prompt, text: str, way: str) -> Answer:
+    """Return the answer that a text gives; as published a letter is drawn for none, the same each time."""
+    text = text.strip() if way == "chat" else text
+    letter = sets.WAYS[way].read(text, prompt.question.options)
+    if letter is None and way == "published":
+        drawn = LETTERS[int(prompt.question.sha256, 16) % len(LETTERS)]
+        return Answer(drawn, prompt.shots, text=text, drawn=True)
+    return Answer(letter, prompt.shots, text=text)
 
 
 class _Decided(StoppingCriteria):  # type: ignore[misc]

@@ -4,7 +4,9 @@ A set is known by the sha256 of what it asks, because scores on other questions 
 published FinanceIQ table mix two versions of the set, whose sizes differ by 18. Prompts are the published ones.
 FinanceIQ (github.com/Duxiaoman-DI/XuanYuan, FinanceIQ/src) samples nothing, penalises repetition by 1.1 and stops after
 512 tokens; C-Eval (github.com/hkust-nlp/ceval) has its README's prompts for answers without a chain of thought, and
-FinEval (github.com/SUFE-AIFLM-Lab/FinEval, also the SUFE part of Fin-Eva) has taken them over.
+FinEval (github.com/SUFE-AIFLM-Lab/FinEval, also the SUFE part of Fin-Eva) has taken them over. CFLUE
+(github.com/aliyun/cflue, arXiv 2405.10542) asks assistants alone, has two to six options and several right ones to some
+questions, of which all must be named and no other.
 
 Accuracies come with 95 % intervals: Wilson's for a share, 10,000 bootstrap draws for a mean.
 
@@ -13,10 +15,11 @@ The sets are licensed CC BY-NC-SA 4.0 (Fin-Eva: CC BY 4.0): none is part of this
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,13 +50,16 @@ class Style:
     repetition_penalty: float
     max_tokens: int  # of an answer in a chat
 
-    def begin(self, subject: str) -> str:
+    several_header: str = ""  # instead of header, before a question with several right options
+
+    def begin(self, question: Question) -> str:
         """Return the header that stands before the first question."""
-        return self.header.format(subject=subject)
+        header = self.several_header if question.kind == "several" else self.header
+        return header.format(subject=question.subject)
 
     def ask(self, text: str, options: tuple[str, ...]) -> str:
         """Return a question with its options, without the cue."""
-        lines = [self.lead + text, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))]
+        lines = [self.lead + text, *(f"{letter}. {option}" for letter, option in zip(_NAMES, options, strict=False))]
         return "\n".join(lines)
 
 
@@ -62,22 +68,25 @@ STYLES = {name: Style(**row) for name, row in _SUITES["styles"].items()}
 STYLES |= {"fineval": STYLES["ceval"], "recall": STYLES["exam"]}
 CHINESE: dict[str, dict[str, str]] = _SUITES["subjects"]
 FETCH: dict[str, str] = _SUITES["fetch"]
+_NAMES = "ABCDEF"  # of options; the questions of all suites but cflue have four
 
 
-Name = Literal["exam", "recall", "financeiq", "ceval", "fineval"]
+Name = Literal["exam", "recall", "financeiq", "ceval", "fineval", "cflue"]
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
+CFLUE_FILE = "knowledge.json"
 _COLUMNS = ("question", "a", "b", "c", "d", "answer")
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question with its four options; answer is a letter."""
+    """One question with its options, four of them but in cflue; answer is a letter, in cflue one or more."""
 
     subject: str
     text: str
-    options: tuple[str, str, str, str]
+    options: tuple[str, ...]
     answer: str
+    kind: Literal["one", "several"] = "one"  # right options, as the question says
 
     @property
     def sha256(self) -> str:
@@ -95,6 +104,11 @@ class Suite:
     sha256: str
     is_released: bool | None  # None where no hash of the released set is known
 
+    @property
+    def letters(self) -> str:
+        """Names of the options that its questions may have."""
+        return _NAMES if self.name == "cflue" else LETTERS
+
 
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
     """Read a suite's questions from the folder `data`, or make those about `world`. Raises UserError."""
@@ -106,18 +120,24 @@ def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Su
                 "--world '{size: 12MB, held_out_size: 600KB, seed: 7}'",
             )
         questions, examples = _make_questions(name, world)
+    elif data is None:
+        raise UserError(
+            f"--suite {name} needs its files",
+            evidence="they are under licences of their own and not part of this repository",
+            fix=f"give the folder with --data DIR: {_holds(name)} ({FETCH[name]})",
+        )
+    elif name == "cflue":
+        questions, examples = tuple(_read_cflue(data / CFLUE_FILE)), {}
     else:
-        if data is None:
-            raise UserError(
-                f"--suite {name} needs its files",
-                evidence="they are under licences of their own and not part of this repository",
-                fix=f"give the folder with --data DIR: dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv "
-                f"({FETCH[name]})",
-            )
         asked = "test" if name == "financeiq" else "val"
         questions, examples = tuple(_read_folder(data, asked, name)), _group_by_subject(_read_folder(data, "dev", name))
     sha256 = digest(questions)
     return Suite(name, questions, examples, sha256, _is_released(name, questions, sha256))
+
+
+def _holds(name: str) -> str:
+    """Return in words which files of a suite are read."""
+    return CFLUE_FILE if name == "cflue" else f"dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv"
 
 
 def digest(questions: tuple[Question, ...]) -> str:
@@ -167,6 +187,32 @@ def _read_file(path: Path, subject: str) -> Iterator[Question]:
                 fix="correct the row or take it out",
             )
         yield Question(subject, text, (a, b, c, d), answer.upper())
+
+
+def _read_cflue(path: Path) -> Iterator[Question]:
+    """Yield the questions of CFLUE's knowledge.json. Raises UserError for another file, naming the row."""
+    fix = f"give the folder that holds {CFLUE_FILE} with --data ({FETCH['cflue']})"
+    if not path.is_file():
+        raise UserError(f"there is no {path}", fix=fix)
+    rows = files.read_json(path)
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{path} holds no questions", evidence="it is no list of rows", fix=fix)
+    for number, row in enumerate(rows, 1):
+        try:
+            named = row["choices"] if isinstance(row["choices"], dict) else ast.literal_eval(row["choices"])
+            text, answer, subject = row["question"].strip(), row["answer"].strip(), row["名称"].strip()
+            options = tuple(str(named[letter]).strip() for letter in sorted(named))
+            is_sound = "".join(sorted(named)) == _NAMES[: len(named)] and len(named) > 1 and text and all(options)
+            right = "".join(letter for letter in sorted(named) if letter in answer)
+        except (KeyError, TypeError, ValueError, SyntaxError, AttributeError) as error:
+            raise UserError(f"{path}: row {number} is no question of CFLUE", evidence=repr(error), fix=fix) from None
+        if not is_sound or not right or sorted(answer) != list(right):
+            raise UserError(
+                f"{path}: row {number} is no question with two to six options and right ones among them",
+                evidence=f"options {', '.join(sorted(named))}, answer {answer!r}",
+                fix="correct the row or take it out",
+            )
+        yield Question(subject, text, options, right, "several" if row["task"] == "多项选择题" else "one")
 
 
 def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
@@ -245,6 +291,47 @@ def read_published(text: str) -> str | None:
         or next((found[1] for found in (re.search(one, text) for one in _AT_LAST) if found), None)
     )
 
+
+_CFLUE_SAID = re.compile(r"答案[是：:]+([A-F]+)")
+_CFLUE_OPENS = re.compile(r"^[A-F]+")
+
+
+def read_cflue(text: str) -> str | None:
+    """Return the letters that CFLUE's code reads from an answer, as they stand there; None where it reads none.
+
+    Of an answer of two lines it reads the first.
+    """
+    lines = text.split("\n")
+    read = re.sub("[、,， ]", "", (lines[0] if len(lines) == 2 else text).strip())
+    said = _CFLUE_SAID.search(read)
+    opens = _CFLUE_OPENS.search(read)
+    return said[1] if said else opens[0] if opens else None
+
+
+def decided_by_cflue(text: str) -> str | None:
+    """Return the letters in a finished first line, which no further text can change; else None."""
+    first, line_end, _ = text.lstrip().partition("\n")
+    said = _CFLUE_SAID.search(re.sub("[、,， ]", "", first))
+    return said[1] if said and line_end else None
+
+
+def opens_with_letter(text: str) -> str | None:
+    """Return the letter that a text begins with, which the published extraction takes whatever follows; else None."""
+    return next((letter for letter in text.replace("\n", "")[:1] if letter in LETTERS), None)
+
+
+class Way(NamedTuple):
+    """How a written answer is read: the letter that is settled while it is written, and that of the whole."""
+
+    decided: Callable[[str], str | None]
+    read: Callable[[str, Sequence[str]], str | None]  # of the text and the options
+
+
+WAYS = {
+    "chat": Way(decided_letter, extract_letter),
+    "published": Way(opens_with_letter, lambda text, _: read_published(text)),
+    "cflue": Way(decided_by_cflue, lambda text, _: read_cflue(text)),
+}
 
 _Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations
 _DRAWS, _SEED = 10_000, 0

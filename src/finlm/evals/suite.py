@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class Result:
     letters: dict[str, int]
     set: Asked
     answers: str  # the file they are kept in
+    weighted_f1: float | None = None  # of CFLUE's table, beside its accuracy, which is scores.micro
     contamination: Contained | None = None
 
     @property
@@ -128,7 +130,7 @@ def contained_summary(shares_found: dict[int, float], is_right: Sequence[bool], 
 
 def _to_contamination(question: Question) -> contamination.Question:
     """Return a question in the form of corpus/contamination.py."""
-    options = dict(zip(LETTERS.lower(), question.options, strict=True))
+    options = dict(zip("abcdef", question.options, strict=False))
     return contamination.question(question.subject, 0, {"question": question.text} | options)
 
 
@@ -170,6 +172,11 @@ def evaluate(checkpoint: Path, options: Options) -> Result:
 
     Says on stderr when that row cannot be written. Raises UserError for options that do not fit the suite or the model.
     """
+    if options.suite == "cflue" and (options.mode not in (None, "chat") or options.shots):
+        raise UserError(
+            "CFLUE asks assistants, without examples: a question may have several right options",
+            fix="ask with --mode chat and without --shots",
+        )
     if options.mode == "published" and options.suite != "financeiq":
         raise UserError(
             f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
@@ -209,7 +216,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 def _ask_suite(opened: Opened, options: Options) -> Result:
     """Read a suite, get the model's answers, and score them."""
     suite = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
-    mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
+    mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
     selected = draw_questions(suite.questions, options.limit)
     in_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
@@ -236,11 +243,21 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
         scores=Scores.of(counts),
         unanswered=letters.count(None),
         drawn=sum(answer.drawn for answer in answers),
-        letters={letter: letters.count(letter) for letter in LETTERS},
+        letters={letter: sum(letter in (given or "") for given in letters) for letter in suite.letters},
+        weighted_f1=weighted_f1([q.answer for q in selected], letters) if suite.name == "cflue" else None,
         set=Asked(len(suite.questions), suite.sha256, suite.is_released),
         answers=str(ledger),
         contamination=contained,
     )
+
+
+def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
+    """Return the mean F1 of the right answers as classes, each weighted by its questions, as scikit-learn has it."""
+    total = 0.0
+    for label, support in Counter(right).items():
+        hits = sum(r == g == label for r, g in zip(right, given, strict=True))
+        total += support * 2 * hits / (support + given.count(label))
+    return total / len(right)
 
 
 def count_examples(options: Options, mode: Mode) -> int:
@@ -280,6 +297,10 @@ def show(result: Result) -> None:
     rows.append(("micro (all questions)", total, micro, _interval(scores.micro_interval)))
     screen.heading(f"{result.suite}, {result.mode}, {result.shots} examples: {result.model}")
     screen.table(("subject", "questions", "accuracy", "95 % interval"), rows)
+    if result.weighted_f1 is not None:
+        screen.show(
+            f"weighted F1 {100 * result.weighted_f1:.2f} %, over the answers as classes, as CFLUE's table has it"
+        )
     screen.show("chosen: " + ", ".join(f"{letter} {count:,}" for letter, count in result.letters.items()))
     if result.likelihood_per == "character":
         screen.show(
@@ -302,6 +323,8 @@ def show(result: Result) -> None:
         screen.show(f"a random {scores.questions:,} of {about.questions:,} questions (--limit)")
     if about.released is False:
         screen.show("this is NOT the released set of questions: do not compare with published scores")
+    elif about.released is None and result.suite == "cflue":
+        screen.show(f"what the released set is, is not known here; the hash of this one is {about.sha256[:16]}")
     elif about.released is None and result.suite in ("ceval", "fineval"):
         screen.show(f"the number of questions is the released set's; its hash is not known here: {about.sha256[:16]}")
     if (found := result.contamination) is not None:
@@ -322,10 +345,9 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
-    if options.mode not in (None, "likelihood"):
-        raise UserError(
-            "only likelihoods of letters are written as lm-eval tasks", fix=f"leave out --mode {options.mode}"
-        )
+    if options.mode not in (None, "likelihood") or options.suite == "cflue":
+        fix = "name another suite" if options.suite == "cflue" else f"leave out --mode {options.mode}"
+        raise UserError("only likelihoods of letters are written as lm-eval tasks", fix=fix)
     shots = count_examples(options, "likelihood")
     opened = open_model(checkpoint)
     asked = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
