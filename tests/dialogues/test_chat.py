@@ -24,6 +24,7 @@ from finlm.tokens import encoders, pretrained, vocab
 from dialogues import prepared, sample, sft, turns, write
 
 TWO = turns("你好", "您好！", "再见", "回见。")["messages"]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "price", "arguments": "{}"}}]}
 SYSTEM = [{"role": "system", "content": "你是助手。"}]
 CHATML_WITHOUT_MARKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -203,14 +204,19 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(model: P
         ({"messages": "你好"}, "messages is not a list"),
         ({"messages": [{"role": "user", "text": "你好"}]}, "a turn without content: it has role, text$"),
         ({"messages": [{"role": "user", "contnet": "a"}]}, "is contnet meant to be content?"),
-        ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}]}, "calls of tools are not read"),
+        ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}]}, "a turn without content"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]}, "a call of a tool has no name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "is not JSON"),
+        ({"messages": [*TWO[:1], CALL, *TWO[1:2]]}, "calls of tools are followed by their results"),
+        ({"messages": [*TWO[:1], CALL, {"role": "tool", "content": "1"}]}, "the last turn is the tool's"),
         ({"conversations": [{"form": "human", "value": "a"}]}, "a turn without from: .* is form meant to be from"),
         ({"instruction": "你好", "output": "好", "history": "您好"}, "history is not a list"),
         (turns("你好", ""), "empty assistant turn"),
         (turns("你好", "好", "再见"), "the last turn is the user's"),
         ({"messages": TWO[1:2]}, "turns are not user, assistant"),
         (turns("你好", "好</s>Human: 假的"), "control token in the text"),
-        ({"messages": [{"role": "tool", "content": "1"}]}, "role tool"),
+        ({"messages": [{"role": "tool", "content": "1"}]}, "calls of tools are followed by their results"),
+        ({"messages": [{"role": "critic", "content": "1"}]}, "role critic"),
         ({"messages": [{"role": ["user"], "content": "1"}]}, "role "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

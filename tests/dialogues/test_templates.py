@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from finlm.cli import main
 from finlm.dialogues import encode
-from finlm.dialogues.templates import SWALLOWED, TEMPLATES, Refused, Template
+from finlm.dialogues.templates import (
+    SWALLOWED,
+    TEMPLATES,
+    Refused,
+    Template,
+    check_messages,
+    read_messages,
+    read_tools,
+)
 from finlm.recipe.schema_train import Chat, Sft
 from finlm.tokens import pretrained
 from vocabularies import byte_level
@@ -37,6 +48,36 @@ R1 = (
     "{% if add_generation_prompt %}<A><think>\n{% endif %}"
 )
 MUTE = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}!{% endif %}{% endfor %}"
+
+
+# In the way of Qwen2.5: tools in the system's turn, calls as JSON, results in the user's.
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PRICE = {"name": "price", "description": "收盘价", "parameters": {"type": "object", "properties": {"code": {}}}}
+CALL = {"name": "price", "arguments": {"code": "600519"}}
+IN_OPENAIS_FORM = {
+    "tools": [{"type": "function", "function": PRICE}],
+    "messages": [
+        {"role": "user", "content": "600519收盘价？"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+        {"role": "tool", "tool_call_id": "1", "content": "1500.2"},
+        {"role": "assistant", "content": "收于1500.2元。"},
+    ],
+}
+IN_LLAMA_FACTORYS_FORM = {
+    "tools": json.dumps([PRICE]),
+    "conversations": [
+        {"from": "human", "value": "600519收盘价？"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "1500.2"},
+        {"from": "gpt", "value": "收于1500.2元。"},
+    ],
+}
 
 
 def learnt(source: str, messages: list[dict[str, str]]) -> list[str]:
@@ -95,6 +136,37 @@ def test_a_document_among_dialogues_begins_as_in_pretraining(tmp_path: Path) -> 
         assert (made.document("甲").ids[0] == made.tokenizer.bos[1]) == begins
 
 
+@pytest.mark.parametrize("row", [IN_OPENAIS_FORM, IN_LLAMA_FACTORYS_FORM], ids=["openai", "llama-factory"])
+def test_calls_of_tools_are_learnt_and_their_results_are_not(row: dict[str, Any]) -> None:
+    messages, tools = read_messages(row), read_tools(row)
+    assert isinstance(messages, list) and check_messages(messages, ("<|im_end|>",)) == messages
+    template = Template(WITH_TOOLS, "", "<|im_end|>")
+    text, spans = template.render(messages, tools=tools)
+    call = '<tool_call>\n{"name": "price", "arguments": {"code": "600519"}}\n</tool_call><|im_end|>'
+    assert [text[first:last] for first, last in spans] == [call, "收于1500.2元。<|im_end|>"]
+    assert '收盘价"' in text and "<tool_response>\n1500.2\n" in text
+    theirs, _ = render_jinja_template([messages], tools=tools, chat_template=WITH_TOOLS)
+    assert [text] == theirs
+
+
+def test_a_template_without_tools_refuses_them_and_splitting_keeps_an_exchange_whole(tmp_path: Path) -> None:
+    messages, tools = read_messages(IN_OPENAIS_FORM), read_tools(IN_OPENAIS_FORM)
+    assert isinstance(messages, list)
+    with pytest.raises(Refused, match="writes no calls of tools"):
+        Template(TEMPLATES["chatml"], "", "<|im_end|>").render(messages, tools=tools)
+    about = byte_level(tmp_path / "m").with_name("tokenizer_config.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"chat_template": WITH_TOOLS}))
+    pretrained._open_cached.cache_clear()
+
+    def encoder(limit: int) -> encode.Encoder:
+        return encode.Encoder(encode.Rules(tmp_path / "m", Chat(template="model", overlong="split"), Sft(), limit))
+
+    whole = len(encoder(10_000).encode(messages, tools).ids)
+    counts: Counter[str] = Counter()
+    parts = list(encoder(whole).pieces([*messages, *TWO[:2], *messages], counts, tools))
+    assert len(parts) == 3 and counts["split"] == 1 and len(parts[0].ids) == len(parts[2].ids) == whole
+
+
 def test_prepare_refuses_it_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = byte_level(tmp_path / "m").with_name("tokenizer_config.json")
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -116,4 +188,5 @@ def test_prepare_refuses_it_before_anything_is_read(tmp_path: Path, capsys: pyte
     assert prepared(R1, rows) == 2
     assert "its reasoning; the template deepseek-r1 keeps it" in capsys.readouterr().err
     assert not list((tmp_path / "cache").glob("dialogues-*"))
+    assert prepared(WITH_TOOLS, [*sample(30), IN_OPENAIS_FORM]) == 0
     assert prepared(QWEN3, rows) == 0

@@ -102,8 +102,8 @@ def check_template(recipe: Recipe) -> None:
     """Raise UserError for an unknown chat template, before a parent is trained or data are prepared."""
     from finlm.dialogues import templates
 
-    if recipe.chat is not None:
-        templates.check_name(recipe.chat.template)
+    if recipe.chat is not None and recipe.chat.template != "model":  # the model's own may not be here yet
+        templates.read_template(recipe.chat.template, None)
 
 
 def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:

@@ -186,11 +186,11 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
 
 def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
     """Encode a row of sft and append it to the block's result. Raises Refused with the reason."""
-    messages = templates.read_messages(row)
+    messages, tools = templates.read_messages(row), templates.read_tools(row)
     messages = mask(messages) if isinstance(messages, str) else _mask_messages(messages, mask)
     trimmed = messages.strip() if isinstance(messages, str) else _mask_messages(messages, str.strip)
     text, alike = (
-        (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)).encode("utf-8")
+        (said if isinstance(said, str) else json.dumps([*said, tools] if tools else said, ensure_ascii=False)).encode()
         for said in (messages, trimmed)
     )
     if isinstance(messages, str):
@@ -198,11 +198,11 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
         result.counts["documents"] += 1
     else:
         messages = templates.check_messages(messages, encoder.tokenizer.control)
-        pieces = list(encoder.pieces(messages, result.counts))
+        pieces = list(encoder.pieces(messages, result.counts, tools))
         result.counts["dialogues"] += 1
         if result.counts["checked"] < CHECKED:
             result.counts["checked"] += 1
-            for what, holds in encoder.round_trip(messages).items():
+            for what, holds in encoder.round_trip(messages, tools).items():
                 result.counts[f"{what} differs"] += not holds
     said = text if isinstance(messages, str) else b"".join(message["content"].encode() for message in messages)
     result.counts[BEYOND] += any(len(piece.ids) - 1 > task.context for piece in pieces)  # the last is no input
@@ -229,7 +229,23 @@ def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: A
 
 
 def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:
-    return [message | {"content": mask(message["content"])} for message in messages]
+    """Return the messages with mask applied to what is said, and to the arguments of calls of tools."""
+    return [
+        {
+            key: _mask_values(value, mask) if key in ("content", "tool_calls") else value
+            for key, value in message.items()
+        }
+        for message in messages
+    ]
+
+
+def _mask_values(value: Any, mask: Mask) -> Any:
+    """Return a JSON value with mask applied to all its texts but keys."""
+    if isinstance(value, dict):
+        return {key: _mask_values(inner, mask) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mask_values(inner, mask) for inner in value]
+    return mask(value) if isinstance(value, str) else value
 
 
 def _append(

@@ -15,13 +15,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from finlm.dialogues import scoring, templates
-from finlm.dialogues.templates import ROLES, LeftOut, Message, Refused, check_messages, keys, question_turn, with_system
+from finlm.dialogues.templates import (
+    ROLES,
+    LeftOut,
+    Message,
+    Refused,
+    Tools,
+    check_messages,
+    keys,
+    question_turn,
+    with_system,
+)
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Chat, Sft
 from finlm.tokens import pretrained
@@ -65,13 +76,13 @@ class Encoder:
             return self.tokenizer.eos[1]
         return self.tokenizer.encode(answered)[0][-1]
 
-    def pieces(self, messages: list[Message], counts: Counter[str]) -> Iterator[Encoded]:
+    def pieces(self, messages: list[Message], counts: Counter[str], tools: Tools = None) -> Iterator[Encoded]:
         """Yield the dialogue, or its parts where it is longer than a row; adds to counts whether it was split or cut.
 
         Raises LeftOut where it is too long and cannot be cut or split, Refused for messages that the template does not
         take.
         """
-        encoded = self.encode(messages)
+        encoded = self.encode(messages, tools)
         if len(encoded.ids) <= self.rules.limit:
             yield encoded
         elif self.rules.chat.overlong == "drop":
@@ -83,11 +94,11 @@ class Encoder:
                 raise LeftOut("longer than a row before the answer begins")
             yield cut
         else:
-            yield from self._parts(messages, counts)
+            yield from self._parts(messages, counts, tools)
 
-    def encode(self, messages: list[Message]) -> Encoded:
+    def encode(self, messages: list[Message], tools: Tools = None) -> Encoded:
         """Encode all of the dialogue in one piece, whatever its length."""
-        text, spans = self.template.render(messages)
+        text, spans = self.template.render(messages, tools=tools)
         if self.rules.sft.answer_apart:
             ids, mask = self._apart(text, spans)
         else:
@@ -115,33 +126,35 @@ class Encoder:
         mask = bytes(0 if self.rules.sft.mask_eos and token == eos[1] else 1 for token in ids)
         return Encoded(ids, mask)
 
-    def round_trip(self, messages: list[Message]) -> dict[str, bool]:
+    def round_trip(self, messages: list[Message], tools: Tools = None) -> dict[str, bool]:
         """Return whether decoding gives the "text" back, and whether the tokens begin with the "prompt" alone."""
-        text, _ = self.template.render(messages)
-        prompt, _ = self.template.render(messages[:-1], generation=True)
-        ids, asked = self.encode(messages).ids, self.tokenizer.encode(prompt)[0]
+        text, _ = self.template.render(messages, tools=tools)
+        prompt, _ = self.template.render(messages[:-1], generation=True, tools=tools)
+        ids, asked = self.encode(messages, tools).ids, self.tokenizer.encode(prompt)[0]
         same = self.rules.sft.answer_apart or self.tokenizer.decode(ids).strip() == text.strip()
         return {"text": same, "prompt": ids[: len(asked)] == asked}
 
-    def _parts(self, messages: list[Message], counts: Counter[str]) -> Iterator[Encoded]:
+    def _parts(self, messages: list[Message], counts: Counter[str], tools: Tools) -> Iterator[Encoded]:
         """Yield parts of as many exchanges as fit, each with the system prompt, without exchanges that are too long.
 
         Raises LeftOut when no exchange fits; adds the numbers of split and left-out exchanges to counts.
         """
         system = messages[:1] if messages[0]["role"] == "system" else []
         turns = messages[len(system) :]
+        begins = [place for place, message in enumerate(turns) if message["role"] == "user"]
+        exchanges = [turns[a:b] for a, b in pairwise([*begins, len(turns)])]
         done = parts = lost = 0
-        while done < len(turns):
+        while done < len(exchanges):
             fitting: Encoded | None = None
             end = done
-            while end < len(turns):
-                tried = self.encode([*system, *turns[done : end + 2]])
+            while end < len(exchanges):
+                tried = self.encode([*system, *chain(*exchanges[done : end + 1])], tools)
                 if len(tried.ids) > self.rules.limit:
                     break
-                fitting, end = tried, end + 2
+                fitting, end = tried, end + 1
             if fitting is None:
                 lost += 1
-                done += 2
+                done += 1
                 continue
             parts += 1
             yield fitting
@@ -350,4 +363,4 @@ def _answer_text(turns: list[Message]) -> str | None:
         return None
     if turns[0]["role"] != "assistant" or not turns[0]["content"].strip():
         raise Refused("an answer is empty or not the assistant's")
-    return turns[0]["content"]
+    return str(turns[0]["content"])

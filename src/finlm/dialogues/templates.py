@@ -9,6 +9,9 @@ reasoning) or begins an answer for the model (R1's <think>), letters that stand 
 the answer's turn belongs to it: what is not learnt there, the model never writes. A template that leaves out some of
 what the assistant says is refused with the row.
 
+An assistant's turn may call tools (tool_calls), whose results are turns of the role tool; the tools stand beside the
+messages. The template writes all of them in its own form; calls are learnt, results are not.
+
 There is no clock (strftime_now): a dialogue is the same tokens on any day. Nothing here tokenises.
 """
 
@@ -27,7 +30,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finlm.base.errors import UserError
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content, both text; of the assistant also tool_calls
+Tools = list[dict[str, Any]] | None  # as OpenAI's API has them: {type: function, function: {name, parameters, ...}}
 Spans = list[tuple[int, int]]  # [start, end) in characters of the text
 OPEN, CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around what the assistant says, removed after rendering
 
@@ -65,40 +69,46 @@ class Template:
             raise UserError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
         self._marks = "endgeneration" in source
 
-    def render(self, messages: Sequence[Message], *, generation: bool = False) -> tuple[str, Spans]:
+    def render(
+        self, messages: Sequence[Message], *, generation: bool = False, tools: Tools = None
+    ) -> tuple[str, Spans]:
         """Return (text, the assistant's stretches of it); with generation the text ends where the assistant begins.
 
         Raises Refused with the reason for messages that the template does not take, or of which it leaves out an
         answer.
         """
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if (tools or any("tool_calls" in message for message in messages)) and "tool" not in self.source:
+            raise Refused("the template writes no calls of tools; chat.template: model or a file may")
         if self._marks:
-            text, spans = _remove_marks(self._text(messages, generation))
+            text, spans = _remove_marks(self._text(messages, generation, tools))
         else:
-            text = self._text(messages, generation)
+            text = self._text(messages, generation, tools)
             for place in said:
-                _refuse_silence(messages[place]["content"], text)
-            spans = [self._span(messages, place, text) for place in said]
+                _refuse_silence(messages[place], text)
+            spans = [self._span(messages, place, text, tools) for place in said]
         if len(spans) != len(said):
             raise Refused(SWALLOWED)
         for place, (first, last) in zip(said, spans, strict=True):
-            _refuse_silence(messages[place]["content"], text[first:last])
+            _refuse_silence(messages[place], text[first:last])
         return text, spans
 
-    def _span(self, messages: Sequence[Message], place: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: Sequence[Message], place: int, text: str, tools: Tools) -> tuple[int, int]:
         """Return where the text has what the assistant writes in the turn at `place`.
 
         Raises Refused when it is not there.
         """
-        before = self._text(messages[:place], True)
+        before = self._text(messages[:place], True, tools)
         # Llama-shaped templates write a line break after the end of turn, which nobody generates.
-        whole = self._text(messages[: place + 1], False).rstrip()
+        whole = self._text(messages[: place + 1], False, tools).rstrip()
         if whole.startswith(before) and text.startswith(whole):
             return len(before), len(whole)
+        if any("tool_calls" in message for message in messages):  # letters stand for what is said alone
+            raise Refused("the template changes earlier turns when one is added")
         letters = [message | {"content": chr(_LETTER + n)} for n, message in enumerate(messages)]
         shown = [new if new["role"] == "assistant" else old for new, old in zip(letters, messages, strict=True)]
-        pattern, letter = self._text(shown, False).rstrip(), chr(_LETTER + place)
-        turn = self._text(shown[: place + 1], False).rstrip().rpartition(letter)[2]  # what ends it
+        pattern, letter = self._text(shown, False, tools).rstrip(), chr(_LETTER + place)
+        turn = self._text(shown[: place + 1], False, tools).rstrip().rpartition(letter)[2]  # what ends it
         begin, end = pattern.partition(letter)[0], messages[place]["content"].strip() + turn
         for n, message in enumerate(messages[:place]):
             begin = begin.replace(chr(_LETTER + n), message["content"].strip())
@@ -106,28 +116,25 @@ class Template:
             raise Refused("the template changes earlier turns when one is added")
         return len(begin), len(begin + end)
 
-    def _text(self, messages: Sequence[Message], generation: bool) -> str:
+    def _text(self, messages: Sequence[Message], generation: bool, tools: Tools) -> str:
         """Render the messages with the template. Raises Refused with the template's error."""
         try:
             text: str = self._compiled.render(
-                messages=list(messages), add_generation_prompt=generation, tools=None, documents=None, **self.tokens
+                messages=list(messages), add_generation_prompt=generation, tools=tools, documents=None, **self.tokens
             )
             return text
         except (TemplateError, TypeError) as error:
             raise Refused(f"template: {error}") from None
 
 
-def _refuse_silence(content: str, text: str) -> None:
-    """Raise Refused where some of what the assistant says is not in the text; blanks may differ."""
+def _refuse_silence(message: Message, text: str) -> None:
+    """Raise Refused where some of what the assistant says, or a tool that it calls, is not in the text; blanks may."""
+    content = message["content"]
+    if any(call["function"]["name"] not in text for call in message.get("tool_calls", ())):
+        raise Refused("the template leaves out a call of a tool")
     if "".join(content.split()) not in "".join(text.split()):
         reasoning = " (its reasoning; the template deepseek-r1 keeps it)" if "</think>" in content else ""
         raise Refused(SWALLOWED + reasoning)
-
-
-def check_name(name: str) -> None:
-    """Raise UserError for a chat.template that is neither known nor a file; called before a parent is trained."""
-    if name != "model":
-        _read_template(name, None)
 
 
 def find_source(name: str, own: str | None, system: str | None) -> str:
@@ -135,11 +142,11 @@ def find_source(name: str, own: str | None, system: str | None) -> str:
 
     Raises UserError for a template that does not exist.
     """
-    source = _read_template(name, own)
+    source = read_template(name, own)
     return _WITH_SYSTEM.format(text=json.dumps(system, ensure_ascii=False)) + source if system else source
 
 
-def _read_template(name: str, own: str | None) -> str:
+def read_template(name: str, own: str | None) -> str:
     """Return the Jinja source of a known template, of the tokenizer's (`model`) or of a file.
 
     Raises UserError for a template that does not exist.
@@ -220,7 +227,7 @@ PAIRS = (
 )
 PASSAGES = ("input", "context")
 FORMATS = (  # for people
-    "{messages: [{role, content}, ...]}",
+    "{messages: [{role, content}, ...]}, with tool_calls, the role tool and tools beside them where there are some",
     "{conversations: [{from, value}, ...]}",
     "{conversation: [{human, assistant}, ...]}",
     "{instruction, output or response}, with input or context, history and system where there are some",
@@ -228,13 +235,16 @@ FORMATS = (  # for people
     "{text}: a document, for mixtures with pretraining text",
 )
 _TURNS = ("messages", "conversations", "conversation")
-_BESIDE = (*_TURNS, "text", *PASSAGES, "history", "system")
+_BESIDE = (*_TURNS, "text", *PASSAGES, "history", "system", "tools")
 KNOWN = tuple(dict.fromkeys((*(name for names in PAIRS for name in names), *_BESIDE)))
 ROLES = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("user", "human", "Human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "Assistant", "model"), "assistant"),
 }
+_RESULTS = ("tool", "observation", "function_response", "ipython")  # roles of what a tool answers
+_OF_TOOLS = "calls of tools are followed by their results, and these by the assistant"
+_CALLS = "function_call"  # role of a call as text, in LLaMA-Factory's form of ShareGPT
 
 
 def read_messages(row: Any) -> list[Message] | str:
@@ -323,17 +333,70 @@ def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Me
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise Refused("no turns")
-    for place, message in enumerate(turns):
-        if message["role"] != ("user", "assistant")[place % 2]:
-            raise Refused("turns are not user, assistant, user, assistant")
+    due: tuple[str, ...] = ("user",)
+    for message in turns:
+        role, after = message["role"], "tool" if "tool_calls" in message else "user"
+        if role not in due:
+            raise Refused(_OF_TOOLS if "tool" in (role, *due) else "turns are not user, assistant, user, assistant")
+        due = {"user": ("assistant",), "assistant": (after,), "tool": ("tool", "assistant")}[role]
     if turns[-1]["role"] != "assistant":
-        raise Refused("the last turn is the user's")
+        raise Refused(f"the last turn is the {turns[-1]['role']}'s")
     for message in messages:
-        if message["role"] != "system" and not message["content"].strip():
+        text, calls = message["content"], message.get("tool_calls")
+        if message["role"] in ("user", "assistant") and not text.strip() and not calls:
             raise Refused(f"empty {message['role']} turn")
-        if any(token in message["content"] for token in (*control, OPEN, CLOSE)):
+        if any(token in text + json.dumps(calls, ensure_ascii=False) for token in (*control, OPEN, CLOSE)):
             raise LeftOut("control token in the text")
     return messages
+
+
+def read_tools(row: Any) -> Tools:
+    """Return the tools that a row says may be called, as OpenAI's API has them, or None.
+
+    Raises Refused for anything but a list of functions or the JSON of one.
+    """
+    value = row.get("tools") if isinstance(row, dict) else None
+    if not value:
+        return None
+    value = _from_json(value, "tools")
+    tools = [tool if isinstance(tool, dict) and "function" in tool else {"function": tool} for tool in value]
+    for tool in tools:
+        if not (isinstance(tool["function"], dict) and isinstance(tool["function"].get("name"), str)):
+            raise Refused("tools is not a list of functions with names")
+    return [{"type": "function", **tool} for tool in tools]
+
+
+def _read_calls(value: Any) -> list[dict[str, Any]]:
+    """Return the calls of an assistant's turn as OpenAI's API has them, with arguments as an object.
+
+    Raises Refused for anything else.
+    """
+    calls = []
+    for item in _from_json(value, "tool_calls"):
+        function = item.get("function", item) if isinstance(item, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise Refused("a call of a tool has no name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = next(iter(_from_json(arguments, "the arguments of a call")), {})
+        if not isinstance(arguments, dict):
+            raise Refused("the arguments of a call are no object")
+        known = {"id": item["id"]} if isinstance(item.get("id"), str) else {}
+        calls.append(known | {"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return calls
+
+
+def _from_json(value: Any, what: str) -> list[Any]:
+    """Return a list, or that of a JSON text; a single object becomes a list. Raises Refused for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Refused(f"{what} is not JSON") from None
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        raise Refused(f"{what} is not a list")
+    return value
 
 
 def _turns(items: list[Any], who: str, what: str) -> list[Message]:
@@ -346,13 +409,21 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
         if not isinstance(item, dict):
             raise Refused("a turn is not an object")
         role, content = item.get(who, item.get("role")), item.get(what, item.get("content"))
+        calls = item.get("tool_calls") or (content if role == _CALLS else None)
+        if calls and ROLES.get(str(role)) in ("assistant", None) and role not in _RESULTS:
+            said = content if isinstance(content, str) and role != _CALLS else ""
+            messages.append({"role": "assistant", "content": said, "tool_calls": _read_calls(calls)})
+            continue
+        if isinstance(role, str) and role in _RESULTS and isinstance(content, str):
+            known = {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
+            messages.append({"role": "tool", "content": content} | known)
+            continue
         if role is None or content is None:
-            more = ["calls of tools are not read"] * bool(item.get("tool_calls") or item.get("function_call"))
-            more += [question] if (question := suggest_key(tuple(item), (who, what))) else []
+            more = [question] if (question := suggest_key(tuple(item), (who, what))) else []
             missing = f"a turn without {who if role is None else what}: it has {keys(item)}"
             raise Refused("; ".join((missing, *more)))
         if not isinstance(role, str) or role not in ROLES:
-            raise Refused(f"role {str(role)[:40]}: turns are the system's, the user's or the assistant's")
+            raise Refused(f"role {str(role)[:40]}: turns are the system's, the user's, the assistant's or a tool's")
         if not isinstance(content, str):
             raise Refused(f"the {what} of a turn is not text")
         messages.append({"role": ROLES[role], "content": content})
