@@ -169,7 +169,7 @@ def _visible(text: str) -> int:
     return sum(map(len, text.split()))
 
 
-VERSION = 5
+VERSION = 6
 
 
 class Cleaner:

@@ -58,6 +58,7 @@ class Task:
     where: Where
     rules: Clean
     chunk: Path  # without a suffix
+    kept: Parsed | None = None  # its record, for a host that does not have its files
 
     def writes(self) -> tuple[Path, ...]:
         """Return the files of the chunk, in the order in which they are written; none where it is kept."""
@@ -271,14 +272,19 @@ def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task
     numbers = {path: number for number, path in enumerate(paths)}
     for digest, parts in span.known:
         where = tuple((paths[number], line) for number, line in parts)
-        yield Task(span.number, how, (), where, store.rules, store.chunk(digest, how))
+        chunk = store.chunk(digest, how)
+        kept = Parsed.load(chunk)
+        if kept is None:
+            raise step_cache.file_changed(chunk.with_suffix(".json"))
+        yield Task(span.number, how, (), where, store.rules, chunk, kept)
     if span.known:
         return
     listed = []
     for blocks in _bundles(readers.blocks(span.item, advance)):
         digest, where = _digest(blocks), tuple(part for block in blocks for part in _parts(block))
         chunk = store.chunk(digest, how)
-        yield Task(span.number, how, () if Parsed.load(chunk) else blocks, where, store.rules, chunk)
+        kept = Parsed.load(chunk)
+        yield Task(span.number, how, () if kept else blocks, where, store.rules, chunk, kept)
         listed.append([digest, [[numbers[path], line] for path, line in where]])
     if span.item.sha256:
         files.write_text(span.record, json.dumps(listed))
@@ -367,9 +373,8 @@ def list_cut_files(directory: Path, inputs: Sequence[InputRead]) -> list[str]:
 
 
 def parse(task: Task) -> Parsed:
-    """Parse and clean a task's rows into its chunk, or load the chunk when the task has no blocks. Runs in a worker."""
-    kept = None if task.blocks else Parsed.load(task.chunk)
-    return replace(kept or _parse(task), number=task.number, where=task.where)
+    """Parse and clean a task's rows into its chunk, unless it is kept; return its record. Runs in a worker."""
+    return replace(task.kept or _parse(task), number=task.number, where=task.where)
 
 
 def _parse(task: Task) -> Parsed:

@@ -96,23 +96,41 @@ _HIDDEN = {"<!--": "-->", "<script": "</script>", "<style": "</style>"}
 _BLOCK_TAG = re.compile(rf"</?(?:{_BLOCK}){_ATTRIBUTES}>[ \t\n]{{0,8}}", re.IGNORECASE)
 _CELL_TAG = re.compile(rf"</?t[dh]{_ATTRIBUTES}>", re.IGNORECASE)
 _INLINE_TAG = re.compile(rf"</?(?:{_INLINE}){_ATTRIBUTES}>", re.IGNORECASE)
+# A row's cells, until its end, the next row, or a table within it or around it.
+_ROW = re.compile(rf"<tr{_ATTRIBUTES}>(.*?)(?:</tr{_ATTRIBUTES}>\s*|(?=</?t(?:able|body|foot|r)\b))", re.I | re.S)
+_CELL = re.compile(rf"<t[dh]{_ATTRIBUTES}>", re.IGNORECASE)
+_PAGE = 1000  # characters of a cell, above which the table is a frame of the page and its cells keep their lines
+_GAP = re.compile(r"(?:\s|&nbsp;|&#(?:0*1[03]|x0*[ad]);)+", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:[a-zA-Z]{2,8}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
 
 
 def strip_html(text: str) -> str:
-    """Return the text without HTML: scripts, comments removed, block tags to newlines, cells to tabs, entities decoded.
+    """Return the text without HTML: scripts, comments removed, block tags to newlines, entities decoded.
 
+    A table's row is one line, its cells are separated by tabs, whatever lines and tags the source has within them.
     Only HTML's own tag names count: <N>, a placeholder of FinCUGE's finre, and a < b stay.
     """
     if "<" in text:
         for start, end in _HIDDEN.items():
             text = _remove_parts(text, start, end)
+        text = _ROW.sub(_join_cells, text)
         text = _BLOCK_TAG.sub("\n", text)
         text = _CELL_TAG.sub("\t", text)
         text = _INLINE_TAG.sub("", text)
     if "&" in text:
         text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
     return text
+
+
+def _join_cells(row: re.Match[str]) -> str:
+    """Return a table's row as a line, its cells separated by tabs; unchanged where a cell is a part of a page."""
+    parts = _CELL.split(row[1])
+    cells = [_GAP.sub(" ", _CELL_TAG.sub("", _BLOCK_TAG.sub(" ", part))).strip() for part in parts]
+    cells = cells if cells[0] else cells[1:]
+    if max(map(len, cells), default=0) > _PAGE or (len(cells) == 1 and _BLOCK_TAG.search(row[1])):
+        return row[0]
+    is_last = not row.string.startswith(("<tr", "<TR"), row.end())
+    return ("\n" + "\t".join(cells) if any(cells) else "") + "\n" * is_last
 
 
 def _remove_parts(text: str, start: str, end: str) -> str:

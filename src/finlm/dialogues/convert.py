@@ -38,7 +38,7 @@ from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Sft
 from finlm.tokens import pretrained
 
-VERSION = 8
+VERSION = 9
 BEYOND = "beyond_context"  # rows longer than what the start model reads at once, among the counts
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
 _SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decide tokens; the rest is about rows
