@@ -90,8 +90,9 @@ def test_only_html_is_removed_as_html(text: str, expected: str) -> None:
 
 def test_a_table_keeps_a_line_a_row_however_its_source_is_written() -> None:
     """Pretty-printed, with paragraphs within cells, empty cells, cells and rows that are not closed."""
-    head = "<table class='t'>\n <thead>\n  <tr>\n   <th>项目</th>\n   <th>2023年</th>\n   <th>2022年</th>\n  </tr>\n </thead>"
+    head = "<table class='t'>\n <thead>\n  <tr>\n   <th>项目</th>\n   <th>2023年</th>\n   <th>2022年</th>\n  </tr>"
     body = """
+     </thead>
       <tr><td>
         <p>营业收入</p>
         <p>（万元）</p></td><td><b>1,200</b></td>

@@ -8,17 +8,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finlm import prepare
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache
-from finlm.corpus import steps
+from finlm.corpus import encode, selection, steps
 from finlm.corpus.read import readers
 from finlm.corpus.workers import Context
 from finlm.recipe import recipe
-from finlm.rows.shards import Shards
+from finlm.rows import dialogues
+from finlm.rows.shards import Shard, Shards
 from finlm.world import writer
 
 from helpers import QUICKSTART
@@ -133,3 +135,40 @@ def test_a_weight_of_no_source_of_dialogues_is_refused_as_early(corpus: Path) ->
     wanted = recipe.load(QUICKSTART.with_name("sft.yaml"), settings).recipe
     with pytest.raises(UserError, match="exam_chat is no source"):
         steps.list_inputs(Context(wanted, Cache(corpus / "cache", build=True)))
+
+
+class Name(str):
+    """A source's name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__ne__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_sources_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 files every one is a source: shards, lengths and the index of rows take each of them once."""
+    count, document = 300, np.arange(9, dtype=np.uint16)
+    names = [Name(f"s{number}") for number in range(count)]
+    arrays = {"train.ids": document, "train.lengths": np.array([9]), "train.text_bytes": np.array([20])}
+    monkeypatch.setattr(Context, "map_kept", lambda self, name, function, tasks, most: (arrays for _ in tasks))
+    context = Context(recipe.load(QUICKSTART).recipe, Cache(tmp_path, build=True))
+    decisions = np.zeros(1, dtype=np.uint8)
+    tasks = [
+        encode.Task(name, tmp_path / "a.txt", decisions, tmp_path / "t", "", (1, 2), "uint16", "") for name in names
+    ]
+    monkeypatch.setattr(Name, "compared", 0)
+    entries = encode.write_shards(context, tmp_path, tasks, 20 * count)
+    assert [entry.source for entry in entries] == names
+    lengths = dict(selection._measure_lengths(tmp_path, entries))
+    assert [row.longest for row in lengths.values()] == [9] * count
+    shards = [Shard(entry.source, tmp_path / entry.file, 9, 1, 20, np.dtype("<u2")) for entry in entries]
+    assert len(dialogues.make_index(shards, "best_fit", 8).sources) == count
+    assert Name.compared < 20 * count

@@ -225,7 +225,7 @@ def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping
     all empty.
     """
     empty = [source for source, row in counts.items() if row["kept"] == 0]
-    used = {entries[source] for source in counts if source not in empty}
+    used = {entries[source] for source, row in counts.items() if row["kept"]}
     for source in empty:
         if entries[source] not in used:
             reasons = ", ".join(f"{counts[source][name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
@@ -419,15 +419,12 @@ class Lengths:
 
 def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
     """Yield (source, lengths of its training documents) from the shards' .idx files, for each source that has any."""
-    for source in dict.fromkeys(entry.source for entry in entries):
-        parts = [
-            np.diff(np.fromfile((directory / entry.file).with_suffix(".idx"), dtype="<u8").astype(np.int64))
-            for entry in entries
-            if entry.source == source and entry.split == "train"
-        ]
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        if not len(lengths):
-            continue
+    by_source: dict[str, list[Path]] = {}
+    for entry in entries:
+        if entry.split == "train":
+            by_source.setdefault(entry.source, []).append((directory / entry.file).with_suffix(".idx"))
+    for source, paths in by_source.items():
+        lengths = np.concatenate([np.diff(np.fromfile(path, dtype="<u8").astype(np.int64)) for path in paths])
         kind = np.searchsorted(EDGES, lengths, side="right") - 1
         numbers = np.bincount(kind, minlength=len(EDGES)).tolist()
         tokens = np.bincount(kind, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()
