@@ -20,7 +20,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import numpy.typing as npt
 
 from finlm.base import files, screen, step_cache, units
 from finlm.base.step_cache import Cache, Step
-from finlm.corpus import clean, suspects
+from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input, Split
@@ -365,13 +364,6 @@ class _Tally:
         )
 
 
-def list_cut_files(directory: Path, inputs: Sequence[InputRead]) -> list[str]:
-    """Return the names of files that end too early, from the broken.jsonl in directory."""
-    if not any(item.cut for item in inputs):
-        return []
-    return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
-
-
 def parse(task: Task) -> Parsed:
     """Parse and clean a task's rows into its chunk, unless it is kept; return its record. Runs in a worker."""
     return replace(task.kept or _parse(task), number=task.number, where=task.where)
@@ -382,7 +374,7 @@ def _parse(task: Task) -> Parsed:
     result = Parsed(values={name: Counter() for name in task.item.meta})
     rows = _read_rows(task, result)
     texts, characters = [], []
-    cleaned = suspects.clean_texts(_load_cleaner(task.rules), [row.text for _, _, row in rows])
+    cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
     for (part, line, row), (text, reason) in zip(rows, cleaned, strict=True):
         if reason is not None:
             result.dropped[reason] += 1
@@ -447,9 +439,3 @@ def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
 def read_texts(path: Path, wanted: npt.NDArray[np.bool_]) -> Iterator[str]:
     """Yield the wanted documents of a chunk as strings; wanted is bool [documents]."""
     return (text.decode("utf-8") for text in read_bytes(path, wanted))
-
-
-@lru_cache(1)
-def _load_cleaner(rules: Clean) -> clean.Cleaner:
-    """Return the cleaner of these rules, built once per process: a keyword list is an automaton of megabytes."""
-    return clean.Cleaner(rules)

@@ -173,9 +173,16 @@ def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
         f"{sum(item.rows for item in read.inputs):,} rows of {len({item.source for item in read.inputs})} sources, "
         f"{sum(item.broken for item in read.inputs):,} broken, {dropped:,} dropped, "
         f"{units.format_bytes(sum(item.bytes for item in read.inputs))}"
-        f"{readers.describe_cut(documents.list_cut_files(step.path, read.inputs))}",
+        f"{readers.describe_cut(list_cut_files(step.path, read.inputs))}",
     )
     return read
+
+
+def list_cut_files(directory: Path, inputs: Sequence[documents.InputRead]) -> list[str]:
+    """Return the names of files that end too early, from the broken.jsonl in directory."""
+    if not any(item.cut for item in inputs):
+        return []
+    return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
 
 
 class _Sample(NamedTuple):

@@ -24,7 +24,7 @@ import numpy as np
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step, bar
-from finlm.corpus import clean, selection, steps
+from finlm.corpus import normalize, selection, steps
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input
@@ -160,7 +160,7 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
     Runs in a worker.
     """
     encoder = encode.encoder(task.tokenizer, task.rules, task.limit)
-    mask = clean.make_masker(task.mask) if task.mask else str
+    mask = normalize.make_masker(task.mask) if task.mask else str
     known = templates.KNOWN if task.stage == "sft" else encode.KNOWN
     result = Encoded(task.number)
     for row in itertools.islice(parsing.parse_dialogues(task.block), most):
