@@ -37,6 +37,7 @@ from finlm.recipe.schema_data import Clean
 
 VERSION = 3
 INDEX = np.dtype([("end", "<u8"), ("characters", "<u4"), ("hash", "<u8", (2,))])
+SIDES = np.dtype([*INDEX.descr, ("group", "<u8"), ("day", "<u4")])  # a hash of held_out_by's value; YYYYMMDD
 
 _SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl
 _VALUES = 10_000  # different values of a counted field, above which it is no category but an identity
@@ -261,7 +262,8 @@ def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
 
 def _settings(item: Input) -> list[Any]:
     """Return the settings of an input that decide how its rows are read, for cache keys."""
-    return [item.format, item.text_field, dict(item.meta), item.encoding, item.null_text]
+    how = [item.format, item.text_field, dict(item.meta), item.encoding, item.null_text]
+    return [*how, dict(item.sides)] if item.sides else how
 
 
 def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task]:
@@ -373,7 +375,7 @@ def _parse(task: Task) -> Parsed:
     """Parse, clean and hash the task's rows; write the chunk's .txt, .npy and last .json, and return its counts."""
     result = Parsed(values={name: Counter() for name in task.item.meta})
     rows = _read_rows(task, result)
-    texts, characters = [], []
+    texts, characters, sides = [], [], list[tuple[int, int]]()
     cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
     for (part, line, row), (text, reason) in zip(rows, cleaned, strict=True):
         if reason is not None:
@@ -383,12 +385,17 @@ def _parse(task: Task) -> Parsed:
             continue
         texts.append(text.encode("utf-8"))
         characters.append(len(text))
-        for name, value in row.meta.items():
-            result.values[name][value] += 1
+        for name in task.item.meta:
+            result.values[name][row.meta[name]] += 1
+        if task.item.sides:
+            value = hashlib.blake2b(row.meta.get("held_out_by", "").encode(), digest_size=8).digest()
+            sides.append((int.from_bytes(value, "little"), int(row.meta.get("held_out_from", 0))))
     result.cut = any(block.cut for block in task.blocks)
     if texts:
         hashes = b"".join([hashlib.blake2b(text, digest_size=16).digest() for text in texts])
-        index = np.empty(len(texts), dtype=INDEX)
+        index = np.empty(len(texts), dtype=SIDES if sides else INDEX)
+        if sides:
+            index["group"], index["day"] = np.array(sides, dtype=np.uint64).T
         index["end"], index["characters"] = np.cumsum([len(text) for text in texts]), characters
         index["hash"] = np.frombuffer(hashes, dtype="<u8").reshape(-1, 2)
         packed = io.BytesIO()
@@ -423,7 +430,7 @@ def chunk_files(path: Path) -> tuple[Path, Path]:
 
 
 def read_index(path: Path) -> npt.NDArray[Any]:
-    """Return a chunk's records: INDEX [documents]."""
+    """Return a chunk's records: INDEX [documents], or SIDES where the recipe holds out by a field."""
     index: npt.NDArray[Any] = np.load(path.with_suffix(".npy"))
     return index
 

@@ -299,6 +299,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
             "encoder": encoder,
             "tokenizer_sha256": tokenizer.manifest["sha256"],
             "totals": selection.totals(entries),
+            **({"leak": chosen.leak} if chosen.leak else {}),
             "shards": [entry.to_json() for entry in entries],
         }
 

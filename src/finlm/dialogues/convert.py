@@ -70,6 +70,11 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     """
     recipe = context.recipe
     assert recipe.chat is not None
+    if recipe.data.sides:
+        raise UserError(
+            f"data.{next(iter(recipe.data.sides))} holds out documents, and stage {recipe.stage} reads dialogues",
+            fix="take the key out; dialogues are held out by data.held_out_fraction",
+        )
     sft = recipe.sft or Sft()
     inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in steps.list_inputs(context)]
     rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
