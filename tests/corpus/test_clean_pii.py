@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from finlm.corpus import clean
+from finlm.corpus import normalize
 
-MASK = clean.make_masker(clean.KINDS)
+MASK = normalize.make_masker(normalize.KINDS)
 
 
 # The numbers are made up: the identity card is the example of GB 11643, the cards are test numbers with Luhn's digit.
@@ -91,4 +91,4 @@ def test_other_numbers_of_finance_stay(text: str) -> None:
 
 def test_only_the_kinds_asked_for_are_masked() -> None:
     text = "手机13912345678，卡6222021234567890128"
-    assert clean.make_masker(["bank_card"])(text) == "手机13912345678，卡[银行卡号]"
+    assert normalize.make_masker(["bank_card"])(text) == "手机13912345678，卡[银行卡号]"

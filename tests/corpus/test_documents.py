@@ -12,7 +12,7 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.corpus import documents
+from finlm.corpus import documents, steps
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.sources import Input
 from finlm.corpus.workers import LocalEngine
@@ -144,7 +144,7 @@ def test_a_cut_archive_stops_by_default_and_gives_what_it_has_when_allowed(tmp_p
     assert "fetch it again" in caught.value.fix and "data.max_broken_fraction=0.01," in caught.value.fix
     (tmp_path / "again").mkdir()
     manifest, texts, broken = read(tmp_path / "again", path, allowed=0.01)
-    assert documents.list_cut_files(tmp_path / "again/step", manifest.inputs) == [str(path)]
+    assert steps.list_cut_files(tmp_path / "again/step", manifest.inputs) == [str(path)]
     assert texts == whole[: len(texts)] and len(texts) > 3000
     assert [item["line"] for item in broken] == [len(texts) + 1]
 

@@ -71,7 +71,7 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
         ("<p>一</p><P>二</P>", "一\n\n二"),
         ("<!--{img:4}-->图<script>var a = '<p>';</script>", "图"),
         ('<a href="x">链接</a>与<span style=font-weight: bold;>粗体</span>', "链接与粗体"),
-        ("<table><tr><td>营收</td><td>12</td></tr></table>", "营收\t\t12"),
+        ("<table><tr><td>营收</td><td>12</td></tr></table>", "营收\t12"),
         ("R&amp;D&nbsp;投入&gt;3%&#8212;", "R&D\xa0投入>3%—"),
         # Not HTML: FinCUGE's placeholder, comparisons, names with &, a bracketed English word.
         ("截至<N>年", "截至<N>年"),
@@ -86,6 +86,30 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
 )
 def test_only_html_is_removed_as_html(text: str, expected: str) -> None:
     assert normalise(normalize.strip_html(text)) == expected
+
+
+def test_a_table_keeps_a_line_a_row_however_its_source_is_written() -> None:
+    """Pretty-printed, with paragraphs within cells, empty cells, cells and rows that are not closed."""
+    head = "<table class='t'>\n <thead>\n  <tr>\n   <th>项目</th>\n   <th>2023年</th>\n   <th>2022年</th>\n  </tr>"
+    body = """
+     </thead>
+      <tr><td>
+        <p>营业收入</p>
+        <p>（万元）</p></td><td><b>1,200</b></td>
+        <td>&nbsp;</td></tr>
+      <TR><TD>净利润<TD>-3<TD>2<TR><TD COLSPAN=3>&nbsp;</TD></TR>
+      <tr><td>合计</td><td></td><td>8</td></tr></table>"""
+    expected = "前文\n项目\t2023年\t2022年\n营业收入 （万元）\t1,200\n净利润\t-3\t2\n合计\t\t8\n后文"
+    text = normalise(normalize.strip_html(f"前文{head}{body}后文"))
+    assert "\n".join(line for line in text.split("\n") if line) == expected
+
+
+def test_a_page_within_a_table_keeps_its_paragraphs() -> None:
+    long = "公司披露年度报告。" * 200
+    for cells in (f"<td><p>一</p><p>{long}</p></td><td>导航</td>", "<td><p>一</p>\n<p>二</p></td>"):
+        text = normalise(normalize.strip_html(f"<table><tr>{cells}</tr></table>"))
+        assert text.split("\n")[0].strip() == "一" and len(text.split("\n")) > 1
+    assert normalize.strip_html("<tr>" * 20_000 + " " * 100_000).strip() == ""
 
 
 @pytest.mark.parametrize(

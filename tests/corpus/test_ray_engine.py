@@ -113,6 +113,27 @@ def test_hosts_without_a_shared_disk_get_what_they_read_and_send_what_they_make(
     assert kept == {path.name for path in (cache.directory / "chunks").rglob("*.npz")}
 
 
+def test_chunks_that_are_kept_here_are_not_lost_on_a_host_that_does_not_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file's list of chunks is known, the other's is not though its chunk is; then one more source comes."""
+    wanted = corpus(tmp_path)
+    cache = Cache(tmp_path / "far" / "cache", build=True)
+    engine = FarEngine(cache.directory, monkeypatch)
+    local = hashes(prepare.run(wanted).directory)
+    with cache.lock_cache():
+        prepare.run_steps(wanted, cache, engine)
+        for step in (
+            *cache.directory.glob("documents-*"),
+            *list((cache.directory / "chunks/files").rglob("*.json"))[:1],
+        ):
+            shutil.rmtree(step) if step.is_dir() else step.unlink()
+        assert hashes(prepare.run_steps(wanted, cache, engine)) == local
+        shutil.copy(tmp_path / "one.jsonl.gz", tmp_path / "three.jsonl.gz")
+        grown = corpus(tmp_path, f"data.sources={tmp_path}/*.jsonl.gz")
+        assert hashes(prepare.run_steps(grown, cache, engine)) == hashes(prepare.run(grown).directory)
+
+
 def test_without_ray_the_command_to_install_it_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,8 +167,47 @@ def test_a_full_disk_names_its_host_and_other_errors_stay_what_they_are(tmp_path
     full, lost = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")
     with pytest.raises(UserError, match=f"the disk of {os.uname().nodename} is full"):
         ray_engine.work(Order(fail, full, (), ()), expect(tmp_path), None)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(OSError, match="Input/output") as other:
         ray_engine.work(Order(fail, lost, (), ()), expect(tmp_path), None)
+    assert other.value.__notes__ == [f"on {os.uname().nodename}"]
+    with pytest.raises(UserError, match="no text") as told:
+        ray_engine.work(Order(fail, UserError("no text", evidence="a.jsonl:3"), (), ()), expect(tmp_path), None)
+    assert told.value.evidence == f"a.jsonl:3\non {os.uname().nodename}"
+
+
+class TaskError(Exception):
+    """Ray's error of a task: its cause, or None where that could not be sent."""
+
+    def __init__(self, cause: Exception | None, text: str = "") -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("raised", "host", "problem", "evidence"),
+    [
+        (TaskError(ImportError("No module named 'orjson'")), "node7", "node7 belongs", "No module named 'orjson'"),
+        (RuntimeError("the runtime_env failed"), "node7", "node7 belongs", "runtime_env failed"),
+        (RuntimeError("the worker died"), "", "a worker was lost 4 times", "at rows.jsonl:7"),
+        (TaskError(UserError("bad row", evidence="on node7")), "", "bad row", "on node7\nat rows.jsonl:7"),
+    ],
+)
+def test_a_host_of_a_joined_cluster_that_fails_is_named_with_what_it_did(
+    raised: Exception, host: str, problem: str, evidence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = SimpleNamespace(RayTaskError=TaskError, RayError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=fail, exceptions=errors))
+    with pytest.raises(UserError, match=problem) as told:
+        ray_engine._get(raised, "rows.jsonl:7", host)
+    assert evidence in told.value.evidence
+
+
+def test_an_error_that_cannot_be_sent_says_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = SimpleNamespace(RayTaskError=TaskError, RayError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=fail, exceptions=errors))
+    with pytest.raises(TaskError) as told:
+        ray_engine._get(TaskError(None, "ip=10.0.0.7"), "rows.jsonl:7")
+    assert told.value.__notes__ == ["at rows.jsonl:7"]
 
 
 def test_only_the_cache_is_handed_out(tmp_path: Path) -> None:

@@ -8,17 +8,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finlm import prepare
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache
-from finlm.corpus import steps
+from finlm.corpus import encode, selection, steps
 from finlm.corpus.read import readers
 from finlm.corpus.workers import Context
 from finlm.recipe import recipe
-from finlm.rows.shards import Shards
+from finlm.rows import dialogues
+from finlm.rows.shards import Shard, Shards
 from finlm.world import writer
 
 from helpers import QUICKSTART
@@ -133,3 +135,119 @@ def test_a_weight_of_no_source_of_dialogues_is_refused_as_early(corpus: Path) ->
     wanted = recipe.load(QUICKSTART.with_name("sft.yaml"), settings).recipe
     with pytest.raises(UserError, match="exam_chat is no source"):
         steps.list_inputs(Context(wanted, Cache(corpus / "cache", build=True)))
+
+
+class Name(str):
+    """A source's name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__ne__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_sources_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 files every one is a source: shards, lengths and the index of rows take each of them once."""
+    count, document = 300, np.arange(9, dtype=np.uint16)
+    names = [Name(f"s{number}") for number in range(count)]
+    arrays = {"train.ids": document, "train.lengths": np.array([9]), "train.text_bytes": np.array([20])}
+    monkeypatch.setattr(Context, "map_kept", lambda self, name, function, tasks, most: (arrays for _ in tasks))
+    context = Context(recipe.load(QUICKSTART).recipe, Cache(tmp_path, build=True))
+    decisions = np.zeros(1, dtype=np.uint8)
+    tasks = [
+        encode.Task(name, tmp_path / "a.txt", decisions, tmp_path / "t", "", (1, 2), "uint16", "") for name in names
+    ]
+    monkeypatch.setattr(Name, "compared", 0)
+    entries = encode.write_shards(context, tmp_path, tasks, 20 * count)
+    assert [entry.source for entry in entries] == names
+    lengths = dict(selection._measure_lengths(tmp_path, entries))
+    assert [row.longest for row in lengths.values()] == [9] * count
+    shards = [Shard(entry.source, tmp_path / entry.file, 9, 1, 20, np.dtype("<u2")) for entry in entries]
+    assert len(dialogues.make_index(shards, "best_fit", 8).sources) == count
+    assert Name.compared < 20 * count
+
+
+FIRMS = ("海岚银行", "青禾证券", "北岭化工", "南浦航运", "东泽医药", "西陵电力", "江汀置业", "云岫软件")
+
+
+def announcements(path: Path, drop: str = "", at: int = 0) -> list[dict[str, str]]:
+    """Write 40 announcements each of eight firms over 40 days; row `at` has no field `drop`. Returns the rows."""
+    dice, rows = random.Random(7), []
+    for number in range(320):
+        words = "".join(chr(0x4E00 + dice.randrange(3000)) for _ in range(120))
+        day = f"2024-0{1 + number // 8 // 28}-{1 + number // 8 % 28:02d}"
+        rows.append({"text": f"{words}第{number}号", "firm": FIRMS[number % 8], "date": day})
+    rows[9]["text"] = rows[0]["text"][:-4] + "第9号"  # a form of two firms, of one day and the next
+    if drop:
+        del rows[at][drop]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return rows
+
+
+def sides(directory: Path, *overrides: str) -> tuple[list[int], dict[str, Any]]:
+    """Prepare announcements by the recipe; return the decision of each row, and the manifest of the shards."""
+    settings = (f"data.sources={directory}/a.jsonl", f"data.cache_dir={directory}/cache", "tokenizer.vocab_size=3600")
+    wanted = recipe.load(QUICKSTART, (*settings, "data.num_proc=1", "tokenizer.sample_bytes=1MB", *overrides)).recipe
+    shards = prepare.run(wanted)
+    cache = Cache(directory / "cache", build=False)
+    prepare.run_steps(wanted, cache)
+    step = next(path for path in cache.used if path.name.startswith("selection-"))
+    return np.load(step / "decisions.npy").tolist(), shards.manifest
+
+
+def test_all_documents_of_a_firm_are_on_one_side_and_the_leak_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = announcements(tmp_path / "a.jsonl")
+    decided, manifest = sides(tmp_path, "data.held_out_by=firm", "data.held_out_fraction=0.3")
+    by_firm = {firm: {code for row, code in zip(rows, decided, strict=True) if row["firm"] == firm} for firm in FIRMS}
+    out = [firm for firm, codes in by_firm.items() if codes == {selection.HELD_OUT}]
+    assert 0 < len(out) < 8 and all(by_firm[firm] == {selection.TRAIN} for firm in FIRMS if firm not in out)
+    is_leak = (rows[0]["firm"] in out) != (rows[9]["firm"] in out)
+    assert manifest["leak"] == {"documents": int(is_leak), "held_out": int(is_leak)}
+    assert f"leak: {int(is_leak)} training documents resemble" in capsys.readouterr().err
+    capped, _ = sides(tmp_path, "data.held_out_by=firm", "data.held_out_fraction=0.3", "data.held_out_documents=5")
+    assert capped.count(selection.HELD_OUT) == 5
+    assert [code == selection.TRAIN for code in capped] == [code == selection.TRAIN for code in decided]
+
+
+def test_documents_from_a_date_on_are_held_out_and_those_before_are_not(tmp_path: Path) -> None:
+    rows = announcements(tmp_path / "a.jsonl")
+    decided, manifest = sides(tmp_path, "data.held_out_from=2024-01-02")
+    assert [code == selection.HELD_OUT for code in decided] == [row["date"] >= "2024-01-02" for row in rows]
+    assert manifest["leak"] == {"documents": 1, "held_out": 1}  # rows 0 and 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("data.held_out_by=company",), "a.jsonl:1: nothing in field 'company', by which data.held_out_by holds out"),
+        (("data.held_out_by=firm", "data.max_broken_fraction=0"), "a.jsonl:4: nothing in field 'firm'"),
+        (("data.held_out_from=2024-01-09", "data.held_out_date_field=firm"), "'海岚银行', not a date as 2024-01-31"),
+    ],
+)
+def test_rows_without_the_field_are_refused_with_their_place_and_share(
+    tmp_path: Path, overrides: tuple[str, ...], says: str
+) -> None:
+    announcements(tmp_path / "a.jsonl", "firm" if "=firm" in overrides[0] else "", 3)
+    with pytest.raises(UserError, match=r"rows cannot be read \(.*%\)") as told:
+        sides(tmp_path, *overrides)
+    assert says in told.value.evidence
+
+
+def test_text_files_cannot_be_held_out_by_a_field_and_a_date_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("公司预计净利润同比增长一成。" * 9, "utf-8")
+    with pytest.raises(UserError, match=r"data.held_out_by: source b is text"):
+        sides(tmp_path, f"data.sources={tmp_path}/b.txt", "data.held_out_by=firm")
+    announcements(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"data.held_out_from holds out no document"):
+        sides(tmp_path, "data.held_out_from=2025-01-01")
+    with pytest.raises(UserError, match="held_out_from"):
+        sides(tmp_path, "data.held_out_from=2024-13-01")

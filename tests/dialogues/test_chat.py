@@ -262,6 +262,17 @@ def test_an_overlong_dialogue_is_split_cut_or_dropped_as_the_recipe_says(
     assert counts == counted
 
 
+def test_a_dialogue_that_is_left_out_or_not_cut_apart_is_not_counted_as_cut_or_split(model: Path) -> None:
+    counts = Counter[str]()
+    asked = turns("营业收入是多少？" * 20, "三亿元。")["messages"]
+    with pytest.raises(Refused, match="before the answer begins"):
+        list(encoder(model, limit=40, overlong="truncate").pieces(asked, counts))
+    assert not +counts
+    both = turns("营业收入是多少？" * 20, "三亿元。", "净利润是多少？", "五千万元。")["messages"]
+    assert len(list(encoder(model, limit=40).pieces(both, counts))) == 1
+    assert counts == {encode.LEFT_OUT: 1}
+
+
 def test_sentencepiece_tokenizers_and_transformers_give_the_same_ids_and_text(
     finished: tuple[RunDir, str], tmp_path: Path
 ) -> None:

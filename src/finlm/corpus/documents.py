@@ -20,7 +20,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import numpy.typing as npt
 
 from finlm.base import files, screen, step_cache, units
 from finlm.base.step_cache import Cache, Step
-from finlm.corpus import clean, suspects
+from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input, Split
@@ -38,6 +37,7 @@ from finlm.recipe.schema_data import Clean
 
 VERSION = 3
 INDEX = np.dtype([("end", "<u8"), ("characters", "<u4"), ("hash", "<u8", (2,))])
+SIDES = np.dtype([*INDEX.descr, ("group", "<u8"), ("day", "<u4")])  # a hash of held_out_by's value; YYYYMMDD
 
 _SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl
 _VALUES = 10_000  # different values of a counted field, above which it is no category but an identity
@@ -58,6 +58,7 @@ class Task:
     where: Where
     rules: Clean
     chunk: Path  # without a suffix
+    kept: Parsed | None = None  # its record, for a host that does not have its files
 
     def writes(self) -> tuple[Path, ...]:
         """Return the files of the chunk, in the order in which they are written; none where it is kept."""
@@ -261,7 +262,8 @@ def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
 
 def _settings(item: Input) -> list[Any]:
     """Return the settings of an input that decide how its rows are read, for cache keys."""
-    return [item.format, item.text_field, dict(item.meta), item.encoding, item.null_text]
+    how = [item.format, item.text_field, dict(item.meta), item.encoding, item.null_text]
+    return [*how, dict(item.sides)] if item.sides else how
 
 
 def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task]:
@@ -271,14 +273,19 @@ def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task
     numbers = {path: number for number, path in enumerate(paths)}
     for digest, parts in span.known:
         where = tuple((paths[number], line) for number, line in parts)
-        yield Task(span.number, how, (), where, store.rules, store.chunk(digest, how))
+        chunk = store.chunk(digest, how)
+        kept = Parsed.load(chunk)
+        if kept is None:
+            raise step_cache.file_changed(chunk.with_suffix(".json"))
+        yield Task(span.number, how, (), where, store.rules, chunk, kept)
     if span.known:
         return
     listed = []
     for blocks in _bundles(readers.blocks(span.item, advance)):
         digest, where = _digest(blocks), tuple(part for block in blocks for part in _parts(block))
         chunk = store.chunk(digest, how)
-        yield Task(span.number, how, () if Parsed.load(chunk) else blocks, where, store.rules, chunk)
+        kept = Parsed.load(chunk)
+        yield Task(span.number, how, () if kept else blocks, where, store.rules, chunk, kept)
         listed.append([digest, [[numbers[path], line] for path, line in where]])
     if span.item.sha256:
         files.write_text(span.record, json.dumps(listed))
@@ -359,25 +366,17 @@ class _Tally:
         )
 
 
-def list_cut_files(directory: Path, inputs: Sequence[InputRead]) -> list[str]:
-    """Return the names of files that end too early, from the broken.jsonl in directory."""
-    if not any(item.cut for item in inputs):
-        return []
-    return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
-
-
 def parse(task: Task) -> Parsed:
-    """Parse and clean a task's rows into its chunk, or load the chunk when the task has no blocks. Runs in a worker."""
-    kept = None if task.blocks else Parsed.load(task.chunk)
-    return replace(kept or _parse(task), number=task.number, where=task.where)
+    """Parse and clean a task's rows into its chunk, unless it is kept; return its record. Runs in a worker."""
+    return replace(task.kept or _parse(task), number=task.number, where=task.where)
 
 
 def _parse(task: Task) -> Parsed:
     """Parse, clean and hash the task's rows; write the chunk's .txt, .npy and last .json, and return its counts."""
     result = Parsed(values={name: Counter() for name in task.item.meta})
     rows = _read_rows(task, result)
-    texts, characters = [], []
-    cleaned = suspects.clean_texts(_load_cleaner(task.rules), [row.text for _, _, row in rows])
+    texts, characters, sides = [], [], list[tuple[int, int]]()
+    cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
     for (part, line, row), (text, reason) in zip(rows, cleaned, strict=True):
         if reason is not None:
             result.dropped[reason] += 1
@@ -386,12 +385,17 @@ def _parse(task: Task) -> Parsed:
             continue
         texts.append(text.encode("utf-8"))
         characters.append(len(text))
-        for name, value in row.meta.items():
-            result.values[name][value] += 1
+        for name in task.item.meta:
+            result.values[name][row.meta[name]] += 1
+        if task.item.sides:
+            value = hashlib.blake2b(row.meta.get("held_out_by", "").encode(), digest_size=8).digest()
+            sides.append((int.from_bytes(value, "little"), int(row.meta.get("held_out_from", 0))))
     result.cut = any(block.cut for block in task.blocks)
     if texts:
         hashes = b"".join([hashlib.blake2b(text, digest_size=16).digest() for text in texts])
-        index = np.empty(len(texts), dtype=INDEX)
+        index = np.empty(len(texts), dtype=SIDES if sides else INDEX)
+        if sides:
+            index["group"], index["day"] = np.array(sides, dtype=np.uint64).T
         index["end"], index["characters"] = np.cumsum([len(text) for text in texts]), characters
         index["hash"] = np.frombuffer(hashes, dtype="<u8").reshape(-1, 2)
         packed = io.BytesIO()
@@ -426,7 +430,7 @@ def chunk_files(path: Path) -> tuple[Path, Path]:
 
 
 def read_index(path: Path) -> npt.NDArray[Any]:
-    """Return a chunk's records: INDEX [documents]."""
+    """Return a chunk's records: INDEX [documents], or SIDES where the recipe holds out by a field."""
     index: npt.NDArray[Any] = np.load(path.with_suffix(".npy"))
     return index
 
@@ -442,9 +446,3 @@ def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
 def read_texts(path: Path, wanted: npt.NDArray[np.bool_]) -> Iterator[str]:
     """Yield the wanted documents of a chunk as strings; wanted is bool [documents]."""
     return (text.decode("utf-8") for text in read_bytes(path, wanted))
-
-
-@lru_cache(1)
-def _load_cleaner(rules: Clean) -> clean.Cleaner:
-    """Return the cleaner of these rules, built once per process: a keyword list is an automaton of megabytes."""
-    return clean.Cleaner(rules)

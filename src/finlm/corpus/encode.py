@@ -160,16 +160,17 @@ def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_
     used = max(1, text_bytes // readers.BLOCK_BYTES)  # a worker takes 0.3 s to start
     with step_cache.bar("shards", text_bytes, fast_bytes=20_000_000) as advance:
         kept = context.map_kept("encoded", encode_chunk, [(task.key(), task) for task in tasks], used)
+        before = ""
         for task, arrays in zip(tasks, kept, strict=True):
-            for (source, _), stream in streams.items():
-                if source != task.source:
-                    stream.close()  # its last chunk has come: the tasks are in the order of the sources
+            for key in ((before, split) for split in SPLITS if before != task.source):
+                if key in streams:
+                    streams[key].close()  # its last chunk has come: the tasks are in the order of the sources
+            before = task.source
             for split in (split for split in SPLITS if f"{split}.ids" in arrays):
                 encoded = Encoded(*(arrays[f"{split}.{name}"] for name in Encoded._fields))
-                stream = streams.setdefault(
-                    (task.source, split), _Stream(directory, split, task.source, context.data.shard_tokens)
-                )
-                stream.add(encoded)
+                if (task.source, split) not in streams:
+                    streams[task.source, split] = _Stream(directory, split, task.source, context.data.shard_tokens)
+                streams[task.source, split].add(encoded)
                 advance(int(encoded.text_bytes.sum()))
     for stream in streams.values():
         stream.close()
@@ -298,6 +299,7 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
             "encoder": encoder,
             "tokenizer_sha256": tokenizer.manifest["sha256"],
             "totals": selection.totals(entries),
+            **({"leak": chosen.leak} if chosen.leak else {}),
             "shards": [entry.to_json() for entry in entries],
         }
 

@@ -214,8 +214,13 @@ class Verifier:
         chunks: Sequence[documents.Chunk],
         text_bytes: npt.NDArray[np.integer],
         threshold: float,
+        by_facts: bool = True,
     ) -> None:
-        """Keep the signatures, the chunks with the texts, and the size of each text in bytes: [documents]."""
+        """Keep the signatures, the chunks with the texts, and the size of each text in bytes: [documents].
+
+        by_facts: refuse a pair whose right document has facts that the left lacks.
+        """
+        self._by_facts = by_facts
         self._table = table
         self._chunks = chunks
         self._first = np.array([chunk.rows.start for chunk in chunks])
@@ -272,7 +277,9 @@ class Verifier:
         return same
 
     def _says_nothing_new(self, left: int, right: int) -> bool:
-        """Return whether document left has all facts of document right."""
+        """Return whether document left has all facts of document right; True where facts do not count."""
+        if not self._by_facts:
+            return True
         if len(self._facts) > _KEPT_FACTS:
             self._facts.clear()
         for number in (left, right):
@@ -363,6 +370,31 @@ def find_near_duplicates(
         f"({step.manifest['compared']:,} pairs compared)",
     )
     return step
+
+
+def count_leak(
+    context: Context, directory: Path, read: Documents, table: selection.Table, decision: selection.Decisions
+) -> dict[str, int]:
+    """Return how many training documents are as similar as the threshold to one held out, whatever their figures.
+
+    {"documents": of training, "held_out": held-out documents that one of them resembles most}.
+    """
+    signatures, held_out = _sign(context, directory, read.chunks), decision == selection.HELD_OUT
+    compare = Verifier(signatures, read.chunks, table.text_bytes, context.data.dedup.threshold, by_facts=False)
+
+    def verify(left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
+        """Compare the pairs of a held-out document with one of training."""
+        same: npt.NDArray[np.bool_] = held_out[left] & ~held_out[right]
+        same[same] = compare(left[same], right[same])
+        return same
+
+    ranks = np.empty(len(decision), dtype=np.int64)
+    ranks[np.argsort(~held_out, kind="stable")] = np.arange(len(decision))
+    wanted = (decision <= selection.HELD_OUT) & _find_signed(signatures)
+    like, _ = find_likes(signatures, ranks, wanted, verify)
+    signatures.remove()
+    leaked = like[like != np.arange(len(like))]
+    return {"documents": len(leaked), "held_out": len(np.unique(leaked))}
 
 
 def read_likes(step: Step | None) -> npt.NDArray[np.uint32] | None:

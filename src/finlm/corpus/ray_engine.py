@@ -23,7 +23,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
     """Do an order in a Ray worker and return its Answer.
 
     store: handle of the launching host's Store, for a host without the shared cache. Raises UserError for a full disk,
-    and what the function raises.
+    and what the function raises; each names the host.
     """
     host, is_shared = os.uname().nodename, check_host(expected)
     try:
@@ -150,14 +150,17 @@ def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
                 files.write_bytes(path, ray.get(store.read.remote(path)))
         value = order.function(order.task)
         made = {path: path.read_bytes() for path in order.writes if path.is_file()} if not is_shared else {}
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"the disk of {host} is full",
-            evidence=f"{error.strerror} in {expected.cache}",
-            fix="free space there, or set data.cache_dir to a larger disk; finished chunks are kept",
-        ) from None
+    except UserError as error:
+        raise UserError(error.problem, evidence=f"{error.evidence}\non {host}".strip(), fix=error.fix) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk of {host} is full",
+                evidence=f"{error.strerror} in {expected.cache}",
+                fix="free space there, or set data.cache_dir to a larger disk; finished chunks are kept",
+            ) from None
+        error.add_note(f"on {host}")
+        raise
     return Answer(host, value, made)
 
 
@@ -278,13 +281,15 @@ class _Connection:
             ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(check_host)
             for node in nodes
         ]
-        shared = [_get(ask.remote(self._expected), "checking the hosts") for ask in asked]
+        answers = [ask.remote(self._expected) for ask in asked]
+        names = [name for name, _ in nodes.values()]
+        shared = [_get(answer, "checking it", name) for answer, name in zip(answers, names, strict=True)]
         if not all(shared):
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self._store = ray.remote(num_cpus=0, scheduling_strategy=here)(Store).remote(self._expected.cache)
-        apart = [name for (name, _), is_shared in zip(nodes.values(), shared, strict=True) if not is_shared]
+        apart = [name for name, is_shared in zip(names, shared, strict=True) if not is_shared]
         screen.say(
-            f"Ray: {self.count} workers on {', '.join(name for name, _ in nodes.values())}"
+            f"Ray: {self.count} workers on {', '.join(names)}"
             + (f"; chunks of {', '.join(apart)}, which do not share data.cache_dir, are sent here" if apart else "")
         )
 
@@ -348,8 +353,11 @@ class _Pending(Generic[Result]):
         return value
 
 
-def _get(reference: Any, place: str) -> Any:
-    """Return a task's result. Raises what it raised, or UserError when Ray could not do it; both say the place."""
+def _get(reference: Any, place: str, host: str = "") -> Any:
+    """Return a task's result. Raises what it raised, or UserError when Ray could not do it; both say the place.
+
+    host: the only host that may do it, "" for any; an import that fails there is then a UserError about it.
+    """
     import ray
 
     try:
@@ -358,14 +366,24 @@ def _get(reference: Any, place: str) -> Any:
         cause = error.cause
         if isinstance(cause, UserError):
             raise UserError(cause.problem, evidence=f"{cause.evidence}\nat {place}".strip(), fix=cause.fix) from None
-        if error.cause is None:
-            raise
-        with suppress(AttributeError):
-            error.cause.add_note(f"at {place}")
-        raise error.cause from error
+        if host and isinstance(cause, ImportError):
+            raise _unfit_error(host, cause) from None
+        (cause or error).add_note(f"at {place}" + f" on {host}" * bool(host))
+        raise cause or error from None
     except ray.exceptions.RayError as error:
+        if host:
+            raise _unfit_error(host, error) from None
         raise UserError(
             f"a worker was lost {RETRIES + 1} times on the same chunk, or its host has no memory",
             evidence=f"at {place}\n{type(error).__name__}: {str(error).strip()[:400]}",
             fix="take the rows from there out and run again; if the kernel log says out of memory, lower data.num_proc",
         ) from None
+
+
+def _unfit_error(host: str, error: Exception) -> UserError:
+    """Return the UserError for a host on which no worker starts."""
+    return UserError(
+        f"{host} belongs to the Ray cluster and cannot run finlm's workers",
+        evidence=f"{type(error).__name__}: {str(error).strip()[:400]}",
+        fix=f"install the same on {host}: bash scripts/setup.sh, then {INSTALL}; or take it out of the cluster",
+    )

@@ -14,12 +14,10 @@ origins of the prepared data. In memory: about 80 bytes a document, 1 GB for 12 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,17 +70,31 @@ class Table:
     characters: npt.NDArray[np.uint32]
     text_bytes: npt.NDArray[np.int64]
     hash: npt.NDArray[np.uint64]  # [documents, 2]
+    group: npt.NDArray[np.uint64] | None = None  # of held_out_by, as in documents.SIDES; None: no field decides
+    day: npt.NDArray[np.uint32] | None = None
 
     @classmethod
     def read(cls, chunks: Sequence[documents.Chunk]) -> Table:
         """Read the index of every chunk."""
         indexes = [documents.read_index(chunk.path) for chunk in chunks] or [np.empty(0, dtype=documents.INDEX)]
         counts = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
+        is_sided = [index.dtype == documents.SIDES for index in indexes]
+        sides = [
+            np.concatenate(
+                [
+                    index[name] if has else np.zeros(len(index), kind)
+                    for index, has in zip(indexes, is_sided, strict=True)
+                ]
+            )
+            for name, kind in (("group", np.uint64), ("day", np.uint32))
+            if any(is_sided)
+        ]
         return cls(
             np.repeat(np.array([chunk.input for chunk in chunks], dtype=np.int32), counts),
             np.concatenate([index["characters"] for index in indexes]),
             np.concatenate([np.diff(index["end"].astype(np.int64), prepend=0) for index in indexes]),
             np.concatenate([index["hash"] for index in indexes]),
+            *sides,
         )
 
     def rows_of(self, number: int) -> slice:
@@ -146,14 +158,38 @@ def hold_out(
         repeats = np.flatnonzero(like != np.arange(len(like)))
         of_world = (settled[like[repeats]] == HELD_OUT) & (settled[repeats] != HELD_OUT)
         decision[repeats] = np.where(of_world, NEAR_HELD_OUT, NEAR_DUPLICATE)
+    apart = _find_apart(table, splits, settings)
     for number, split in enumerate(splits):
         if split == "share":
             here = np.flatnonzero(decision[table.rows_of(number)] == TRAIN) + table.rows_of(number).start
-            decision[here] = _split_source(equal[here], hashes[here, 0], settings)
+            if apart is None:
+                decision[here] = _split_source(equal[here], hashes[here, 0], settings)
+                continue
+            here = here[apart[here]]
+            decision[here] = RESERVED
+            decision[here[np.argsort(hashes[here, 0], kind="stable")][: settings.held_out_documents]] = HELD_OUT
     # Without dedup, one source's held-out document may stand in another source; a prompt may in any case.
-    apart = _in_group_of(together, np.isin(decision, (HELD_OUT, RESERVED)))
-    decision[(decision == TRAIN) & apart] = EQUALS_HELD_OUT
+    alike = _in_group_of(together, np.isin(decision, (HELD_OUT, RESERVED)))
+    decision[(decision == TRAIN) & alike] = EQUALS_HELD_OUT
     return decision
+
+
+def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | None:
+    """Return which documents are kept out of training by a field: bool [documents]; None where no field decides.
+
+    By held_out_by those whose value's hash is in the lowest held_out_fraction, of two values at least one and never
+    all; by held_out_from those of that day and later.
+    """
+    if table.group is None or table.day is None:
+        return None
+    apart = np.zeros(len(table.source), dtype=np.bool_)
+    if settings.held_out_from:
+        apart = table.day >= int(settings.held_out_from.replace("-", ""))
+    values = np.unique(table.group[np.array([split == "share" for split in splits])[table.source]])
+    if settings.held_out_by and settings.held_out_fraction and len(values) > 1:
+        limit = np.uint64(min(2**64 - 1, int(settings.held_out_fraction * 2**64)))
+        apart |= (table.group <= max(limit, values[0])) & (table.group < values[-1])
+    return apart
 
 
 def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
@@ -194,6 +230,7 @@ class Selection:
     def __init__(self, step: Step) -> None:
         self.path, self.key = step.path, step.key
         self.counts = Counts(step.manifest["sources"], step.manifest["total"])
+        self.leak: dict[str, int] = step.manifest.get("leak", {})  # near.count_leak
         self.total = self.counts.total
 
     def decisions(self) -> Decisions:
@@ -225,7 +262,7 @@ def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping
     all empty.
     """
     empty = [source for source, row in counts.items() if row["kept"] == 0]
-    used = {entries[source] for source in counts if source not in empty}
+    used = {entries[source] for source, row in counts.items() if row["kept"]}
     for source in empty:
         if entries[source] not in used:
             reasons = ", ".join(f"{counts[source][name]:,} {name.replace('_', ' ')}" for name in (*_READ, *NAMES[1:]))
@@ -291,71 +328,6 @@ def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64],
     return decision
 
 
-_SAMPLES = 20  # of each source and reason
-_EXCERPT = 120  # characters
-
-
-def write_samples(
-    path: Path,
-    chunks: Sequence[documents.Chunk],
-    decision: Decisions,
-    like: npt.NDArray[np.uint32] | None,
-) -> None:
-    """Write samples of the documents left out: JSON lines {source, reason, document, start}.
-
-    Near-duplicates also have {like, like_start}, the document that they were dropped for.
-    """
-    samples = list(_samples(chunks, decision, like))
-    wanted = np.unique(
-        [number for sample in samples for number in (sample.document, sample.like) if number is not None]
-    )
-    starts = dict(_read_starts(chunks, wanted.astype(np.int64)))
-    with path.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            row = sample._asdict() | {"start": starts[sample.document]}
-            if sample.like is None:
-                del row["like"]
-            else:
-                row["like_start"] = starts[sample.like]
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-class _Sample(NamedTuple):
-    source: str
-    reason: str
-    document: int
-    like: int | None
-
-
-def _samples(
-    chunks: Sequence[documents.Chunk], decision: Decisions, like: npt.NDArray[np.uint32] | None
-) -> Iterator[_Sample]:
-    """Yield the first 20 left-out documents of each source and reason, and of near-duplicates the kept one."""
-    taken: dict[tuple[str, int], int] = {}
-    for chunk in chunks:
-        here = decision[chunk.rows]
-        for code in np.unique(here[here > HELD_OUT]).tolist():
-            left = _SAMPLES - taken.get((chunk.source, code), 0)
-            chosen = (np.flatnonzero(here == code)[:left] + chunk.rows.start).tolist()
-            taken[chunk.source, code] = taken.get((chunk.source, code), 0) + len(chosen)
-            for number in chosen:
-                is_near = code in (NEAR_DUPLICATE, NEAR_HELD_OUT) and like is not None
-                yield _Sample(
-                    chunk.source, NAMES[code], number, int(like[number]) if is_near and like is not None else None
-                )
-
-
-def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
-    """Yield (number, first 120 characters) of the documents with these ascending numbers."""
-    for chunk in chunks:
-        here = numbers[slice(*np.searchsorted(numbers, [chunk.rows.start, chunk.rows.stop]))]
-        if len(here):
-            wanted = np.zeros(chunk.rows.stop - chunk.rows.start, dtype=np.bool_)
-            wanted[here - chunk.rows.start] = True
-            for number, text in zip(here.tolist(), documents.read_texts(chunk.path, wanted), strict=True):
-                yield number, text[:_EXCERPT]
-
-
 EDGES = (0, *(2**power for power in range(5, 18)))  # tokens; the last class is open
 
 
@@ -419,15 +391,12 @@ class Lengths:
 
 def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
     """Yield (source, lengths of its training documents) from the shards' .idx files, for each source that has any."""
-    for source in dict.fromkeys(entry.source for entry in entries):
-        parts = [
-            np.diff(np.fromfile((directory / entry.file).with_suffix(".idx"), dtype="<u8").astype(np.int64))
-            for entry in entries
-            if entry.source == source and entry.split == "train"
-        ]
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        if not len(lengths):
-            continue
+    by_source: dict[str, list[Path]] = {}
+    for entry in entries:
+        if entry.split == "train":
+            by_source.setdefault(entry.source, []).append((directory / entry.file).with_suffix(".idx"))
+    for source, paths in by_source.items():
+        lengths = np.concatenate([np.diff(np.fromfile(path, dtype="<u8").astype(np.int64)) for path in paths])
         kind = np.searchsorted(EDGES, lengths, side="right") - 1
         numbers = np.bincount(kind, minlength=len(EDGES)).tolist()
         tokens = np.bincount(kind, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()

@@ -7,12 +7,14 @@ nowhere else; the next step depends on the key of the one before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from finlm.base import files, step_cache, units
 from finlm.base.errors import UserError
@@ -55,7 +57,7 @@ def list_inputs(context: Context) -> list[Input]:
         if source.synthetic is None:
             if not context.cache.build and source.path is not None and not _has_files(source):
                 raise NotPrepared("sources")
-            inputs += sources.find_inputs(source, key, fetch=context.cache.build)
+            inputs += _with_sides(sources.find_inputs(source, key, fetch=context.cache.build), context.data.sides)
             continue
         step = make_synthetic(context, source.synthetic)
         prefix = f"{source.name}-" if source.name else ""
@@ -66,6 +68,18 @@ def list_inputs(context: Context) -> list[Input]:
     _check_weights(context.recipe, [item.source for item in sources.check_names(inputs) if item.split != "held_out"])
     hashes = context.cache.fingerprints([path for item in inputs for path in item.paths])
     return [sources.verify_hashes(item, [hashes[path] for path in item.paths]) for item in inputs]
+
+
+def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input]:
+    """Return the inputs with the fields by which the recipe holds out. Raises UserError for text files."""
+    for item in inputs:
+        if sides and item.format in ("txt", "lines"):
+            raise UserError(
+                f"data.{next(iter(sides))}: source {item.source} is text, whose documents have no field",
+                evidence=str(item.paths[0]),
+                fix="give JSON lines, parquet or Arrow, or take the key out",
+            )
+    return [replace(item, sides=sides) for item in inputs]
 
 
 def _has_files(source: Source) -> bool:
@@ -173,9 +187,16 @@ def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
         f"{sum(item.rows for item in read.inputs):,} rows of {len({item.source for item in read.inputs})} sources, "
         f"{sum(item.broken for item in read.inputs):,} broken, {dropped:,} dropped, "
         f"{units.format_bytes(sum(item.bytes for item in read.inputs))}"
-        f"{readers.describe_cut(documents.list_cut_files(step.path, read.inputs))}",
+        f"{readers.describe_cut(list_cut_files(step.path, read.inputs))}",
     )
     return read
+
+
+def list_cut_files(directory: Path, inputs: Sequence[documents.InputRead]) -> list[str]:
+    """Return the names of files that end too early, from the broken.jsonl in directory."""
+    if not any(item.cut for item in inputs):
+        return []
+    return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
 
 
 class _Sample(NamedTuple):
@@ -239,14 +260,17 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
     }
     near_step = near.find_near_duplicates(context, read, others, settle)
 
-    def make(directory: Path) -> selection.Counts:
+    sides = {key: (field, getattr(context.data, key)) for key, field in context.data.sides.items()}
+
+    def make(directory: Path) -> dict[str, Any]:
         """Write decisions.npy and dropped.jsonl into directory; return the counts."""
         table, like = selection.Table.read(read.chunks), near.read_likes(near_step)
         decision = selection.hold_out(table, splits, context.data, settle(), like)
         counts = selection.count_decisions(table, decision, read.inputs)
         selection.write_decisions(directory, decision)
-        selection.write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
-        return selection.Counts(counts, selection.total_counts(counts))
+        _write_samples(directory / "dropped.jsonl", read.chunks, decision, like)
+        leak = {"leak": near.count_leak(context, directory, read, table, decision)} if sides else {}
+        return asdict(selection.Counts(counts, selection.total_counts(counts))) | leak
 
     depends_on = {
         "version": selection.VERSION,
@@ -255,9 +279,23 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         "held_out_fraction": context.data.held_out_fraction,
         "held_out_documents": context.data.held_out_documents,
         **others,
-    }
-    step = context.cache.step("selection", depends_on, lambda directory: asdict(make(directory)), read.count)
+    } | ({"sides": [sides, context.data.dedup.threshold]} if sides else {})
+    space = read.count * (1 + bool(sides) * 2 * ngrams.BYTES_A_DOCUMENT)
+    step = context.cache.step("selection", depends_on, make, space)
     chosen = Selection(step)
+    _say_selection(context, step, chosen, sides)
+    if context.cache.build:
+        empty = selection.find_empty_sources(chosen.counts.sources, {item.source: item.entry for item in inputs})
+        if empty:
+            context.say(step, f"nothing to train on in {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}")
+    return chosen
+
+
+def _say_selection(context: Context, step: Step, chosen: Selection, sides: Mapping[str, tuple[str, Any]]) -> None:
+    """Print what is dropped, held out and kept. Raises UserError where a field holds out nothing.
+
+    sides: the field and the setting of each key of Data.sides.
+    """
     total = chosen.total
     dropped = ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in selection.NAMES[2:] if total[name])
     context.say(
@@ -265,8 +303,83 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
         f"{dropped or 'nothing'} dropped; {total['held_out']:,} held out, kept {total['kept']:,} "
         f"({units.format_bytes(total['bytes'])})",
     )
-    if context.cache.build:
-        empty = selection.find_empty_sources(chosen.counts.sources, {item.source: item.entry for item in inputs})
-        if empty:
-            context.say(step, f"nothing to train on in {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}")
-    return chosen
+    if sides:
+        if context.cache.build and not total["held_out"]:
+            raise UserError(
+                f"data.{next(iter(sides))} holds out no document",
+                evidence=", ".join(f"{key}: field {field}, {value}" for key, (field, value) in sides.items()),
+                fix="correct the field or the date, raise data.held_out_fraction, or take the key out",
+            )
+        context.say(
+            step,
+            f"leak: {chosen.leak['documents']:,} training documents resemble {chosen.leak['held_out']:,} held-out ones "
+            f"(5-grams, {context.data.dedup.threshold:g} or more)",
+        )
+
+
+_SAMPLES = 20  # of each source and reason
+_EXCERPT = 120  # characters
+
+
+def _write_samples(
+    path: Path,
+    chunks: Sequence[documents.Chunk],
+    decision: selection.Decisions,
+    like: npt.NDArray[np.uint32] | None,
+) -> None:
+    """Write samples of the documents left out: JSON lines {source, reason, document, start}.
+
+    Near-duplicates also have {like, like_start}, the document that they were dropped for.
+    """
+    samples = list(_samples(chunks, decision, like))
+    wanted = np.unique(
+        [number for sample in samples for number in (sample.document, sample.like) if number is not None]
+    )
+    starts = dict(_read_starts(chunks, wanted.astype(np.int64)))
+    with path.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            row = sample._asdict() | {"start": starts[sample.document]}
+            if sample.like is None:
+                del row["like"]
+            else:
+                row["like_start"] = starts[sample.like]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class _Dropped(NamedTuple):
+    source: str
+    reason: str
+    document: int
+    like: int | None
+
+
+def _samples(
+    chunks: Sequence[documents.Chunk], decision: selection.Decisions, like: npt.NDArray[np.uint32] | None
+) -> Iterator[_Dropped]:
+    """Yield the first 20 left-out documents of each source and reason, and of near-duplicates the kept one."""
+    taken: dict[tuple[str, int], int] = {}
+    for chunk in chunks:
+        here = decision[chunk.rows]
+        for code in np.unique(here[here > selection.HELD_OUT]).tolist():
+            left = _SAMPLES - taken.get((chunk.source, code), 0)
+            chosen = (np.flatnonzero(here == code)[:left] + chunk.rows.start).tolist()
+            taken[chunk.source, code] = taken.get((chunk.source, code), 0) + len(chosen)
+            for number in chosen:
+                is_near = code in (selection.NEAR_DUPLICATE, selection.NEAR_HELD_OUT) and like is not None
+                yield _Dropped(
+                    chunk.source,
+                    selection.NAMES[code],
+                    number,
+                    int(like[number]) if is_near and like is not None else None,
+                )
+
+
+def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+    """Yield (number, first 120 characters) of the documents with these ascending numbers."""
+    for chunk in chunks:
+        here = numbers[slice(*np.searchsorted(numbers, [chunk.rows.start, chunk.rows.stop]))]
+        if len(here):
+            wanted = np.zeros(chunk.rows.stop - chunk.rows.start, dtype=np.bool_)
+            wanted[here - chunk.rows.start] = True
+            for number, text in zip(here.tolist(), documents.read_texts(chunk.path, wanted), strict=True):
+                yield number, text[:_EXCERPT]

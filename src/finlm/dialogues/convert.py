@@ -24,7 +24,7 @@ import numpy as np
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step, bar
-from finlm.corpus import clean, selection, steps
+from finlm.corpus import normalize, selection, steps
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input
@@ -38,7 +38,7 @@ from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Sft
 from finlm.tokens import pretrained
 
-VERSION = 8
+VERSION = 9
 BEYOND = "beyond_context"  # rows longer than what the start model reads at once, among the counts
 CHECKED = 50  # dialogues of each block whose text and prompt are encoded and decoded once more
 _SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decide tokens; the rest is about rows
@@ -70,6 +70,11 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     """
     recipe = context.recipe
     assert recipe.chat is not None
+    if recipe.data.sides:
+        raise UserError(
+            f"data.{next(iter(recipe.data.sides))} holds out documents, and stage {recipe.stage} reads dialogues",
+            fix="take the key out; dialogues are held out by data.held_out_fraction",
+        )
     sft = recipe.sft or Sft()
     inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in steps.list_inputs(context)]
     rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
@@ -160,7 +165,7 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
     Runs in a worker.
     """
     encoder = encode.encoder(task.tokenizer, task.rules, task.limit)
-    mask = clean.make_masker(task.mask) if task.mask else str
+    mask = normalize.make_masker(task.mask) if task.mask else str
     known = templates.KNOWN if task.stage == "sft" else encode.KNOWN
     result = Encoded(task.number)
     for row in itertools.islice(parsing.parse_dialogues(task.block), most):

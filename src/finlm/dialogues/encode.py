@@ -88,10 +88,10 @@ class Encoder:
         elif self.rules.chat.overlong == "drop":
             raise LeftOut("longer than a row")
         elif self.rules.chat.overlong == "truncate":
-            counts["truncated"] += 1
             cut = Encoded(encoded.ids[: self.rules.limit], encoded.mask[: self.rules.limit])
             if not any(cut.mask):
                 raise LeftOut("longer than a row before the answer begins")
+            counts["truncated"] += 1
             yield cut
         else:
             yield from self._parts(messages, counts, tools)
@@ -161,7 +161,7 @@ class Encoder:
             done = end
         if not parts:
             raise LeftOut("longer than a row")
-        counts.update({"split": 1, LEFT_OUT: lost} if lost else {"split": 1})
+        counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
         """Encode the released code's way: prompt and answer each a text behind its <s>, with a </s> after each.

@@ -113,15 +113,20 @@ class Spool:
         decision[(decision == selection.TRAIN) & np.isin(pieces["alike"], apart)] = selection.EQUALS_HELD_OUT
         kept = np.isin(np.arange(len(dialogues)), pieces["dialogue"][decision == selection.TRAIN])
         dialogues[(dialogues == selection.TRAIN) & ~kept] = selection.EQUALS_HELD_OUT
-        for number, tally in enumerate(tallies):
-            tally.counts.update(selection.NAMES[code] for code in dialogues[inputs == number].tolist())
-        names = np.array([tally.item.source for tally in tallies])
-        source, ends = names[inputs[pieces["dialogue"]]], np.cumsum(pieces["tokens"], dtype=np.int64)
+        codes = len(selection.NAMES)
+        made = np.bincount(inputs * codes + dialogues, minlength=len(tallies) * codes).reshape(-1, codes)
+        for tally, counts in zip(tallies, made.tolist(), strict=True):
+            tally.counts.update({name: count for name, count in zip(selection.NAMES, counts, strict=True) if count})
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(t.item.source for t in tallies))}
+        source = np.array([numbers[tally.item.source] for tally in tallies])[inputs[pieces["dialogue"]]]
+        ends = np.cumsum(pieces["tokens"], dtype=np.int64)
         entries = []
         for split, code in zip(selection.SPLITS, (selection.TRAIN, selection.HELD_OUT), strict=True):
-            for name in dict.fromkeys(names.tolist()):
-                chosen = np.flatnonzero((decision == code) & (source == name))
-                entries += [self._write(split, name, pieces[chosen], ends[chosen])] if len(chosen) else []
+            chosen = np.flatnonzero(decision == code)
+            chosen = chosen[np.argsort(source[chosen], kind="stable")]
+            groups = np.split(chosen, np.searchsorted(source[chosen], np.arange(1, len(numbers))))
+            for name, group in zip(numbers, groups, strict=True):
+                entries += [self._write(split, name, pieces[group], ends[group])] if len(group) else []
         (self._directory / "spool.bin").unlink()
         (self._directory / "spool.mask").unlink()
         return entries

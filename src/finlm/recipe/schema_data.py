@@ -7,6 +7,7 @@ recipe switches on what the XuanYuan reports list beyond that: punctuation, keyw
 from __future__ import annotations
 
 import codecs
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
@@ -152,6 +153,14 @@ def _encoding(value: Any) -> Any:
 Encoding = Annotated[str, BeforeValidator(_encoding)]
 
 
+def _date(value: Any) -> Any:
+    """Return a date as text, YYYY-MM-DD. Raises ValueError for text that is none; other values are returned."""
+    return date.fromisoformat(str(value)).isoformat() if isinstance(value, (str, date)) else value
+
+
+Date = Annotated[str, BeforeValidator(_date)]
+
+
 class Synthetic(Section):
     """The embedded corpus (world/writer.py)."""
 
@@ -233,6 +242,15 @@ class Data(Section):
     held_out_documents: Int = Field(
         500, description="At most so many of them are held out a source; the rest is reserved."
     )
+    held_out_by: str | None = Field(
+        None,
+        description="Field of every row, as a company's code: all documents of a value are trained on, or none is. "
+        "held_out_fraction is then of the values.",
+    )
+    held_out_from: Date | None = Field(
+        None, description="Date (YYYY-MM-DD) from which on documents are kept out of training, instead of a share."
+    )
+    held_out_date_field: str = Field("date", description="held_out_from: the field of every row with its date.")
     max_broken_fraction: Fraction = Field(
         0.001, description="Share of unreadable rows, or of dialogues unusable ones, above which prepare stops."
     )
@@ -267,6 +285,12 @@ class Data(Section):
     prepared: str | None = Field(
         None, description="Use these prepared shards, of the same stage and tokenizer, instead of the sources."
     )
+
+    @property
+    def sides(self) -> dict[str, str]:
+        """The fields that decide on which side a document is, by the key that names them."""
+        dated = {"held_out_from": self.held_out_date_field} if self.held_out_from else {}
+        return ({"held_out_by": self.held_out_by} if self.held_out_by else {}) | dated
 
 
 # No user:password@, which would be written to every place that the recipe is.

@@ -199,8 +199,10 @@ def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) 
     """Return the index of the rows of these shards; write nothing."""
     parts, sources = [], []
     offset = 0  # of the source's first token over all shards
-    for name in dict.fromkeys(shard.source for shard in shards):
-        members = [shard for shard in shards if shard.source == name]
+    by_source: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_source.setdefault(shard.source, []).append(shard)
+    for name, members in by_source.items():
         starts = document_bounds(members) + offset
         parts.append(pieces(packing, starts, sequence_length))
         sources.append(SourceRows(name, len(parts[-1].first) - 1, int(parts[-1].length.sum())))

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
     """Yield the rows of a block of JSON lines or text lines."""
     assert isinstance(block.data, bytes)
     path, field, read = block.path, item.text_field, _json if block.kind == "jsonl" else _plain
-    is_simple = block.kind == "jsonl" and not item.meta
+    is_simple = block.kind == "jsonl" and not item.meta and not item.sides
     loads, make = orjson.loads, Row._make
     for number, line in enumerate(block.data.split(b"\n"), block.first):
         if is_simple:  # what nearly all rows are, in a third of the time that the general way takes
@@ -88,17 +89,15 @@ def parse_json(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
-        # Joined files have the mark at each beginning.
-        return json.loads(
-            line.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-        )  # slower; takes NaN and such halves, and says better what is wrong
+        # Slower; takes NaN and such halves, says better what is wrong. Joined files have the mark at each beginning.
+        return json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
 
 
 def _json(path: Path, number: int, line: bytes, item: Input) -> Row:
     """Parse a line of JSON into a Row, broken when it is no JSON or has no text."""
     try:
         row = parse_json(line)
-        text, meta = _text(row, item), _meta(row, item.meta)
+        text, meta = _text(row, item), _meta(row, item)
         text.encode("utf-8")  # what cannot be written is broken
     except (ValueError, RecursionError) as error:  # UnicodeError and JSONDecodeError are ValueErrors
         return Row(path, number, "", {}, explain_error(error, line, item.encoding), line)
@@ -142,7 +141,7 @@ def _parse_table(block: Block, item: Input) -> Iterator[Row]:
         try:
             if broken:
                 raise ValueError(broken)
-            text, meta = _text(value, item), _meta(value, item.meta)
+            text, meta = _text(value, item), _meta(value, item)
             yield Row(block.path, number, text, meta, "", text[:_EXCERPT].encode("utf-8", "replace"))
         except ValueError as error:
             yield Row(block.path, number, "", {}, str(error), str(value)[:_EXCERPT].encode("utf-8", "replace"))
@@ -173,20 +172,32 @@ def _text(row: Any, item: Input) -> str:
     return text
 
 
-def _meta(row: Mapping[str, Any], fields: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the counted fields of a row as strings, "" for a missing one.
+def _meta(row: Mapping[str, Any], item: Input) -> Mapping[str, str]:
+    """Return the counted fields of a row as strings, "" for a missing one, and those that decide its side.
 
-    Raises ValueError for half of a surrogate pair.
+    Raises ValueError for half of a surrogate pair, and for a side's field that is missing, empty or no date.
     """
     values = {}
-    for name, field in fields.items():
+    for name, field in (*item.meta.items(), *item.sides.items()):
         value = row.get(field, _inner(row, field))
         values[name] = "" if value is _MISSING or value is None else str(value)
+        if name in item.sides and not values[name]:
+            raise ValueError(f"nothing in field {field!r}, by which data.{name} holds out")
+        if name == "held_out_from":
+            values[name] = _day(field, values[name])
         try:
             values[name].encode("utf-8")
         except UnicodeEncodeError:
             raise ValueError(f"half of a surrogate pair in field {field!r}") from None
     return values
+
+
+def _day(field: str, value: str) -> str:
+    """Return a date's or time's day as YYYYMMDD. Raises ValueError."""
+    try:
+        return f"{date.fromisoformat(value[:10].replace('/', '-')):%Y%m%d}"
+    except ValueError:
+        raise ValueError(f"field {field!r} is {value[:20]!r}, not a date as 2024-01-31") from None
 
 
 def _inner(row: Any, field: str) -> Any:
@@ -232,9 +243,7 @@ class Reader(NamedTuple):
     """The functions that read a source's rows, to judge it by its first rows."""
 
     blocks: Callable[[Input, Advance], Iterator[Block]]
-    first: Callable[
-        [Block, Input, int], tuple[int, list[BrokenRow]]
-    ]  # (rows looked at, broken ones) of a block's first rows
+    first: Callable[[Block, Input, int], tuple[int, list[BrokenRow]]]  # (rows, broken ones) of a block's first
     formats: Sequence[str] = ()  # of rows, where more is asked of them than a text
 
 

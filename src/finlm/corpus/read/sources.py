@@ -48,6 +48,7 @@ class Input:
     meta: Mapping[str, str] = field(default_factory=dict)  # fields whose values are counted, by name
     encoding: str = "auto"
     null_text: str = "broken"
+    sides: Mapping[str, str] = field(default_factory=dict)  # Data.sides
     expected: str = ""  # the sha256 or the revision that the recipe names
     sha256: tuple[str, ...] = ()  # of each file
     entry: str = ""  # its place in the recipe, for messages
@@ -55,7 +56,7 @@ class Input:
     def identity(self) -> list[Any]:
         """Return everything that the input's documents depend on, for step keys."""
         how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
-        return [self.source, self.split, *how, *self.sha256]
+        return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
 
     def files_with_hashes(self) -> Iterator[tuple[Path, str]]:
         """Yield (file, its SHA-256) of every file; "" where the files are not hashed."""
