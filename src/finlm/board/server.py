@@ -32,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from finlm.base import language, screen
+from finlm.base import language, machine, screen
 from finlm.base.errors import UserError
 from finlm.board import actions, pages
 from finlm.board.pages import Missing, Page
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
     board = pages.Board(options.runs, options.hostfile, options.allow_actions)
     settings = Settings(board, language.current(), options.host, _token(options))
-    with _listen(options.host, options.port) as listening:
+    with machine.listen(options.host, options.port) as listening:
         where = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{where}:{listening.getsockname()[1]}/"
         screen.show(address + (f"?{urlencode({'token': settings.token})}" if settings.token else ""))
@@ -105,20 +105,6 @@ def _token(options: argparse.Namespace) -> str | None:
             )
         return str(token)
     return secrets.token_urlsafe(24) if options.host not in LOCAL or options.allow_actions else None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Raises UserError when it cannot."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except (OSError, OverflowError) as error:
-        fix = "give another --port (0 takes any that is free) or --host"
-        raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
-    return listening
 
 
 def app(settings: Settings) -> Starlette:

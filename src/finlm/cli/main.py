@@ -54,12 +54,15 @@ def extra_of(module: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of argv (default: sys.argv) and return the process's exit code."""
+    """Run the command of argv (default: sys.argv), print a user's mistake, and return the process's exit code."""
     language.use(language.choose(sys.argv[1:] if argv is None else argv))
     try:
         options = cli_options.parser().parse_args(argv)
         screen.send_results(to_stderr=getattr(options, "json", False))
         return _run(options)
+    except UserError as error:
+        screen.fail(error)
+        return error.exit_code
     finally:
         screen.flush()
         screen.send_results(to_stderr=False)
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code (130: Ctrl-C); user mistakes and missing packages are printed."""
+    """Run the command and return its exit code (130: Ctrl-C). Print missing packages and files; raise UserError."""
     gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
@@ -76,9 +79,6 @@ def _run(options: argparse.Namespace) -> int:
     try:
         cli_hosts.resolve(options)
         return COMMANDS[options.command](options)
-    except UserError as error:
-        screen.fail(error)
-        return error.exit_code
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
         if extra is None:
