@@ -112,9 +112,9 @@ def app(settings: Settings) -> Starlette:
     site = _Site(settings)
     routes = [
         Route("/", site.page(lambda board, ask: pages.runs(board, ask.get("q", "")))),
-        Route("/runs/{name}", site.page(lambda board, ask: pages.run(board, ask["name"], ask["lang"]))),
+        Route("/runs/{name}", site.page(_run, reads_runs=True)),
         Route("/runs/{name}/report", site.report),
-        Route("/compare", site.page(lambda board, ask: pages.compare(board, ask.getlist("run"), ask["lang"]))),
+        Route("/compare", site.page(_compare, reads_runs=True)),
         Route("/recipes", site.page(lambda board, ask: pages.recipes(board))),
         Route("/recipes/plan", site.page(lambda board, ask: pages.plan(board, ask))),
         Route("/recipes/diff", site.page(lambda board, ask: pages.diff(board, ask.get("a", ""), ask.get("b", "")))),
@@ -140,6 +140,14 @@ class Asked(dict[str, str]):
         super().__init__(request.query_params)
         self.update({name: str(value) for name, value in request.path_params.items()}, lang=lang)
         self.getlist = request.query_params.getlist
+
+
+def _run(board: pages.Board, ask: Asked) -> Page:
+    return pages.run(board, ask["name"], ask["lang"])
+
+
+def _compare(board: pages.Board, ask: Asked) -> Page:
+    return pages.compare(board, ask.getlist("run"), ask["lang"])
 
 
 def _cookie(request: Request) -> str:
@@ -213,16 +221,26 @@ class _Site:
         if not 0 <= int(request.headers.get("content-length") or -1) <= _MOST_BYTES:
             raise HTTPException(413, f"at most {_MOST_BYTES:,} bytes")
 
-    def page(self, make: Callable[[pages.Board, Any], Page]) -> Callable[[Request], Response]:
-        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake."""
+    def page(
+        self, make: Callable[[pages.Board, Any], Page], *, reads_runs: bool = False
+    ) -> Callable[[Request], Response]:
+        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake.
+
+        reads_runs: it shows runs' files, which may be damaged: that is said, and is no bug.
+        """
 
         def answer(request: Request) -> Response:
             lang = self._lang(request)
+            ask = Asked(request, lang)
             try:
-                made, status = make(self.settings.board, Asked(request, lang)), 200
+                return self._render(request, make(self.settings.board, ask), 200, lang)
             except UserError as error:
-                made, status = pages.problem(error), 200 if "part" in request.query_params else 422
-            return self._render(request, made, status, lang)
+                wrong = error
+            except pages.DAMAGED as error:
+                if not reads_runs:
+                    raise
+                wrong = pages.damaged([ask["name"]] if "name" in ask else ask.getlist("run"), error)
+            return self._render(request, pages.problem(wrong), 200 if "part" in ask else 422, lang)
 
         return answer
 
