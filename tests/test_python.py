@@ -57,7 +57,7 @@ def test_a_run_is_opened_by_its_directory(finished: tuple[RunDir, str]) -> None:
 
 
 def test_what_cannot_be_read_is_a_mistake_with_a_fix(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no recipe|cannot read the recipe"):
+    with pytest.raises(UserError, match="cannot read the recipe"):
         finlm.load_recipe(tmp_path / "none.yaml")
     with pytest.raises(UserError) as caught:
         finlm.open_run(tmp_path / "none")
