@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace) -> int:
         dry_run.print_steps(training)
         return 0
     if options.adapter:
-        commands = pipeline.adapt(training, options.adapter)
+        commands = dry_run.adapt(training, options.adapter)
         screen.send_results(to_stderr=False)
         screen.write("".join(f"{command}\n" for command in commands))
         return 0
