@@ -281,11 +281,21 @@ def test_lm_eval_gets_the_same_prompts(run: RunDir, exam: Suite, tmp_path: Path)
     assert prompts_written == {p.question.sha256: (p.text, "ABCD".index(p.question.answer)) for p in asked}
 
 
-def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(run: RunDir) -> None:
-    lone = Opened(**(vars(open_model(run.export)) | {"run": None}))
-    with pytest.raises(UserError, match="not trained on one"):
-        questions.read_questions("exam", None, suite.find_world(lone, None))
-    assert questions.read_questions("exam", None, suite.find_world(lone, QUICKSTART)).questions
+def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lone = shutil.copytree(run.export, tmp_path / "lone")
+    asked = ["eval", str(lone), "--suite", "exam", "--limit", "2", "--answers", str(tmp_path / "answers")]
+    assert main.main([*asked, "--world", "quickstart"]) == 0, "a recipe's short name"
+    assert "a random 2 of 1,000 questions" in capsys.readouterr().out
+    monkeypatch.setattr(suite, "open_model", lambda _: pytest.fail("the model was loaded"))
+    for options, words in (
+        ([], "this model was not trained on one"),
+        (["--world", "xuanyuan-6b"], "trains on none"),
+        (["--world", "none"], "cannot read the recipe none"),
+    ):
+        assert main.main([*asked, *options]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def resolve(options: argparse.Namespace) -> None:
     """
     ways: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
-        "parent": recipe_file,
+        **dict.fromkeys(("parent", "world"), recipe_file),
         "run_dir": lambda text: run_directory(text, must_exist=True),
         "run_dirs": lambda text: run_directory(text, must_exist=True),
         "recipes": lambda text: text if options.command == "new" else recipe_or_run(text),

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finlm.base import language, runs, screen
+from finlm.base import language, rundir, runs, screen
 from finlm.base.errors import UserError
 from finlm.cli import hosts as cli_hosts
 from finlm.cli import options as cli_options
@@ -222,10 +222,14 @@ def _eval(options: argparse.Namespace) -> int:
         suite.show_perplexity(measured)
         _print_json(options, measured)
         return 0
-    if options.suite not in ("exam", "recall"):
-        from finlm.evals import questions
+    from finlm.evals import questions
 
-        questions.read_questions(options.suite, options.data, None)  # told before torch and the model are loaded
+    # What is missing is told before torch and the model are loaded.
+    run = rundir.run_of(options.checkpoint)
+    if options.suite not in questions.OF_WORLD:
+        questions.read_questions(options.suite, options.data, None)
+    elif run is not None or (options.checkpoint / "config.json").is_file():
+        questions.find_world(options.suite, run, options.world)
     from finlm.evals import suite
 
     wanted = suite.Options(options.suite, **{key: getattr(options, key) for key in keys})

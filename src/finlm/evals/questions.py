@@ -26,8 +26,10 @@ import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
 from finlm.corpus import contamination
 from finlm.dialogues import scoring
+from finlm.recipe import recipe as recipes
 from finlm.recipe.schema_data import Synthetic
 from finlm.world.companies import Dice, World
 from finlm.world.exam import CLOSED_BOOK, LETTERS, exam
@@ -65,6 +67,7 @@ FETCH: dict[str, str] = _SUITES["fetch"]
 
 
 Name = Literal["exam", "recall", "financeiq", "ceval", "fineval"]
+OF_WORLD: tuple[Name, ...] = ("exam", "recall")  # their questions are made
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
 _COLUMNS = ("question", "a", "b", "c", "d", "answer")
@@ -96,15 +99,25 @@ class Suite:
     is_released: bool | None  # None where no hash of the released set is known
 
 
+def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic:
+    """Return the fictional world that a recipe, by default the run's own, trains on. Raises UserError without any."""
+    file = recipe or (run.recipe if run else None)
+    sources = recipes.load(file).recipe.data.sources if file else []
+    world = next((source.synthetic for source in sources if source.synthetic), None)
+    if world is None:
+        who = f"{recipe} trains on none" if recipe else "this model was not trained on one"
+        raise UserError(
+            f"--suite {name} asks about a fictional world, and {who}",
+            fix="evaluate a run whose recipe has data.sources: [{synthetic: ...}], or name such a recipe: "
+            "--world quickstart",
+        )
+    return world
+
+
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
-    """Read a suite's questions from the folder `data`, or make those about `world`. Raises UserError."""
-    if name in ("exam", "recall"):
-        if world is None:
-            raise UserError(
-                f"--suite {name} asks about a fictional world, and this model was not trained on one",
-                fix="evaluate a run whose recipe has data.sources: [{synthetic: ...}], or name the world: "
-                "--world '{size: 12MB, held_out_size: 600KB, seed: 7}'",
-            )
+    """Read a suite's questions from the folder `data`, or make those of OF_WORLD about `world`. Raises UserError."""
+    if name in OF_WORLD:
+        assert world is not None
         questions, examples = _make_questions(name, world)
     else:
         if data is None:

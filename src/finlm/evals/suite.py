@@ -35,7 +35,6 @@ from finlm.evals.answering import Mode
 from finlm.evals.questions import Count, Interval, Name, Question, Scores
 from finlm.inference.open import Opened, load_trained, open_model
 from finlm.recipe import recipe as recipes
-from finlm.recipe.schema_data import Synthetic
 from finlm.rows import dialogues
 from finlm.rows.shards import Rows, Shard, Shards
 from finlm.tokens import pretrained
@@ -208,7 +207,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
     """Read a suite, get the model's answers, and score them."""
-    suite = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
+    suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template else "likelihood")
     shots = count_examples(options, mode)
     selected = draw_questions(suite.questions, options.limit)
@@ -243,6 +242,13 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
     )
 
 
+def _read_questions(opened: Opened, options: Options) -> questions.Suite:
+    """Return the suite's questions, of exam and recall those about the world of --world or of the model's run."""
+    asks_about_world = options.suite in questions.OF_WORLD
+    world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
+    return questions.read_questions(options.suite, options.data, world)
+
+
 def count_examples(options: Options, mode: Mode) -> int:
     """Return how many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
     if options.shots is None:
@@ -250,14 +256,6 @@ def count_examples(options: Options, mode: Mode) -> int:
     if options.shots and mode == "cloze":
         raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
     return options.shots
-
-
-def find_world(opened: Opened, path: Path | None) -> Synthetic | None:
-    """Return the fictional world that a recipe, by default the run's own, was trained on; None without any."""
-    file = path or (opened.run.recipe if opened.run else None)
-    if file is None:
-        return None
-    return next((source.synthetic for source in recipes.load(file).recipe.data.sources if source.synthetic), None)
 
 
 def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Question]:
@@ -328,7 +326,7 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
         )
     shots = count_examples(options, "likelihood")
     opened = open_model(checkpoint)
-    asked = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
+    asked = _read_questions(opened, options)
     by_subject: dict[str, list[dict[str, object]]] = {}
     for prompt in answering.continuations(opened, asked, draw_questions(asked.questions, options.limit), shots):
         row = {"prompt": prompt.text, "answer": LETTERS.index(prompt.question.answer), "id": prompt.question.sha256}
