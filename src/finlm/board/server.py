@@ -16,12 +16,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -34,9 +36,13 @@ from starlette.routing import Route
 
 from finlm.base import language, machine, screen
 from finlm.base.errors import UserError
-from finlm.board import actions, pages
+from finlm.board import pages
 from finlm.board.pages import Missing, Page
+from finlm.recipe import derive
 from finlm.record.report import run_page as report
+
+if TYPE_CHECKING:
+    from finlm.inference.chat import Talker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 _MOST_BYTES = 2**16  # of what a browser may send
@@ -160,7 +166,7 @@ class _Site:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.talk = actions.Talk()
+        self.talk = Talk()
 
     async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         """Refuse who may not ask, and send the headers that bind the browser."""
@@ -293,7 +299,7 @@ class _Site:
     async def fork(self, request: Request) -> Response:
         """Save a fork of a recipe and return its path as JSON."""
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
-        return await self._act(lambda: {"path": actions.fork(self.settings.board, form)})
+        return await self._act(lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
         """Return a model's answer as JSON."""
@@ -316,3 +322,54 @@ def _static(request: Request) -> Response:
     if path is None:
         raise HTTPException(404, "no such file")
     return FileResponse(path, headers={"Cache-Control": "no-cache"})
+
+
+# What the board does beside reading, with --allow-actions only
+
+_TEMPERATURE, _TOKENS = 0.7, 256
+
+
+def save_fork(board: pages.Board, form: Mapping[str, str]) -> str:
+    """Write recipes/NAME/<file> with the values of the form and return its path. Raises UserError and Missing."""
+    wanted = pages.Wanted.read(board, form.get("recipe", ""), form)
+    pages.find_recipe(wanted.name)
+    return str(derive.fork(form.get("name", ""), Path(wanted.name), overrides=wanted.overrides))
+
+
+class Talk:
+    """Answers chat requests; keeps the model that was loaded last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._talker: Talker | None = None
+
+    def answer(self, board: pages.Board, name: str, body: bytes) -> str:
+        """Return the model's answer to a conversation, or its continuation of a text. Raises UserError and Missing."""
+        run, messages = pages.find_run(board, name), _messages(body)
+        with self._lock:
+            if (run.export / "chat_template.jinja").is_file():
+                return self._open(Path(run.export)).ask(messages, _TEMPERATURE, _TOKENS).text
+            from finlm.inference import export  # loads torch
+
+            return export.generate(run.export, messages[-1]["content"], tokens=64)
+
+    def _open(self, path: Path) -> Talker:
+        from finlm.inference.chat import Talker  # loads torch
+        from finlm.inference.open import open_model
+
+        if self._talker is None or self._path != path:
+            self._path, self._talker = path, Talker(open_model(path))
+        return self._talker
+
+
+def _messages(body: bytes) -> list[dict[str, str]]:
+    """Return the messages of a request body. Raises UserError when it holds no conversation."""
+    try:
+        sent: Any = orjson.loads(body)
+        found = [{"role": str(row["role"]), "content": str(row["content"])} for row in sent["messages"]]
+    except (ValueError, KeyError, TypeError):
+        found = []
+    if not found or any(row["role"] not in ("user", "assistant") for row in found) or not found[-1]["content"].strip():
+        raise UserError("no conversation was sent", fix="write something")
+    return found

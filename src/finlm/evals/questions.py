@@ -67,9 +67,9 @@ FETCH: dict[str, str] = _SUITES["fetch"]
 
 
 Name = Literal["exam", "recall", "financeiq", "ceval", "fineval"]
-OF_WORLD: tuple[Name, ...] = ("exam", "recall")  # their questions are made
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
+OF_WORLD: tuple[Name, ...] = ("exam", "recall")  # their questions are made
 _COLUMNS = ("question", "a", "b", "c", "d", "answer")
 
 
