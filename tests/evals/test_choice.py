@@ -94,12 +94,19 @@ def test_the_shots_counted_are_those_shown(opened: Opened, exam: Suite, shots: i
     [
         (("--suite", "exam", "--shots", "3", "--mode", "cloze"), "shows no examples"),
         (("--suite", "exam", "--mode", "cloze", "--write-lm-eval", "out"), "leave out --mode cloze"),
+        (("--suite", "recall", "--data", "questions"), "--data has no meaning for --suite recall"),
+        (("--suite", "recall", "--mode", "published"), "is the way of FinanceIQ's own code"),
         (("--limit", "3", "--write-lm-eval", "out"), "--limit, --write-lm-eval: only questions"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(
-    run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    words: str,
 ) -> None:
+    monkeypatch.setattr(suite, "open_model", lambda _: pytest.fail("the model was loaded"))
     assert main.main(["eval", str(run.path), *options]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
@@ -279,6 +286,11 @@ def test_lm_eval_gets_the_same_prompts(run: RunDir, exam: Suite, tmp_path: Path)
             prompts_written[row["id"]] = (row["prompt"], row["answer"])
     asked = answering.continuations(open_model(run.path), exam, suite.draw_questions(exam.questions, 25), 1)
     assert prompts_written == {p.question.sha256: (p.text, "ABCD".index(p.question.answer)) for p in asked}
+
+
+def test_an_export_has_no_perplexity(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["eval", str(run.export)]) == 2
+    assert "is a model alone, without held-out text" in capsys.readouterr().err
 
 
 def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(

@@ -215,6 +215,11 @@ def _eval(options: argparse.Namespace) -> int:
         given = [f"--{key.replace('_', '-')}" for key in (*keys, "write_lm_eval") if getattr(options, key) is not None]
         if given:
             raise UserError(f"{', '.join(given)}: only questions have that", fix="name them, for example --suite exam")
+        if (options.checkpoint / "config.json").is_file():
+            raise UserError(
+                f"{options.checkpoint} is a model alone, without held-out text",
+                fix="give a run or one of its checkpoints; any model answers questions: --suite exam",
+            )
         checkpoint = runs.complete_checkpoint(options.checkpoint)  # a wrong path is told before torch is loaded
         from finlm.evals import suite
 

@@ -169,11 +169,7 @@ def evaluate(checkpoint: Path, options: Options) -> Result:
 
     Says on stderr when that row cannot be written. Raises UserError for options that do not fit the suite or the model.
     """
-    if options.mode == "published" and options.suite != "financeiq":
-        raise UserError(
-            f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
-            fix="ask with --mode likelihood, chat or cloze",
-        )
+    check_options(options)
     opened = open_model(checkpoint)
     result = _ask_suite(opened, options)
     if opened.run is not None:
@@ -182,6 +178,24 @@ def evaluate(checkpoint: Path, options: Options) -> Result:
         except OSError as error:  # somebody else's run
             screen.say(f"not recorded in the run: {error}")
     return result
+
+
+def check_options(options: Options) -> None:
+    """Raise UserError for options that do not go together, before a model is loaded."""
+    of_world = options.suite in questions.OF_WORLD
+    useless = "--data" if of_world and options.data else "--world" if options.world and not of_world else None
+    if useless:
+        raise UserError(
+            f"{useless} has no meaning for --suite {options.suite}",
+            fix="--world goes with exam and recall, --data with the other suites",
+        )
+    if options.mode == "published" and options.suite != "financeiq":
+        raise UserError(
+            f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
+            fix="ask with --mode likelihood, chat or cloze",
+        )
+    if options.shots and options.mode == "cloze":
+        raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
 
 
 def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
@@ -250,11 +264,9 @@ def _read_questions(opened: Opened, options: Options) -> questions.Suite:
 
 
 def count_examples(options: Options, mode: Mode) -> int:
-    """Return how many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
+    """Return how many solved questions stand before each."""
     if options.shots is None:
         return questions.EXAMPLES if mode in ("likelihood", "published") else 0
-    if options.shots and mode == "cloze":
-        raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
     return options.shots
 
 
@@ -324,6 +336,7 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
         raise UserError(
             "only likelihoods of letters are written as lm-eval tasks", fix=f"leave out --mode {options.mode}"
         )
+    check_options(options)
     shots = count_examples(options, "likelihood")
     opened = open_model(checkpoint)
     asked = _read_questions(opened, options)
