@@ -153,13 +153,8 @@ def claims() -> dict[str, list[str]]:
                 f"{name}/README.md) | {name.partition('-')[2][:-1]} B"
                 for name in ("xuanyuan-13b", "xuanyuan-70b", "xuanyuan3-70b")
             ),
-            *(
-                "(llama2-7b-fincorpus/README.md) | 7 B",
-                "| 100 x 8 A800",
-                "| 16 A100-80G, then 8 H800",
-                "| 8 x A800",
-                "2 x A100-40G + 2 x V100",
-            ),
+            *("(llama2-7b-fincorpus/README.md) | 7 B", "2 x A100-40G + 2 x V100"),
+            *("| 100 x 8 A800", "| 16 A100-80G, then 8 H800", "| 8 x A800"),
             *("16k context", "| 8 x A100-80G", "| 2 + 4 A800-80G", "A100-80G"),
         ],
         "CONTRIBUTING.md": [

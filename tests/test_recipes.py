@@ -22,8 +22,8 @@ every_recipe = pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.p
 
 
 @cache
-def planned(path: Path) -> tuple[Recipe, Plan]:
-    wanted = recipe.load(path).recipe
+def planned(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Recipe, Plan]:
+    wanted = recipe.load(path, overrides).recipe
     return wanted, planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
 
 
@@ -89,11 +89,20 @@ def test_what_is_not_public_is_marked(path: Path) -> None:
 def test_the_other_numbers_of_the_llama2_page_come_from_the_planner() -> None:
     path = ROOT / "recipes/llama2-7b-fincorpus/pretrain.yaml"
     page = (path.parent / "README.md").read_text(encoding="utf-8")
-    auto = ["zero.stage=auto", "zero.offload_optimizer=auto", "zero.offload_param=auto"]
-    wanted = recipe.load(path, auto).recipe
-    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
-    assert plan.days is not None
-    assert f"{plan.tokens_per_second:,.0f} tokens/s, {format_duration(plan.days * 86400)}" in page
+    auto = ("zero.stage=auto", "zero.offload_optimizer=auto", "zero.offload_param=auto")
+    alone = "hardware.hosts=[{name: a100, slots: 2, gpu: A100-40G, memory: 256GiB}]"
+    for overrides in (
+        auto,
+        (*auto, alone, "batch.micro_batch=auto", "train.recompute=auto"),
+        (*auto, "hardware.network_gbit=200"),
+    ):
+        plan = planned(path, overrides)[1]
+        assert plan.days is not None
+        assert f"{plan.tokens_per_second:,.0f} tokens/s, {format_duration(plan.days * 86400)}" in page
+        assert (
+            f"{format_bytes(plan.gpu_bytes)} of {format_bytes(plan.gpu_memory_bytes)}" in page or alone not in overrides
+        )
+    plan = planned(path, auto)[1]
     assert any("38.0 GiB of 31.8 GiB" in reason for reason in plan.reasons)
     theirs = planned(path)[1]
     assert theirs.tokens_per_second is not None

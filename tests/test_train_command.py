@@ -21,8 +21,10 @@ from finlm.base.rundir import RunDir
 from finlm.base.runs import is_finished
 from finlm.cli import main
 from finlm.doctor import preflight
-from finlm.launch import restart
+from finlm.inference import export
+from finlm.launch import restart, start
 from finlm.recipe import recipe
+from finlm.record.report import run_page
 
 import dialogues
 from helpers import QUICKSTART, ROOT, TINY, finlm, sets
@@ -89,6 +91,28 @@ def test_a_run_that_was_cut_after_training_is_completed_not_trained_again(
     assert [row["kind"] for row in run.read_events()][-4:] == ["end", "export", "sample", "prediction"]
     about = files.read_json(run.finished)
     assert is_finished(run) and (about["steps"], about["promises_kept"]) == (20, None)
+
+
+def test_a_report_that_cannot_be_written_hides_no_failure(
+    finished: tuple[RunDir, str],
+    tiny: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(words: str) -> None:
+        raise OSError(words)
+
+    run = copied(finished[0], tmp_path, "end")
+    shutil.rmtree(run.export)
+    monkeypatch.setattr(export, "export", lambda *_: fail("the export failed"))
+    monkeypatch.setattr(run_page, "build", lambda *_, **__: fail("the report failed"))
+    told: list[str] = []
+    monkeypatch.setattr(start, "notify", lambda *words: told.append(words[-1]))
+    with pytest.raises(OSError, match="the export failed"):
+        main.main(["train", str(QUICKSTART), *sets(tiny), "--runs", str(tmp_path)])
+    assert "report.html could not be written: the report failed" in capsys.readouterr().err
+    assert told == ["the export failed"]
 
 
 def dry_run(*options: str | Path) -> dict[str, tuple[str, str]]:

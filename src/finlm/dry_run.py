@@ -1,9 +1,11 @@
-"""Print the steps of `finlm train --dry-run`: every step of pipeline.py with what is done and what is to do."""
+"""What `finlm train` does instead of training: list the steps (--dry-run), write another launcher's files (--print)."""
 
 from __future__ import annotations
 
 from finlm import pipeline, prepare
 from finlm.base import screen
+from finlm.base.rundir import RunDir
+from finlm.launch import adapters
 from finlm.plan.plan import Plan
 from finlm.recipe import parents, weights
 from finlm.record import trackers
@@ -95,7 +97,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
 
 
 def _look_after_launch(t: pipeline.Training) -> Known:
-    """Return the known state of the steps from `train` to `promises`."""
+    """Return the known state of the steps from `train` to `expectations`."""
     known: Known = {}
     if t.is_trained:
         known["train"] = DONE, f"{t.plan.steps:,} steps"
@@ -112,5 +114,21 @@ def _look_after_launch(t: pipeline.Training) -> Known:
         known["sample"] = NOT_NEEDED, "a reward model writes nothing"
     known["questions"] = (TO_DO, ", ".join(t.recipe.eval.suites)) if t.recipe.eval.suites else (NOT_NEEDED, "none")
     if t.recipe.expect is None:
-        known["promises"] = TO_DO, "compare with the plan; the recipe has no expect: for this"
+        known["expectations"] = TO_DO, "compare with the plan; the recipe has no expect: for this"
     return known
+
+
+def adapt(t: pipeline.Training, adapter: str) -> list[str]:
+    """Make or find the run directory and write another launcher's files; return the commands to type.
+
+    adapter: torchrun, accelerate, slurm, k8s or ray.
+    """
+    if parents.is_recipe(t.recipe.model.init_from):
+        pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))
+    for place, named in weights.reward_recipes(t.recipe):
+        pipeline.judge_by(t, place, lineage.export_directory(named, t.runs))
+    for act in (pipeline.prepare_data, pipeline.make_plan, pipeline.find_unfinished):
+        act(t)
+    t.resumed = None if t.is_trained else t.resumed
+    pipeline.open_run(t)
+    return adapters.write(adapter, RunDir(t.run.path.absolute()), t.recipe, Plan.read(t.run.plan), t.hosts)

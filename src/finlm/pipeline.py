@@ -23,7 +23,7 @@ from finlm.base.runs import COMPLETION, RunFailed, lock_run, reserve_run
 from finlm.dialogues import lint
 from finlm.doctor import gather, network, preflight
 from finlm.hosts import checkpoint_parts
-from finlm.launch import adapters, restart, start
+from finlm.launch import restart, start
 from finlm.launch.head import HostsBack
 from finlm.plan import show
 from finlm.plan.plan import Plan
@@ -58,7 +58,7 @@ class Training:
     findings: list[preflight.Finding | lint.Finding] = field(default_factory=list)  # steps labels and hosts
     facts: gather.AllFacts = field(default_factory=dict)  # step hosts: what doctor saw
     run: RunDir = field(init=False)  # step run directory
-    outcome: expectations.Outcome | None = None  # step promises
+    outcome: expectations.Outcome | None = None  # step expectations
     newcomers: tuple[str, ...] = ()  # hosts that join a run that goes on: without them it goes on too
 
     @property
@@ -132,12 +132,20 @@ def _train_on(t: Training) -> int:
             for step in AFTER:
                 step.act(t)
         except BaseException as error:
-            run_page.build(t.run, ended=True)  # a run that failed has a report too
-            if not isinstance(error, restart.HostLost | HostsBack):
-                start.notify(t.recipe.launch.notify, "end", t.run.path, str(error) or type(error).__name__)
+            _tell_failure(t, error)
             raise
     start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
     return 0 if t.outcome is None or t.outcome.ok else 1
+
+
+def _tell_failure(t: Training, error: BaseException) -> None:
+    """Write the report of a run that failed, and run launch.notify unless it may go on; raises nothing of its own."""
+    try:
+        run_page.build(t.run, ended=True)
+    except Exception as wrong:  # such as a full disk, which may be why the run failed
+        screen.say(f"{t.run.report} could not be written: {wrong}")
+    if not isinstance(error, restart.HostLost | HostsBack):
+        start.notify(t.recipe.launch.notify, "end", t.run.path, str(error) or type(error).__name__)
 
 
 def _leave_host(t: Training, lost: restart.HostLost) -> Training:
@@ -387,7 +395,7 @@ def ask_questions(t: Training) -> None:
     torch.cuda.empty_cache()  # the ranks of the recipe that starts from this run may need it
 
 
-def check_promises(t: Training) -> None:
+def check_expectations(t: Training) -> None:
     """Compare the run with the recipe's expect: and its plan; record both as events.
 
     Sets t.outcome when the recipe has expect:.
@@ -431,23 +439,7 @@ TRACKED = (  # beside them the recipe's trackers run
     Step("questions", "ask the model the recipe's questions", ask_questions),
 )
 AFTER = (
-    Step("promises", "compare with the recipe's expect: and with the plan", check_promises),
+    Step("expectations", "compare with the recipe's expect: and with the plan", check_expectations),
     Step("report", "write report.html and finished.json", write_report),
 )
 STEPS = (*BEFORE_LAUNCH, *TRACKED, *AFTER)
-
-
-def adapt(t: Training, adapter: str) -> list[str]:
-    """Make or find the run directory and write another launcher's files; return the commands to type.
-
-    adapter: torchrun, accelerate, slurm, k8s or ray.
-    """
-    if parents.is_recipe(t.recipe.model.init_from):
-        start_from(t, lineage.model_directory(t.recipe, t.runs))
-    for place, named in weights.reward_recipes(t.recipe):
-        judge_by(t, place, lineage.export_directory(named, t.runs))
-    for act in (prepare_data, make_plan, find_unfinished):
-        act(t)
-    t.resumed = None if t.is_trained else t.resumed
-    open_run(t)
-    return adapters.write(adapter, RunDir(t.run.path.absolute()), t.recipe, Plan.read(t.run.plan), t.hosts)

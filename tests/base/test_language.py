@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base import language
-from finlm.cli import main
+from finlm.cli import main, options
 
 from helpers import ROOT
 
@@ -110,6 +110,14 @@ def test_plan_doctor_and_the_steps_of_the_quickstart_are_in_chinese(
     assert "理由" in said and "怎样能更快" in said and "待做" in said and "runs/ 中没有运行" in said
     written = "values written"  # the values themselves are the recipe's author's
     assert [text for text in language.missed if text != written and " = " not in text and "yaml" not in text] == []
+
+
+@pytest.mark.usefixtures("chinese")
+def test_the_help_of_every_command_is_in_chinese() -> None:
+    root = options.parser()
+    for parser in (root, *options.subcommands(root)):
+        parser.format_help()
+    assert language.missed == set()
 
 
 def test_every_entry_stands_in_the_code_and_keeps_its_holes() -> None:

@@ -57,7 +57,17 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"}
 LONG = re.compile(r"\S{60,}")
 
 
-@pytest.mark.parametrize("arguments", [["plan", str(QUICKSTART)], ["plan", str(QUICKSTART), "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", str(QUICKSTART)],
+        ["plan", str(QUICKSTART), "--json"],
+        ["diagnose", str(ROOT / "README.md"), "--json"],
+        ["--help"],
+        ["--version"],
+        ["--print-completion", "bash"],
+    ],
+)
 def test_a_result_whose_reader_is_gone_leaves_no_traceback(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -67,11 +77,11 @@ def test_a_result_whose_reader_is_gone_leaves_no_traceback(arguments: list[str])
     assert done.returncode == 0 and "rror" not in done.stderr and "Exception" not in done.stderr
 
 
-def test_a_full_disk_behind_stdout_is_an_error() -> None:
+@pytest.mark.parametrize("arguments", [["plan", str(QUICKSTART)], ["--version"]])
+def test_a_full_disk_behind_stdout_is_an_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "finlm", *arguments]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*PLAN, str(QUICKSTART)], env=ENV, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(command, env=ENV, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the result cannot be written to stdout: No space left on device\n  fix: ")
     assert "Exception" not in done.stderr

@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from jinja2 import nodes
 
-from finlm.base import files, language
+from finlm.base import files, language, machine
 from finlm.base.rundir import RunDir
 from finlm.board import pages, server
 from finlm.cli import main
@@ -69,7 +69,7 @@ class Client:
 def served(runs: Path, **settings: Any) -> Iterator[Client]:
     """A board of these runs, on a port of its own."""
     board = pages.Board(runs, settings.pop("hostfile", None), settings.pop("allow_actions", False))
-    with server._listen("127.0.0.1", 0) as listening:
+    with machine.listen("127.0.0.1", 0) as listening:
         running = uvicorn.Server(uvicorn.Config(server.app(server.Settings(board, **settings)), log_level="error"))
         running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -248,6 +248,8 @@ def test_nothing_of_a_file_becomes_markup_and_a_damaged_run_hides_no_other(make:
         files.append_json_line(run.events, row)
     broken = make("odd-1")
     files.append_json_line(broken.events, {"kind": "step", "step": 3, "time": 1.0, "sources": [5]})
+    worse = make("odd-2")
+    files.append_json_line(worse.events, {"kind": "eval", "step": 3, "time": 1.0, "loss": "low"})
     make("good-1")
     with served(run.path.parent) as client:
         text = client.page("/")
@@ -256,8 +258,13 @@ def test_nothing_of_a_file_becomes_markup_and_a_damaged_run_hides_no_other(make:
         text = client.page(href)
         assert EVIL not in text and text.count("&lt;script&gt;alert") >= 4
         assert text.count("<script") == 3, "two files and the data"
-        status, said, _ = client.ask("/runs/odd-1")
-        assert status == 422 and "odd-1 holds files that finlm did not write" in said and "500" not in said
+        for path, name in (
+            ("/runs/odd-1", "odd-1"),
+            ("/runs/odd-2", "odd-2"),
+            ("/compare?run=good-1&run=odd-1", "good-1, odd-1"),
+        ):
+            status, said, _ = client.ask(path)
+            assert status == 422 and f"{name} holds files that finlm did not write" in said and "500" not in said
         assert client.ask(f"/?q={'%3Cscript%3E'}")[1].count("<script") == 3
         assert "<script>" not in client.ask("/runs/%3Cscript%3E")[1]
 
@@ -398,8 +405,9 @@ def test_runs_are_compared_side_by_side(make: Make) -> None:
         text = client.page("/compare?run=pair-a&run=pair-b")
         assert "optim.lr" in text and "loss at step 6" in text
         assert charts(text).keys() >= {"Training loss, smoothed", "Learning rate"}
-        status, text, _ = client.ask("/compare?run=pair-a")
-        assert status == 422 and "choose two or more" in text
+        for path in ("/compare?run=pair-a", "/compare"):
+            status, text, _ = client.ask(path)
+            assert status == 422 and "choose two or more" in text
 
 
 def test_dropped_documents_are_shown_with_their_reasons(make: Make, tmp_path: Path) -> None:

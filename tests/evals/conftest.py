@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finlm.base.rundir import RunDir
-from finlm.evals import questions, suite
+from finlm.evals import questions
 from finlm.evals.questions import Suite
 from finlm.inference.open import Opened, open_model
 
@@ -40,4 +40,4 @@ def opened(run: RunDir) -> Opened:
 
 @pytest.fixture(scope="module")
 def exam(run: RunDir) -> Suite:
-    return questions.read_questions("exam", None, suite.find_world(open_model(run.path), None))
+    return questions.read_questions("exam", None, questions.find_world("exam", run, None))

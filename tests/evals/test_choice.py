@@ -94,12 +94,19 @@ def test_the_shots_counted_are_those_shown(opened: Opened, exam: Suite, shots: i
     [
         (("--suite", "exam", "--shots", "3", "--mode", "cloze"), "shows no examples"),
         (("--suite", "exam", "--mode", "cloze", "--write-lm-eval", "out"), "leave out --mode cloze"),
+        (("--suite", "recall", "--data", "questions"), "--data has no meaning for --suite recall"),
+        (("--suite", "recall", "--mode", "published"), "is the way of FinanceIQ's own code"),
         (("--limit", "3", "--write-lm-eval", "out"), "--limit, --write-lm-eval: only questions"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(
-    run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    words: str,
 ) -> None:
+    monkeypatch.setattr(suite, "open_model", lambda _: pytest.fail("the model was loaded"))
     assert main.main(["eval", str(run.path), *options]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
@@ -281,11 +288,26 @@ def test_lm_eval_gets_the_same_prompts(run: RunDir, exam: Suite, tmp_path: Path)
     assert prompts_written == {p.question.sha256: (p.text, "ABCD".index(p.question.answer)) for p in asked}
 
 
-def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(run: RunDir) -> None:
-    lone = Opened(**(vars(open_model(run.export)) | {"run": None}))
-    with pytest.raises(UserError, match="not trained on one"):
-        questions.read_questions("exam", None, suite.find_world(lone, None))
-    assert questions.read_questions("exam", None, suite.find_world(lone, QUICKSTART)).questions
+def test_an_export_has_no_perplexity(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["eval", str(run.export)]) == 2
+    assert "is a model alone, without held-out text" in capsys.readouterr().err
+
+
+def test_the_world_of_a_recipe_is_asked_of_a_model_without_a_run(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lone = shutil.copytree(run.export, tmp_path / "lone")
+    asked = ["eval", str(lone), "--suite", "exam", "--limit", "2", "--answers", str(tmp_path / "answers")]
+    assert main.main([*asked, "--world", "quickstart"]) == 0, "a recipe's short name"
+    assert "a random 2 of 1,000 questions" in capsys.readouterr().out
+    monkeypatch.setattr(suite, "open_model", lambda _: pytest.fail("the model was loaded"))
+    for options, words in (
+        ([], "this model was not trained on one"),
+        (["--world", "xuanyuan-6b"], "trains on none"),
+        (["--world", "none"], "cannot read the recipe none"),
+    ):
+        assert main.main([*asked, *options]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -376,4 +398,4 @@ def test_cflue_is_put_and_read_as_its_own_code_does(run: RunDir, tmp_path: Path)
 def test_weighted_f1_is_scikit_learns() -> None:
     right, given = ["A", "A", "A", "B", "AB", "C"], ["A", "B", "A", "B", None, "D"]
     # By hand: A 2 of 3 read and 2 given: 2*2/5; B 1 of 1, given twice: 2*1/3; AB 0 of 1; C 0 of 1.
-    assert suite.weighted_f1(right, given) == pytest.approx((3 * 0.8 + 1 * 2 / 3) / 6)
+    assert questions.weighted_f1(right, given) == pytest.approx((3 * 0.8 + 1 * 2 / 3) / 6)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from finlm.base import machine
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import main
@@ -40,7 +41,12 @@ def test_a_run_is_served_by_its_export_and_what_is_no_model_is_refused(
     lines: list[list[str]] = []
     monkeypatch.setattr(os, "execvp", lambda _, line: lines.append(line))
     monkeypatch.setattr(serve, "command", lambda directory, *_: ["server", str(directory)])
-    serve.run(finished[0].path, "localhost", 8000, "auto")
+    with machine.listen("localhost", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen at localhost:{port}"):
+            serve.run(finished[0].path, "localhost", port, "auto")
+        assert lines == []
+    serve.run(finished[0].path, "localhost", port, "auto")
     assert lines == [["server", str(finished[0].export.resolve())]]
     assert "has no chat template" in capsys.readouterr().err
     (tmp_path / "judge").mkdir()

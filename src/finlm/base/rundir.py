@@ -164,6 +164,14 @@ def open_run(path: str | Path) -> RunDir:
     return run
 
 
+def run_of(path: Path) -> RunDir | None:
+    """Return the run whose directory, export or checkpoint `path` is; None when it belongs to no run."""
+    for directory in (path, path.parent, path.parent.parent):
+        if (directory / "plan.json").is_file() and (directory / "recipe.yaml").is_file():
+            return RunDir(directory.resolve())
+    return None
+
+
 def host_name() -> str:
     """Return this host's name in the run: the hostfile's, which the launcher passes to ranks, else the system's."""
     return os.environ.get(HOST_VARIABLE) or os.uname().nodename

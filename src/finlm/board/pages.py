@@ -95,6 +95,15 @@ def problem(error: UserError) -> Page:
     return Page("problem.html", error.problem, "", {"error": error})
 
 
+def damaged(names: Sequence[str], error: Exception) -> UserError:
+    """Return what to say of runs whose files a reader (see DAMAGED) could not make sense of."""
+    return UserError(
+        f"{', '.join(names)} holds files that finlm did not write",
+        evidence=f"{type(error).__name__}: {error}",
+        fix="look at events.jsonl and plan.json there; the other runs are not touched",
+    )
+
+
 # --- runs
 
 
@@ -169,18 +178,9 @@ def runs(board: Board, wanted: str) -> Page:
 
 
 def run(board: Board, name: str, lang: str) -> Page:
-    """Return the page of a run: its report's content, live. Raises Missing, and UserError for damaged files."""
+    """Return the page of a run: its report's content, live. Raises Missing, and DAMAGED for files of another origin."""
     found = find_run(board, name)
-    try:
-        return _run_page(found, lang)
-    except DAMAGED as error:
-        evidence = f"{type(error).__name__}: {error}"
-        fix = "look at events.jsonl and plan.json there; the other runs are not touched"
-        raise UserError(f"{found.path} holds files that finlm did not write", evidence=evidence, fix=fix) from None
-
-
-def _run_page(found: RunDir, lang: str) -> Page:
-    read, name = _history(found.path, _mark(found)), found.path.name
+    read = _history(found.path, _mark(found))
     state = history.state(found, read)
     values = run_page.values(found, read, state)
     if state in ("failed", "killed"):
@@ -252,10 +252,13 @@ def _report_of(found: RunDir) -> Path | None:
 
 
 def compare(board: Board, names: Sequence[str], lang: str) -> Page:
-    """Return the page of runs side by side; of two also the differences of their recipes. Raises UserError."""
+    """Return the page of runs side by side; of two also the differences of their recipes.
+
+    Raises Missing, DAMAGED, and UserError for fewer than two runs, or too many.
+    """
     found = [find_run(board, name) for name in names]
     if len(found) < 2:
-        raise UserError("one run cannot be compared", fix="choose two or more in the list of runs")
+        raise UserError("fewer than two runs were chosen", fix="choose two or more in the list of runs")
     loaded = comparing.load(found)
     pair = comparing.runs(found[0], found[1]) if len(found) == 2 else None
     values = comparing.values(loaded) | {"pair": pair, "chosen": names, "digits": comparing.digits}

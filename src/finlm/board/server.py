@@ -16,12 +16,14 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -32,11 +34,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from finlm.base import language, screen
+from finlm.base import language, machine, screen
 from finlm.base.errors import UserError
-from finlm.board import actions, pages
+from finlm.board import pages
 from finlm.board.pages import Missing, Page
+from finlm.recipe import derive
 from finlm.record.report import run_page as report
+
+if TYPE_CHECKING:
+    from finlm.inference.chat import Talker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 _MOST_BYTES = 2**16  # of what a browser may send
@@ -80,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
     board = pages.Board(options.runs, options.hostfile, options.allow_actions)
     settings = Settings(board, language.current(), options.host, _token(options))
-    with _listen(options.host, options.port) as listening:
+    with machine.listen(options.host, options.port) as listening:
         where = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{where}:{listening.getsockname()[1]}/"
         screen.show(address + (f"?{urlencode({'token': settings.token})}" if settings.token else ""))
@@ -107,28 +113,14 @@ def _token(options: argparse.Namespace) -> str | None:
     return secrets.token_urlsafe(24) if options.host not in LOCAL or options.allow_actions else None
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Raises UserError when it cannot."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except (OSError, OverflowError) as error:
-        fix = "give another --port (0 takes any that is free) or --host"
-        raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
-    return listening
-
-
 def app(settings: Settings) -> Starlette:
     """Return the application: the routes of all pages behind _Site.guard."""
     site = _Site(settings)
     routes = [
         Route("/", site.page(lambda board, ask: pages.runs(board, ask.get("q", "")))),
-        Route("/runs/{name}", site.page(lambda board, ask: pages.run(board, ask["name"], ask["lang"]))),
+        Route("/runs/{name}", site.page(_run, reads_runs=True)),
         Route("/runs/{name}/report", site.report),
-        Route("/compare", site.page(lambda board, ask: pages.compare(board, ask.getlist("run"), ask["lang"]))),
+        Route("/compare", site.page(_compare, reads_runs=True)),
         Route("/recipes", site.page(lambda board, ask: pages.recipes(board))),
         Route("/recipes/plan", site.page(lambda board, ask: pages.plan(board, ask))),
         Route("/recipes/diff", site.page(lambda board, ask: pages.diff(board, ask.get("a", ""), ask.get("b", "")))),
@@ -156,6 +148,14 @@ class Asked(dict[str, str]):
         self.getlist = request.query_params.getlist
 
 
+def _run(board: pages.Board, ask: Asked) -> Page:
+    return pages.run(board, ask["name"], ask["lang"])
+
+
+def _compare(board: pages.Board, ask: Asked) -> Page:
+    return pages.compare(board, ask.getlist("run"), ask["lang"])
+
+
 def _cookie(request: Request) -> str:
     """Return the name of the token's cookie, with the port: a browser keeps one jar for all ports of a host."""
     return f"finlm-board-{request.url.port}"
@@ -166,7 +166,7 @@ class _Site:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.talk = actions.Talk()
+        self.talk = Talk()
 
     async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         """Refuse who may not ask, and send the headers that bind the browser."""
@@ -227,16 +227,26 @@ class _Site:
         if not 0 <= int(request.headers.get("content-length") or -1) <= _MOST_BYTES:
             raise HTTPException(413, f"at most {_MOST_BYTES:,} bytes")
 
-    def page(self, make: Callable[[pages.Board, Any], Page]) -> Callable[[Request], Response]:
-        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake."""
+    def page(
+        self, make: Callable[[pages.Board, Any], Page], *, reads_runs: bool = False
+    ) -> Callable[[Request], Response]:
+        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake.
+
+        reads_runs: it shows runs' files, which may be damaged: that is said, and is no bug.
+        """
 
         def answer(request: Request) -> Response:
             lang = self._lang(request)
+            ask = Asked(request, lang)
             try:
-                made, status = make(self.settings.board, Asked(request, lang)), 200
+                return self._render(request, make(self.settings.board, ask), 200, lang)
             except UserError as error:
-                made, status = pages.problem(error), 200 if "part" in request.query_params else 422
-            return self._render(request, made, status, lang)
+                wrong = error
+            except pages.DAMAGED as error:
+                if not reads_runs:
+                    raise
+                wrong = pages.damaged([ask["name"]] if "name" in ask else ask.getlist("run"), error)
+            return self._render(request, pages.problem(wrong), 200 if "part" in ask else 422, lang)
 
         return answer
 
@@ -289,7 +299,7 @@ class _Site:
     async def fork(self, request: Request) -> Response:
         """Save a fork of a recipe and return its path as JSON."""
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
-        return await self._act(lambda: {"path": actions.fork(self.settings.board, form)})
+        return await self._act(lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
         """Return a model's answer as JSON."""
@@ -312,3 +322,54 @@ def _static(request: Request) -> Response:
     if path is None:
         raise HTTPException(404, "no such file")
     return FileResponse(path, headers={"Cache-Control": "no-cache"})
+
+
+# What the board does beside reading, with --allow-actions only
+
+_TEMPERATURE, _TOKENS = 0.7, 256
+
+
+def save_fork(board: pages.Board, form: Mapping[str, str]) -> str:
+    """Write recipes/NAME/<file> with the values of the form and return its path. Raises UserError and Missing."""
+    wanted = pages.Wanted.read(board, form.get("recipe", ""), form)
+    pages.find_recipe(wanted.name)
+    return str(derive.fork(form.get("name", ""), Path(wanted.name), overrides=wanted.overrides))
+
+
+class Talk:
+    """Answers chat requests; keeps the model that was loaded last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._talker: Talker | None = None
+
+    def answer(self, board: pages.Board, name: str, body: bytes) -> str:
+        """Return the model's answer to a conversation, or its continuation of a text. Raises UserError and Missing."""
+        run, messages = pages.find_run(board, name), _messages(body)
+        with self._lock:
+            if (run.export / "chat_template.jinja").is_file():
+                return self._open(Path(run.export)).ask(messages, _TEMPERATURE, _TOKENS).text
+            from finlm.inference import export  # loads torch
+
+            return export.generate(run.export, messages[-1]["content"], tokens=64)
+
+    def _open(self, path: Path) -> Talker:
+        from finlm.inference.chat import Talker  # loads torch
+        from finlm.inference.open import open_model
+
+        if self._talker is None or self._path != path:
+            self._path, self._talker = path, Talker(open_model(path))
+        return self._talker
+
+
+def _messages(body: bytes) -> list[dict[str, str]]:
+    """Return the messages of a request body. Raises UserError when it holds no conversation."""
+    try:
+        sent: Any = orjson.loads(body)
+        found = [{"role": str(row["role"]), "content": str(row["content"])} for row in sent["messages"]]
+    except (ValueError, KeyError, TypeError):
+        found = []
+    if not found or any(row["role"] not in ("user", "assistant") for row in found) or not found[-1]["content"].strip():
+        raise UserError("no conversation was sent", fix="write something")
+    return found

@@ -16,24 +16,20 @@ A recipe is its file, a folder of recipes (then pretrain.yaml), `quickstart` or 
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
+from finlm.base.runs import list_runs
 
 if TYPE_CHECKING:
     from finlm.recipe.cluster import Cluster
     from finlm.recipe.schema import Recipe
-
-
-import difflib
-import re
-from collections.abc import Callable
-from typing import Any
-
-from finlm.base.rundir import RunDir
-from finlm.base.runs import list_runs
 
 
 def hostfile(options: argparse.Namespace) -> str | Path | None:
@@ -152,7 +148,7 @@ def resolve(options: argparse.Namespace) -> None:
     """
     ways: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
-        "parent": recipe_file,
+        **dict.fromkeys(("parent", "world"), recipe_file),
         "run_dir": lambda text: run_directory(text, must_exist=True),
         "run_dirs": lambda text: run_directory(text, must_exist=True),
         "recipes": lambda text: text if options.command == "new" else recipe_or_run(text),

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finlm.base import language, runs, screen
+from finlm.base import language, rundir, runs, screen
 from finlm.base.errors import UserError
 from finlm.cli import hosts as cli_hosts
 from finlm.cli import options as cli_options
@@ -54,12 +54,15 @@ def extra_of(module: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of argv (default: sys.argv) and return the process's exit code."""
+    """Run the command of argv (default: sys.argv), print a user's mistake, and return the process's exit code."""
     language.use(language.choose(sys.argv[1:] if argv is None else argv))
     try:
         options = cli_options.parser().parse_args(argv)
         screen.send_results(to_stderr=getattr(options, "json", False))
         return _run(options)
+    except UserError as error:
+        screen.fail(error)
+        return error.exit_code
     finally:
         screen.flush()
         screen.send_results(to_stderr=False)
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code (130: Ctrl-C); user mistakes and missing packages are printed."""
+    """Run the command and return its exit code (130: Ctrl-C). Print missing packages and files; raise UserError."""
     gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
@@ -76,9 +79,6 @@ def _run(options: argparse.Namespace) -> int:
     try:
         cli_hosts.resolve(options)
         return COMMANDS[options.command](options)
-    except UserError as error:
-        screen.fail(error)
-        return error.exit_code
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
         if extra is None:
@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace) -> int:
         dry_run.print_steps(training)
         return 0
     if options.adapter:
-        commands = pipeline.adapt(training, options.adapter)
+        commands = dry_run.adapt(training, options.adapter)
         screen.send_results(to_stderr=False)
         screen.write("".join(f"{command}\n" for command in commands))
         return 0
@@ -215,6 +215,11 @@ def _eval(options: argparse.Namespace) -> int:
         given = [f"--{key.replace('_', '-')}" for key in (*keys, "write_lm_eval") if getattr(options, key) is not None]
         if given:
             raise UserError(f"{', '.join(given)}: only questions have that", fix="name them, for example --suite exam")
+        if (options.checkpoint / "config.json").is_file():
+            raise UserError(
+                f"{options.checkpoint} is a model alone, without held-out text",
+                fix="give a run or one of its checkpoints; any model answers questions: --suite exam",
+            )
         checkpoint = runs.complete_checkpoint(options.checkpoint)  # a wrong path is told before torch is loaded
         from finlm.evals import suite
 
@@ -222,10 +227,14 @@ def _eval(options: argparse.Namespace) -> int:
         suite.show_perplexity(measured)
         _print_json(options, measured)
         return 0
-    if options.suite not in ("exam", "recall"):
-        from finlm.evals import questions
+    from finlm.evals import questions
 
-        questions.read_questions(options.suite, options.data, None)  # told before torch and the model are loaded
+    # What is missing is told before torch and the model are loaded.
+    run = rundir.run_of(options.checkpoint)
+    if options.suite not in questions.OF_WORLD:
+        questions.read_questions(options.suite, options.data, None)
+    elif run is not None or (options.checkpoint / "config.json").is_file():
+        questions.find_world(options.suite, run, options.world)
     from finlm.evals import suite
 
     wanted = suite.Options(options.suite, **{key: getattr(options, key) for key in keys})

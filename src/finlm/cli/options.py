@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from finlm.base import language
+from finlm.base import language, screen
 from finlm.cli.parser import Parser
 
 _Add = Callable[..., argparse.ArgumentParser]
@@ -416,7 +416,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from finlm.record import manifest
 
-        print(f"{parser.prog} {manifest.version()}")
+        screen.write(f"{parser.prog} {manifest.version()}\n")
         parser.exit()
 
 
@@ -426,15 +426,15 @@ class _Completion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, __: Any = None) -> NoReturn:
         import shtab
 
-        for command in _commands(parser):
+        for command in subcommands(parser):
             for action in command._actions:
                 if action.type is Path or action.dest in ("recipe", "hostfile", "runs", "run_dir", "logs"):
                     action.complete = shtab.FILE  # type: ignore[attr-defined]
-        print(shtab.complete(parser, shell))
+        screen.write(f"{shtab.complete(parser, shell)}\n")
         parser.exit()
 
 
-def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """Return the parsers of all commands."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return list(commands.choices.values())

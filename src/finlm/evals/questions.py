@@ -19,6 +19,7 @@ import ast
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,8 +30,10 @@ import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
 from finlm.corpus import contamination
 from finlm.dialogues import scoring
+from finlm.recipe import recipe as recipes
 from finlm.recipe.schema_data import Synthetic
 from finlm.world.companies import Dice, World
 from finlm.world.exam import CLOSED_BOOK, LETTERS, exam
@@ -75,6 +78,7 @@ Name = Literal["exam", "recall", "financeiq", "ceval", "fineval", "cflue"]
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
 CFLUE_FILE = "knowledge.json"
+OF_WORLD: tuple[Name, ...] = ("exam", "recall")  # their questions are made
 _COLUMNS = ("question", "a", "b", "c", "d", "answer")
 
 
@@ -110,15 +114,25 @@ class Suite:
         return _NAMES if self.name == "cflue" else LETTERS
 
 
+def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic:
+    """Return the fictional world that a recipe, by default the run's own, trains on. Raises UserError without any."""
+    file = recipe or (run.recipe if run else None)
+    sources = recipes.load(file).recipe.data.sources if file else []
+    world = next((source.synthetic for source in sources if source.synthetic), None)
+    if world is None:
+        who = f"{recipe} trains on none" if recipe else "this model was not trained on one"
+        raise UserError(
+            f"--suite {name} asks about a fictional world, and {who}",
+            fix="evaluate a run whose recipe has data.sources: [{synthetic: ...}], or name such a recipe: "
+            "--world quickstart",
+        )
+    return world
+
+
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
-    """Read a suite's questions from the folder `data`, or make those about `world`. Raises UserError."""
-    if name in ("exam", "recall"):
-        if world is None:
-            raise UserError(
-                f"--suite {name} asks about a fictional world, and this model was not trained on one",
-                fix="evaluate a run whose recipe has data.sources: [{synthetic: ...}], or name the world: "
-                "--world '{size: 12MB, held_out_size: 600KB, seed: 7}'",
-            )
+    """Read a suite's questions from the folder `data`, or make those of OF_WORLD about `world`. Raises UserError."""
+    if name in OF_WORLD:
+        assert world is not None
         questions, examples = _make_questions(name, world)
     elif data is None:
         raise UserError(
@@ -391,6 +405,15 @@ class Scores:
         macro = sum(share.accuracy for share in shares.values()) / len(shares)
         micro = whole.correct / whole.total
         return cls(whole.total, micro, wilson(whole), macro, macro_interval(subjects), shares)
+
+
+def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
+    """Return the mean F1 of the right answers as classes, each weighted by its questions, as scikit-learn has it."""
+    total = 0.0
+    for label, support in Counter(right).items():
+        hits = sum(r == g == label for r, g in zip(right, given, strict=True))
+        total += support * 2 * hits / (support + given.count(label))
+    return total / len(right)
 
 
 def bootstrap(values: Sequence[float]) -> Interval:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ from finlm.evals.answering import Mode
 from finlm.evals.questions import Count, Interval, Name, Question, Scores
 from finlm.inference.open import Opened, load_trained, open_model
 from finlm.recipe import recipe as recipes
-from finlm.recipe.schema_data import Synthetic
 from finlm.rows import dialogues
 from finlm.rows.shards import Rows, Shard, Shards
 from finlm.tokens import pretrained
@@ -172,6 +170,26 @@ def evaluate(checkpoint: Path, options: Options) -> Result:
 
     Says on stderr when that row cannot be written. Raises UserError for options that do not fit the suite or the model.
     """
+    check_options(options)
+    opened = open_model(checkpoint)
+    result = _ask_suite(opened, options)
+    if opened.run is not None:
+        try:
+            opened.run.append_event("suite", step=opened.step, **result.to_json())
+        except OSError as error:  # somebody else's run
+            screen.say(f"not recorded in the run: {error}")
+    return result
+
+
+def check_options(options: Options) -> None:
+    """Raise UserError for options that do not go together, before a model is loaded."""
+    of_world = options.suite in questions.OF_WORLD
+    useless = "--data" if of_world and options.data else "--world" if options.world and not of_world else None
+    if useless:
+        raise UserError(
+            f"{useless} has no meaning for --suite {options.suite}",
+            fix="--world goes with exam and recall, --data with the other suites",
+        )
     if options.suite == "cflue" and (options.mode not in (None, "chat") or options.shots):
         raise UserError(
             "CFLUE asks assistants, without examples: a question may have several right options",
@@ -182,14 +200,8 @@ def evaluate(checkpoint: Path, options: Options) -> Result:
             f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
             fix="ask with --mode likelihood, chat or cloze",
         )
-    opened = open_model(checkpoint)
-    result = _ask_suite(opened, options)
-    if opened.run is not None:
-        try:
-            opened.run.append_event("suite", step=opened.step, **result.to_json())
-        except OSError as error:  # somebody else's run
-            screen.say(f"not recorded in the run: {error}")
-    return result
+    if options.shots and options.mode == "cloze":
+        raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
 
 
 def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
@@ -215,7 +227,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
     """Read a suite, get the model's answers, and score them."""
-    suite = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
+    suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
     selected = draw_questions(suite.questions, options.limit)
@@ -244,37 +256,25 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
         unanswered=letters.count(None),
         drawn=sum(answer.drawn for answer in answers),
         letters={letter: sum(letter in (given or "") for given in letters) for letter in suite.letters},
-        weighted_f1=weighted_f1([q.answer for q in selected], letters) if suite.name == "cflue" else None,
+        weighted_f1=questions.weighted_f1([q.answer for q in selected], letters) if suite.name == "cflue" else None,
         set=Asked(len(suite.questions), suite.sha256, suite.is_released),
         answers=str(ledger),
         contamination=contained,
     )
 
 
-def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
-    """Return the mean F1 of the right answers as classes, each weighted by its questions, as scikit-learn has it."""
-    total = 0.0
-    for label, support in Counter(right).items():
-        hits = sum(r == g == label for r, g in zip(right, given, strict=True))
-        total += support * 2 * hits / (support + given.count(label))
-    return total / len(right)
+def _read_questions(opened: Opened, options: Options) -> questions.Suite:
+    """Return the suite's questions, of exam and recall those about the world of --world or of the model's run."""
+    asks_about_world = options.suite in questions.OF_WORLD
+    world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
+    return questions.read_questions(options.suite, options.data, world)
 
 
 def count_examples(options: Options, mode: Mode) -> int:
-    """Return how many solved questions stand before each. Raises UserError for a number that this mode cannot have."""
+    """Return how many solved questions stand before each."""
     if options.shots is None:
         return questions.EXAMPLES if mode in ("likelihood", "published") else 0
-    if options.shots and mode == "cloze":
-        raise UserError("--mode cloze shows no examples", fix="leave out --shots, or choose another mode")
     return options.shots
-
-
-def find_world(opened: Opened, path: Path | None) -> Synthetic | None:
-    """Return the fictional world that a recipe, by default the run's own, was trained on; None without any."""
-    file = path or (opened.run.recipe if opened.run else None)
-    if file is None:
-        return None
-    return next((source.synthetic for source in recipes.load(file).recipe.data.sources if source.synthetic), None)
 
 
 def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Question]:
@@ -348,9 +348,10 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
     if options.mode not in (None, "likelihood") or options.suite == "cflue":
         fix = "name another suite" if options.suite == "cflue" else f"leave out --mode {options.mode}"
         raise UserError("only likelihoods of letters are written as lm-eval tasks", fix=fix)
+    check_options(options)
     shots = count_examples(options, "likelihood")
     opened = open_model(checkpoint)
-    asked = questions.read_questions(options.suite, options.data, find_world(opened, options.world))
+    asked = _read_questions(opened, options)
     by_subject: dict[str, list[dict[str, object]]] = {}
     for prompt in answering.continuations(opened, asked, draw_questions(asked.questions, options.limit), shots):
         row = {"prompt": prompt.text, "answer": LETTERS.index(prompt.question.answer), "id": prompt.question.sha256}

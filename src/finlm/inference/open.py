@@ -33,7 +33,7 @@ from transformers.initialization import no_init_weights
 from finlm.base import checkpoints, files, runs, step_cache
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, open_run
+from finlm.base.rundir import RunDir, open_run, run_of
 from finlm.base.runs import complete_checkpoint, newest_checkpoint
 from finlm.plan.plan import Plan
 from finlm.recipe import parents
@@ -72,7 +72,7 @@ class Opened:
 def open_model(path: Path, device: torch.device | None = None) -> Opened:
     """Open the model of a checkpoint, run, export or Hugging Face directory. Raises UserError when there is none."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = _run_of(path)
+    run = run_of(path)
     if (path / "plan.json").is_file():
         path = _find_newest(RunDir(path))
     if path.parent.name == "checkpoints":
@@ -102,14 +102,6 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: An
         )
     written: list[list[int]] = out[:, width:].tolist()
     return written
-
-
-def _run_of(path: Path) -> RunDir | None:
-    """Return the run whose directory, export or checkpoint `path` is; None when it belongs to no run."""
-    for directory in (path, path.parent, path.parent.parent):
-        if (directory / "plan.json").is_file() and (directory / "recipe.yaml").is_file():
-            return RunDir(directory.resolve())
-    return None
 
 
 def _find_newest(run: RunDir) -> Path:

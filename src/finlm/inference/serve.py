@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from finlm.base import files, screen
+from finlm.base import files, machine, screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.recipe import parents
@@ -23,10 +23,11 @@ NEEDED = ("fastapi", "uvicorn", "openai")  # what `transformers serve` imports
 def run(path: Path, host: str, port: int, engine: str) -> int:
     """Print the address and replace this process by a server of the model, until Ctrl-C. It does not return.
 
-    Raises UserError when there is no model that writes, or the server's packages are missing.
+    Raises UserError when there is no model that writes, the server's packages are missing, or the port is in use.
     """
     directory = model_directory(path)
     line = command(directory, host, port, engine)
+    machine.listen(host, port).close()  # the server looks at its port only after it has loaded the model
     if not (directory / "chat_template.jinja").is_file():
         screen.say("the model has no chat template: it continues text (/v1/completions) and answers no messages")
     screen.say(f"serving {directory} at http://{host}:{port}/v1 (Ctrl-C ends it); ask for the model")
