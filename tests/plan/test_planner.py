@@ -93,6 +93,17 @@ def test_bf16_on_a_v100_is_refused() -> None:
         make(MIXED, "train.precision=bf16")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "instead"), [("A800-80G", "use bf16"), ("V100-32G", "use fp16"), ("NVIDIA A10", "use bf16")]
+)
+def test_fp8_on_a_gpu_without_it_names_the_gpu_and_the_precision_to_take(gpu: str, instead: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make(SIX_B, host(slots=8, gpu=gpu, memory="1TiB"), "train.precision=fp8", "model.init_from=null")
+    kind = gpus.find(gpu).name
+    assert caught.value.problem.endswith(f"float8 matrix units on every GPU: {kind} of host h has none")
+    assert caught.value.fix.startswith(instead)
+
+
 def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(PlanError, match="fp16 does not run on CPU"):
         make(QUICKSTART, "train.precision=fp16")

@@ -137,7 +137,7 @@ def _read_with_base(path: Path) -> _Document:
         return child
     if not isinstance(base, str):
         raise UserError(f"{where}: base: expected the path of a recipe, got {base!r}")
-    parent = _read((path.parent / base).resolve() if not Path(base).is_absolute() else Path(base), child_of=where)
+    parent = _read(parents.find_shipped(Path(relative((path.parent / base).resolve()))), child_of=where)
     if "base" in parent.values:
         raise UserError(
             f"{where}: base: {base} itself has a base",
