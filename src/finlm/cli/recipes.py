@@ -99,11 +99,18 @@ def self_qa(options: argparse.Namespace) -> int:
 
 
 def check_template(recipe: Recipe) -> None:
-    """Raise UserError for an unknown chat template, before a parent is trained or data are prepared."""
-    from finlm.dialogues import templates
+    """Raise UserError for a template that takes no dialogue, or a start without a tokenizer; before data are prepared.
 
-    if recipe.chat is not None:
-        templates.check_name(recipe.chat.template)
+    A directory with config.json alone, which `finlm plan` takes, is not looked at.
+    """
+    if recipe.chat is None:
+        return
+    from finlm.dialogues import encode, templates
+
+    templates.check_name(recipe.chat.template)
+    start = Path(recipe.model.init_from or "")
+    if recipe.model.init_from and any(start.glob("*.safetensors")):
+        encode.check_start(recipe.chat, recipe.sft, start)
 
 
 def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
