@@ -29,6 +29,7 @@ from ruamel.yaml.reader import ReaderError
 
 from finlm.base import language, screen
 from finlm.base.errors import UserError
+from finlm.base.secrets import redact_key
 from finlm.base.units import parse_count
 from finlm.recipe import parents, reference, rules
 from finlm.recipe.reference import Location
@@ -406,7 +407,7 @@ def _without_directories(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_directories(inner) for inner in value]
     if not isinstance(value, str) or not value.startswith("/"):
-        return value
+        return redact_key("", value)
     parts = PurePosixPath(value).parts
     return "/".join(parts[parts.index("export") - 1 if "export" in parts[2:] else -1 :])
 
