@@ -5,7 +5,7 @@ from __future__ import annotations
 from finlm import pipeline, prepare
 from finlm.base import screen
 from finlm.plan.plan import Plan
-from finlm.recipe import parents
+from finlm.recipe import parents, recipe
 from finlm.record import trackers
 from finlm.runs import lineage
 
@@ -46,6 +46,8 @@ def _look_before_launch(t: pipeline.Training) -> Known:
         prepare.check_sources(t.recipe)
     else:
         t.shards = shards
+        if t.recipe.train.epochs is not None:
+            t.loaded = recipe.fit_warmup(t.loaded, prepare.epoch_tokens(t.recipe, shards))
         known["data"] = DONE, str(screen.relative(shards.directory))
     if shards is not None or pipeline.plans_without_data(t.recipe):
         t.plan, t.ds_config = pipeline.decide(t.recipe, t.hosts, shards)

@@ -209,6 +209,8 @@ def prepare_data(t: Training) -> None:
     if plans_without_data(t.recipe):
         decide(t.recipe, t.hosts, None)  # what does not fit is refused before hours go into preparing
     t.shards = prepare.run(t.recipe, t.hosts, accept_new=t.accept_new)
+    if t.recipe.train.epochs is not None:
+        t.loaded = recipe.fit_warmup(t.loaded, prepare.epoch_tokens(t.recipe, t.shards))
 
 
 def plans_without_data(wanted: Recipe) -> bool:

@@ -12,7 +12,7 @@ from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_command
 from finlm.cli import main
 from finlm.recipe import recipe
-from finlm.recipe.recipe import for_publication
+from finlm.recipe.derive import for_publication
 from finlm.record import compare, trackers
 from finlm.record.report import run_page
 

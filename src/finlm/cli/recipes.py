@@ -149,7 +149,9 @@ def plan(options: argparse.Namespace) -> int:
     --calibrate measures this machine's GPUs first and keeps the rows, and does no more where no recipe is given. Raises
     UserError without a recipe, PlanError when nothing fits.
     """
+    from finlm import prepare
     from finlm.plan import gpus, show
+    from finlm.recipe import recipe
 
     if options.calibrate:
         show.print_calibrated(gpus.measure(), gpus.user_file())
@@ -158,6 +160,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.recipe is None:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
+    if loaded.recipe.train.epochs is not None and (shards := prepare.locate(loaded.recipe)):
+        loaded = recipe.fit_warmup(loaded, prepare.epoch_tokens(loaded.recipe, shards))
     plan, consulted, warnings = consult(loaded.recipe, hosts.to_plan(options, loaded.recipe), options.price)
     show.print_plan(plan, loaded)
     show.print_advice(consulted, plan)
