@@ -106,7 +106,7 @@ def test_little_host_memory_is_said_with_the_key_that_states_more() -> None:
     little = LLAMA_3_8B[-1].replace("200GiB", "31GiB")
     with pytest.raises(PlanError, match="does not fit") as failed:
         planned(*LLAMA_3_8B[:-1], little, "checkpoint.asynchronous=true")
-    assert "more than 31.0 GiB of memory, say so: hardware.hosts[].memory" in failed.value.fix
+    assert "if localhost has more than 31.0 GiB of memory, say so: hardware.hosts[].memory" in failed.value.fix
     _, _, plan = planned(*LLAMA_3_8B[:-1], little)
     assert any("localhost has 31.0 GiB of host memory, less than one of its GPUs" in one for one in plan.reasons)
 

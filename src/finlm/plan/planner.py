@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from finlm.base.screen import format_count
 from finlm.base.units import format_bytes
 from finlm.plan import advice, gpus, host_memory, memory, search, speed
-from finlm.plan.differences import CHOICES
 from finlm.plan.gpus import PlanError
 from finlm.plan.memory import Layout
 from finlm.plan.plan import Plan, PlannedHost
@@ -175,31 +174,41 @@ def nothing_fits_error(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
 ) -> PlanError:
     """Return the error that gives the smallest candidate's numbers and the nearest change that would fit."""
+    fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
+    others = fitting(free, cluster)
+    settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
     if not found:
         return PlanError(
             "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
-            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
+            evidence="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
             "train.grad_accum_dtype: fp32 stage 2 or 3",
+            fix=settings or "set zero.stage, zero.offload_optimizer and zero.offload_param to auto",
         )
     nearest = min(found, key=lambda one: one.over)
-    layout = nearest.layout
     evidence = f"the smallest of {len(found)} configurations needs {_need(nearest)}: {_short(nearest)}"
     items = sorted(nearest.gpu_items.items(), key=lambda item: -item[1])
     evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
-    free = search.relax_recipe(recipe)
-    others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_step) if one.fits]
-    if lighter := advice.fix_checkpoints(recipe, lambda one: _fits(shape, precision, one, cluster)):
+    if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
     elif others:
-        other = min(others, key=lambda one: (_distance(layout, one), one.complexity))
-        fix = f"set {advice.settings(nearest, other)} (needs {_need(other)})"
+        fix = f"{settings} (needs {_need(advice.nearest_settings(recipe, others)[1])})"
     else:
-        fits = functools.partial(_fits, shape, precision)
-        fix = advice.other_hosts(cluster, functools.partial(fits, recipe), functools.partial(fits, free))
-    if nearest.host_limit and nearest.host_bytes > nearest.host_limit and not cluster.is_cpu:
-        shown = format_bytes(min(host.memory_bytes for host in cluster.hosts if host.memory_bytes))
-        fix += f"; or, if a host has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
-    return PlanError(f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix)
+        fix = advice.other_hosts(recipe, cluster, fitting)
+    return PlanError(
+        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _state_memory(cluster, found)
+    )
+
+
+def _state_memory(cluster: Cluster, found: list[Candidate]) -> str:
+    """Return how to say that the host which is short has more memory; "" where GPUs are short too, or no host is."""
+    short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
+    if cluster.is_cpu or not short:
+        return ""
+    least = min(short, key=lambda one: one.over)
+    sizes = {host.name: host.memory_bytes for host in cluster.hosts if host.memory_bytes}
+    name = next(name for name, size in sizes.items() if int(size * search.HOST_SHARE) == least.host_limit)
+    shown = format_bytes(sizes[name])
+    return f"; or, if {name} has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
 
 
 def _short(one: Candidate) -> str:
@@ -215,13 +224,10 @@ def _rows(one: Candidate) -> str:
     return " and ".join(map(str, dict.fromkeys(one.micro_batches)))
 
 
-def _distance(wanted: Layout, one: Candidate) -> int:
-    return sum(getattr(wanted, name) != getattr(one.layout, name) for name in CHOICES)
-
-
-def _fits(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> bool:
+def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
+    """Return the candidates that fit."""
     found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
-    return any(one.fits for one in found)
+    return [one for one in found if one.fits]
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
