@@ -24,7 +24,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.screen import format_count, format_duration
 from finlm.base.units import format_bytes
-from finlm.plan import memory, planner
+from finlm.plan import gpus, memory, planner
 from finlm.plan.plan import ON_HOST, Plan, is_contiguous
 from finlm.recipe import cluster, rules, shape
 from finlm.recipe import recipe as recipes
@@ -142,7 +142,7 @@ def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from rules.zero_problems(zero, plan.zero_stage, plan.offload_optimizer, plan.offload_param)
     yield from rules.warmup_problems(recipe.optim, plan.steps)
     hosts = tuple(cluster.Host(host.name, host.slots, host.gpu) for host in plan.hosts)
-    wrong = planner.precision_problem(plan.precision, cluster.Cluster(hosts))
+    wrong = gpus.precision_problem(plan.precision, cluster.Cluster(hosts))
     if wrong is not None:
         yield "train.precision", wrong[0]
     if plan.precision == "fp16" and plan.zero_stage == 0:

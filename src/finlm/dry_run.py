@@ -7,7 +7,7 @@ from finlm.base import screen
 from finlm.base.rundir import RunDir
 from finlm.launch import adapters
 from finlm.plan.plan import Plan
-from finlm.recipe import parents, weights
+from finlm.recipe import parents, recipe, weights
 from finlm.record import trackers
 from finlm.runs import lineage
 
@@ -54,6 +54,8 @@ def _look_before_launch(t: pipeline.Training) -> Known:
         prepare.check_sources(t.recipe)
     else:
         t.shards = shards
+        if t.recipe.train.epochs is not None:
+            t.loaded = recipe.fit_warmup(t.loaded, prepare.epoch_tokens(t.recipe, shards))
         known["data"] = DONE, str(screen.relative(shards.directory))
     if shards is not None or pipeline.plans_without_data(t.recipe):
         t.plan, t.ds_config = pipeline.decide(t.recipe, t.hosts, shards)

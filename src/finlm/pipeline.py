@@ -25,7 +25,7 @@ from finlm.doctor import gather, network, preflight
 from finlm.hosts import checkpoint_parts
 from finlm.launch import restart, start
 from finlm.launch.head import HostsBack
-from finlm.plan import show
+from finlm.plan import gpus, search, show
 from finlm.plan.plan import Plan
 from finlm.recipe import parents, recipe, weights
 from finlm.recipe.cluster import Cluster
@@ -74,10 +74,11 @@ class Training:
     def with_hosts(self, hosts: Cluster) -> Training:
         """Return this training on other hosts, at its plan's precision: another would train another model.
 
-        Its newcomers are the hosts that this training did not have.
+        Checkpoints that training waited for stay such. Its newcomers are the hosts that this training did not have.
         """
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
-        loaded = dataclasses.replace(self.loaded, recipe=self.recipe.model_copy(update={"train": train}))
+        wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
+        loaded = dataclasses.replace(self.loaded, recipe=wanted)
         known = {host.name for host in self.hosts.hosts}
         newcomers = tuple(host.name for host in hosts.hosts if host.name not in known)
         return Training(loaded, hosts, self.runs, accept_new=self.accept_new, read=self.read, newcomers=newcomers)
@@ -223,9 +224,12 @@ def prepare_data(t: Training) -> None:
 
     Raises PlanError before preparing when the recipe fits no host.
     """
+    gpus.precision(t.recipe, t.hosts)
     if plans_without_data(t.recipe):
         decide(t.recipe, t.hosts, None)  # what does not fit is refused before hours go into preparing
     t.shards = prepare.run(t.recipe, t.hosts, accept_new=t.accept_new)
+    if t.recipe.train.epochs is not None:
+        t.loaded = recipe.fit_warmup(t.loaded, prepare.epoch_tokens(t.recipe, t.shards))
 
 
 def plans_without_data(wanted: Recipe) -> bool:

@@ -12,13 +12,14 @@ from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_command
 from finlm.cli import main
 from finlm.recipe import recipe
-from finlm.recipe.recipe import for_publication
+from finlm.recipe.derive import for_publication
 from finlm.record import compare, trackers
 from finlm.record.report import run_page
 
 from helpers import QUICKSTART
 
-SECRETS = ("s3cr3t-one", "s3cr3t-two", "s3cr3t-three", "s3cr3t-four")
+SECRETS = ("s3cr3t-one", "s3cr3t-two", "s3cr3t-three", "s3cr3t-four", "s3cr3t-five", "s3cr3t-six")
+SOURCES = f"[https://me:{SECRETS[4]}@host/a.jsonl, {{path: 'https://host/b.jsonl?x=1&access_token={SECRETS[5]}&y=2'}}]"
 MACHINES = ("db-machine-7", "someone", "10.9.8.7")
 LINES = f"""
 base: {QUICKSTART}
@@ -27,6 +28,7 @@ env: {{WANDB_API_KEY: {SECRETS[0]}, HF_TOKEN: {SECRETS[1]}, NCCL_DEBUG: INFO}}
 hosts:
   {MACHINES[0]}: {{user: {MACHINES[1]}, address: {MACHINES[2]}, env: {{WANDB_API_KEY: {SECRETS[2]}}}}}
 hardware: {{hosts: [{{name: {MACHINES[0]}, slots: 2}}]}}
+data: {{sources: {SOURCES}}}
 batch: {{sequence_length: 128, tokens_per_step: 2048, micro_batch: {{{MACHINES[0]}: 4}}}}
 """
 
@@ -65,6 +67,7 @@ def test_no_page_table_or_json_shows_a_credential(
     run_page.build(run)
     said = capsys.readouterr()
     no_secret_in(said.out + said.err)
+    assert "https://host/b.jsonl?x=1&access_token=[redacted]&y=2" in said.err
     assert "env = {'HF_TOKEN': '[redacted]'}" in said.err and "env.HF_TOKEN" in said.out
     pages = [path for path in (tmp_path / "runs").rglob("*") if path.is_file() and path.name != "recipe.yaml"]
     assert {path.name for path in pages} >= {"report.html", "side.html"}

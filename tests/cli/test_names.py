@@ -13,6 +13,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import hosts, main, options
+from finlm.recipe import parents, recipe
 from finlm.record import history
 
 from helpers import ROOT
@@ -85,6 +86,22 @@ def test_a_recipe_is_meant_by_its_folder_or_its_short_name(runs: Path) -> None:
         hosts.recipe_or_run("zzz")
     with pytest.raises(UserError, match="is a directory with 5 recipes"):
         hosts.recipe_file(ROOT / "recipes/mistral-7b-deita")
+
+
+def test_folders_of_the_users_hide_no_recipe_that_came_with_finlm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("recipes/mine", "recipes/quickstart", "quickstart"):
+        Path(folder).mkdir(parents=True)
+    mine = Path("recipes/mine/pretrain.yaml")
+    mine.write_text("base: ../quickstart/pretrain.yaml\nname: mine\n", encoding="utf-8")
+    for text in ("quickstart", "recipes/quickstart", "recipes/quickstart/pretrain.yaml"):
+        assert str(hosts.recipe_file(text)) == "recipes/quickstart/pretrain.yaml"
+    assert str(hosts.recipe_file("mine")) == str(mine)
+    known = parents.list_recipes()
+    assert known["recipes/mine/pretrain.yaml"] == mine and "recipes/xuanyuan-6b/sft.yaml" in known
+    assert recipe.load(mine).recipe.model.layers == 4, "a base is sought among those too"
 
 
 @pytest.mark.parametrize("command", [["admit", "llama"], ["new", "mine", "--model", "org/model"]])

@@ -132,3 +132,13 @@ def test_a_damaged_list_of_runs_is_named() -> None:
     gpus.runs_file().write_text('{"kind": "H100-80G"}\n')
     with pytest.raises(UserError, match=r"runs.jsonl is not a list of finished runs"):
         gpus.declare_calibrated()
+
+
+def test_a_kind_that_nobody_knows_any_more_breaks_no_plan() -> None:
+    before = plan_xuanyuan()
+    gpus.runs_file().parent.mkdir(parents=True)
+    gpus.runs_file().write_text('{"kind": "Strange 9000", "run": "a", "mfu": 0.4}\n')
+    assert before.tokens_per_second
+    assert gpus.remember_run("b", before, "pretrain", before.tokens_per_second, 1.1 * before.tokens_per_second)
+    assert gpus.declare_calibrated() == []
+    assert any("finished runs" in reason for reason in plan_xuanyuan().reasons)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 
+from finlm import pipeline
 from finlm.plan import out_of_memory, planner
 from finlm.plan.gpus import PlanError
 from finlm.plan.out_of_memory import Taken, explain_failure, next_plan
@@ -104,9 +106,26 @@ def test_little_host_memory_is_said_with_the_key_that_states_more() -> None:
     little = LLAMA_3_8B[-1].replace("200GiB", "31GiB")
     with pytest.raises(PlanError, match="does not fit") as failed:
         planned(*LLAMA_3_8B[:-1], little, "checkpoint.asynchronous=true")
-    assert "more than 31.0 GiB of memory, say so: hardware.hosts[].memory" in failed.value.fix
+    assert "if localhost has more than 31.0 GiB of memory, say so: hardware.hosts[].memory" in failed.value.fix
     _, _, plan = planned(*LLAMA_3_8B[:-1], little)
     assert any("localhost has 31.0 GiB of host memory, less than one of its GPUs" in one for one in plan.reasons)
+
+
+def test_a_run_that_waits_for_its_checkpoints_waits_under_its_next_plan_too() -> None:
+    open_ = tuple(one for one in LLAMA_3_8B if "asynchronous" not in one)
+    wanted, hosts, plan = planned(*open_[:-1], open_[-1].replace("200GiB", "31GiB"))
+    assert not plan.asynchronous_checkpoints and "asynchronous" not in wanted.checkpoint.model_fields_set
+    better = next_plan(wanted, hosts, plan, full(plan))
+    assert better is not None and not better.asynchronous_checkpoints
+    plenty = dataclasses.replace(hosts, hosts=(dataclasses.replace(hosts.hosts[0], memory_bytes=1024 * GIB),))
+    assert planner.make(wanted, plenty, shape.of(wanted)).asynchronous_checkpoints
+    better = next_plan(wanted, plenty, plan, full(plan))
+    assert better is not None and not better.asynchronous_checkpoints
+    training = pipeline.Training(recipe.Loaded(wanted, {}, ""), hosts, Path("runs"))
+    training.plan = plan
+    assert not training.with_hosts(plenty).recipe.checkpoint.asynchronous
+    again = planner.plan_again(wanted, hosts, shape.of(wanted), plan.steps)
+    assert again is not None and not again.asynchronous_checkpoints
 
 
 def test_the_last_figures_of_a_log_count() -> None:

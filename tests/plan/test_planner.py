@@ -93,6 +93,17 @@ def test_bf16_on_a_v100_is_refused() -> None:
         make(MIXED, "train.precision=bf16")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "instead"), [("A800-80G", "use bf16"), ("V100-32G", "use fp16"), ("NVIDIA A10", "use bf16")]
+)
+def test_fp8_on_a_gpu_without_it_names_the_gpu_and_the_precision_to_take(gpu: str, instead: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make(SIX_B, host(slots=8, gpu=gpu, memory="1TiB"), "train.precision=fp8", "model.init_from=null")
+    kind = gpus.find(gpu).name
+    assert caught.value.problem.endswith(f"float8 matrix units on every GPU: {kind} of host h has none")
+    assert caught.value.fix.startswith(instead)
+
+
 def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(PlanError, match="fp16 does not run on CPU"):
         make(QUICKSTART, "train.precision=fp16")
@@ -172,6 +183,41 @@ def test_what_fits_nowhere_says_how_many_hosts_would_do() -> None:
     with pytest.raises(PlanError) as caught:
         make(RECIPES / "xuanyuan-70b/pretrain.yaml", host(slots=8, gpu="A100-80G", memory="256GiB"), *AUTO)
     assert "such hosts instead of 1" in caught.value.fix
+
+
+def refusal(path: Path, *overrides: str) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        make(path, *overrides)
+    return caught.value
+
+
+def test_the_advice_names_only_keys_that_the_recipe_fixes_and_that_help() -> None:
+    small = host(slots=8, gpu="A100-40G", memory="1TiB")
+    fixed = (*AUTO, small, "zero.stage=1", "train.recompute=full")
+    asked = refusal(SIX_B, *fixed, "zero.offload_optimizer=none", "batch.sequence_length=8192")
+    (found,) = re.findall(r"^set (.*) \(needs", asked.fix)
+    keys = dict(one.split(": ") for one in found.split(", "))
+    assert "train.recompute" not in keys and "batch.micro_batch" not in keys, "it has them, or leaves them open"
+    changed = [f"{key}={value}" for key, value in keys.items()]
+    assert make(SIX_B, *fixed, "zero.offload_optimizer=none", "batch.sequence_length=8192", *changed).fits
+
+
+def test_what_fits_nowhere_is_told_rows_and_gpus_that_were_tried() -> None:
+    wide = refusal(RECIPES / "xuanyuan-70b/pretrain.yaml", "hardware.hosts=[{name: h, slots: 8, gpu: A100-40G}]", *AUTO)
+    for part in wide.fix.split(", or "):
+        key, _, value = part.removeprefix("set ").partition(": ")
+        kind = part.rpartition(" ")[2] if part.startswith("use GPUs") else "A100-40G"
+        hosts = int(part.split()[1]) if "such hosts" in part else 1
+        row = ", ".join(f"{{name: h{n}, slots: 8, gpu: {kind}}}" for n in range(hosts))
+        sets = [f"{key}={value}"] if key == "batch.sequence_length" else []
+        if "such hosts" not in part or "set" not in part:
+            assert make(RECIPES / "xuanyuan-70b/pretrain.yaml", f"hardware.hosts=[{row}]", *AUTO, *sets).fits
+
+
+def test_the_host_that_is_short_of_memory_is_named() -> None:
+    hosts = "[{name: rich, slots: 1, gpu: H200, memory: 64GiB}, {name: poor, slots: 4, gpu: H200, memory: 100GiB}]"
+    asked = refusal(SIX_B, f"hardware.hosts={hosts}", *AUTO, "zero.offload_optimizer=cpu", "zero.stage=2")
+    assert "if poor has more than 100.0 GiB of memory, say so" in asked.fix
 
 
 def test_rounding_of_tokens_per_step_is_said() -> None:

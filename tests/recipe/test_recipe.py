@@ -322,3 +322,24 @@ def test_a_run_that_is_asked_to_be_shorter_than_its_warmup_gets_a_shorter_one_an
     assert "10 is not less than the 8 steps" in mistakes_of(MINIMAL.replace("100", "8"))[1], (
         "what a recipe says is its own"
     )
+
+
+def test_a_warmup_fits_a_length_in_tokens_or_epochs_too(write: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_tokens = MINIMAL.replace("steps: 100", "tokens: 100k")
+    loaded = load(of_tokens, "batch.tokens_per_step=12288")
+    assert loaded.recipe.optim.warmup_steps == 2 and len(loaded.said) == 1
+    loaded = load(MINIMAL, "train.epochs=0.5")
+    assert loaded.said == () and loaded.recipe.optim.warmup_steps == 10, "the steps of an epoch are not known yet"
+    a_step = loaded.recipe.batch.tokens_per_step
+    shorter = recipe.fit_warmup(loaded, 16 * a_step)
+    assert shorter.recipe.optim.warmup_steps == 2
+    assert shorter.origins["optim.warmup_steps"] == "a tenth of the run, instead of 10"
+    assert recipe.fit_warmup(shorter, 16 * a_step) == shorter
+    said = "optim.warmup_steps: 2 instead of 10, since the run has 8 steps"
+    assert capsys.readouterr().err.splitlines() == [said], "once"
+    assert recipe.fit_warmup(loaded, 400 * a_step) == loaded
+    for other in (
+        load(MINIMAL.replace("steps: 100", "epochs: 1")),
+        load(MINIMAL, "train.epochs=1", "optim.warmup_steps=9"),
+    ):
+        assert recipe.fit_warmup(other, 4 * a_step) == other, "what a recipe or --set says is its own"

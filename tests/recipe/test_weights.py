@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import vocabularies
 from finlm import prepare
 from finlm.base.errors import UserError
 from finlm.cli import main
 from finlm.recipe import recipe, weights
+from finlm.recipe.models import traits
 
 from helpers import NO_WEIGHTS, QUICKSTART, sets
 
@@ -18,6 +20,10 @@ CONFIG = {"num_hidden_layers": 2, "vocab_size": 6, "hidden_size": 4}
 SHAPES = {"model.embed_tokens.weight": [6, 4]} | {
     f"model.layers.{layer}.{name}.weight": [4] for layer in (0, 1) for name in ("input_layernorm", "norm")
 }
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 64}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 
 
 def write(path: Path, shapes: dict[str, list[int]]) -> bytes:
@@ -96,6 +102,89 @@ def test_a_start_that_is_cut_short_is_told_before_anything_is_prepared(
     assert "model.layers: 3, but" in capsys.readouterr().err
 
 
+def whole(directory: Path, changes: dict[str, list[int] | None] | None = None) -> Path:
+    """A Llama's directory with tokenizer and chat template; `changes` are tensors of another shape, or without one."""
+    vocabularies.byte_level(directory, 4000)
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    shapes = {name: [4096, 64] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    shapes["model.norm.weight"] = [64]
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.{name}": list(size) for name, size in traits.read(LLAMA).layer}
+    changed = {name: size for name, size in (shapes | (changes or {})).items() if size}
+    write(directory / "model.safetensors", changed)
+    return directory
+
+
+LAYER = "model.layers.1."
+SWALLOWS = {"chat_template": "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"}
+UNFIT: dict[str, tuple[dict[str, list[int] | None], str]] = {
+    "a matrix": (
+        {f"{LAYER}self_attn.q_proj.weight": [64, 32]},
+        "q_proj.weight has [64, 32]; by config.json it",
+    ),
+    "a norm": ({"model.norm.weight": None}, "model.norm.weight is missing; by config.json it has [64]"),
+    "the head": ({"lm_head.weight": [300, 64]}, "lm_head.weight has [300, 64]; by config.json it has [4096, 64]"),
+    "no head": ({"lm_head.weight": None}, "lm_head.weight is missing"),
+    "a kind": ({f"model.layers.{n}.mlp.up_proj.weight": None for n in (0, 1)}, "and 1 more"),
+    "biases": ({f"model.layers.{n}.mlp.up_proj.bias": [128] for n in (0, 1)}, "up_proj.bias is none of a llama"),
+}
+UNFIT["a kind"][0]["lm_head.weight"] = UNFIT["a kind"][0]["model.norm.weight"] = None
+
+
+def asked(command: list[str], start: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command refuses of this start of the quickstart's fine-tuning; "" when it takes it."""
+    name, *options = command
+    settings = (f"model.init_from={start}", "chat.template=model", "data.mixture=[]", "eval.suites=[]")
+    code = main.main([name, str(QUICKSTART.parent / "sft.yaml"), *options, *sets(settings)])
+    said = capsys.readouterr().err
+    assert code == (2 if said.startswith("error") else 0)
+    return said if code else ""
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids=str)
+def test_a_start_that_cannot_be_trained_ends_plan_and_dry_run(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = whole(tmp_path / "start")
+    assert asked(command, start, capsys) == ""
+    for changes, words in UNFIT.values():
+        whole(start, changes)
+        assert words in asked(command, start, capsys)
+    start = whole(tmp_path / "silent")  # a tokenizer is opened once
+    (start / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"} | SWALLOWS))
+    assert "leaves out some of what the assistant says" in asked(command, start, capsys)
+    (start / "tokenizer.json").unlink()
+    assert "silent holds no tokenizer" in asked(command, start, capsys)
+    (start / "config.json").write_text(json.dumps(LLAMA | {"model_type": "nosuch"}))
+    assert "model_type 'nosuch' is not admitted" in asked(command, start, capsys)
+
+
+def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path) -> None:
+    whole(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
+    weights.check(tmp_path, LLAMA)
+    config = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    layer = [(name, size) for name, size in traits.read(config).layer if len(size) < 3]
+    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    for number in range(2):
+        shapes |= {f"model.layers.{number}.{n.replace('mlp.', 'block_sparse_moe.')}": list(s) for n, s in layer}
+        shapes |= {f"model.layers.{number}.block_sparse_moe.experts.{n}.w1.weight": [128, 64] for n in (0, 1)}
+    write(tmp_path / "model.safetensors", shapes)
+    weights.check(tmp_path, config)
+
+
+def test_a_plan_by_config_json_alone_says_that_weights_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert asked(["plan"], tmp_path, capsys) == ""
+    wanted = recipe.load(QUICKSTART.parent / "sft.yaml", (f"model.init_from={tmp_path}",)).recipe
+    assert list(weights.missing_start(wanted)) == [
+        f"model.init_from: {tmp_path} has no *.safetensors, which training starts from"
+    ]
+    assert "lacks config.json or *.safetensors" in asked(["train", "--dry-run"], tmp_path, capsys)
+
+
 def check(init_from: str) -> None:
     wanted = recipe.load(QUICKSTART).recipe
     weights.check_model(wanted.model_copy(update={"model": wanted.model.model_copy(update={"init_from": init_from})}))
@@ -156,8 +245,6 @@ def test_a_reward_model_is_no_start_for_a_stage_that_writes(tmp_path: Path) -> N
     recipe.load(QUICKSTART.parent / "reward.yaml", (f"model.init_from={tmp_path}",))
 
 
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 64}
-LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 WRITTEN = "model={hidden_size: 64, layers: 2, heads: 2, ffn_size: 128, vocab_size: 4096}"
 OTHERS = (
     ({"attention_dropout": 0.1}, "attention_dropout 0.1"),

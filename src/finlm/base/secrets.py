@@ -24,6 +24,9 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|
 _NAME_IN_TEXT = r"KEY|TOKEN(?!S|IZER|_ID|_DTYPE)|SECRET|PASSW|CREDENTIAL|COOKIE"  # code speaks of tokens all day
 _RECIPE_KEY = re.compile(r"[a-z0-9_]+(\[\d+\]|\.[a-z0-9_]+)*")
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_URL_QUERY = re.compile(
+    r"([?&][\w.-]*(?:key|token|secret|passw|credential|signature|auth|sig)[\w.-]*=)[^&#\s\"']+", re.I
+)
 # Hugging Face, OpenAI and Anthropic, GitHub, AWS, Slack.
 _KNOWN = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{12,}|xox[a-z]-[\w-]{10,})"
@@ -43,6 +46,8 @@ def redact_key(key: str, value: Any) -> Any:
     """Return a recipe's value at a dotted key without secrets; below `env` the variable's name decides."""
     if isinstance(value, Mapping):
         return {name: redact_key(f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact_key(key, inner) for inner in value)
     if not isinstance(value, str):
         return value
     *sections, name = key.split(".")
@@ -82,8 +87,8 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 
 def _without_tokens(text: str) -> str:
-    """Return text with REDACTED for known forms of tokens and for logins in URLs."""
-    return _KNOWN.sub(REDACTED, _URL_LOGIN.sub(REDACTED, text))
+    """Return text with REDACTED for known forms of tokens, and for logins and secret parameters in URLs."""
+    return _KNOWN.sub(REDACTED, _URL_QUERY.sub(rf"\1{REDACTED}", _URL_LOGIN.sub(REDACTED, text)))
 
 
 def _is_secret_option(argument: str) -> bool:

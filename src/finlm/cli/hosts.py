@@ -222,12 +222,14 @@ def recipe_file(text: str | Path) -> Path:
         path = run_directory(path)
     if path.is_file():
         return path
-    if path.is_dir():
+    if path.is_dir() and any(path.glob("*.yaml")):
         return _choose_recipe(path)
     below = Path("recipes") / path
-    for guess in (path, below, below.with_name(f"{below.name}.yaml"), below / "pretrain.yaml"):
+    for guess in (path, path / "pretrain.yaml", below, below.with_name(f"{below.name}.yaml"), below / "pretrain.yaml"):
         if guess.suffix == ".yaml" and parents.find_shipped(guess).is_file():
             return guess  # whoever reads it finds what came with finlm
+    if path.is_dir():
+        return _choose_recipe(path)
     known = parents.list_recipes()
     short = {name.removeprefix("recipes/").removesuffix(".yaml").removesuffix("/pretrain"): name for name in known}
     close = difflib.get_close_matches(str(text), [*known, *short], n=1)

@@ -99,11 +99,19 @@ def self_qa(options: argparse.Namespace) -> int:
 
 
 def check_template(recipe: Recipe) -> None:
-    """Raise UserError for an unknown chat template, before a parent is trained or data are prepared."""
-    from finlm.dialogues import templates
+    """Raise UserError for a template that takes no dialogue, or a start without a tokenizer; before data are prepared.
 
-    if recipe.chat is not None and recipe.chat.template != "model":  # the model's own may not be here yet
+    A directory with config.json alone, which `finlm plan` takes, is not looked at.
+    """
+    if recipe.chat is None:
+        return
+    from finlm.dialogues import encode, templates
+
+    if recipe.chat.template != "model":  # the model's own may not be here yet
         templates.read_template(recipe.chat.template, None)
+    start = Path(recipe.model.init_from or "")
+    if recipe.model.init_from and any(start.glob("*.safetensors")):
+        encode.check_start(recipe.chat, recipe.sft, start)
 
 
 def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
@@ -142,7 +150,9 @@ def plan(options: argparse.Namespace) -> int:
     --calibrate measures this machine's GPUs first and keeps the rows, and does no more where no recipe is given. Raises
     UserError without a recipe, PlanError when nothing fits.
     """
+    from finlm import prepare
     from finlm.plan import gpus, show
+    from finlm.recipe import recipe
 
     if options.calibrate:
         show.print_calibrated(gpus.measure(), gpus.user_file())
@@ -151,6 +161,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.recipe is None:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
+    if loaded.recipe.train.epochs is not None and (shards := prepare.locate(loaded.recipe)):
+        loaded = recipe.fit_warmup(loaded, prepare.epoch_tokens(loaded.recipe, shards))
     plan, consulted, warnings = consult(loaded.recipe, hosts.to_plan(options, loaded.recipe), options.price)
     show.print_plan(plan, loaded)
     show.print_advice(consulted, plan)

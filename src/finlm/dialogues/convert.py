@@ -80,7 +80,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
     limit = encode.longest_piece(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
     encoder = encode.encoder(tokenizer, rules, limit)
-    check_template(recipe.chat.template, encoder)
+    encode.check_template(recipe.chat.template, encoder)
     mask, checked = recipe.data.clean.mask, encode.checking_rules(recipe)
 
     context_tokens = parents.context_tokens(tokenizer)
@@ -131,32 +131,6 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     if checked := encode.checking_rules(recipe):  # other terms decide no token
         sections["grpo"]["checked"] = list(checked)
     return sections
-
-
-def check_template(name: str, encoder: encode.Encoder) -> None:
-    """Raise UserError for a template that takes no dialogue, writes today's date, or needs tokens that do not exist."""
-    tokenizer = encoder.tokenizer
-    missing = [token for token in templates.NEEDED.get(name, ()) if len(tokenizer.encode(token)[0]) != 1]
-    if missing:
-        raise UserError(
-            f"chat.template {name} needs tokens that this tokenizer does not have: {', '.join(missing)}",
-            evidence=f"its control tokens: {', '.join(tokenizer.control)}",
-            fix="choose xuanyuan or llama2, which end a turn with </s>, or model, the tokenizer's own",
-        )
-    try:
-        encoder.template.render(templates.PROBE)
-    except Refused as error:
-        if "strftime_now" in str(error):
-            raise UserError(
-                f"chat.template {name} writes today's date into every dialogue: tomorrow's data would be other data",
-                evidence=str(error),
-                fix="save the template as a file with a date in the place of strftime_now(...), and name it here",
-            ) from None
-        raise UserError(
-            f"chat.template {name} does not take a question and its answer",
-            evidence=str(error),
-            fix="choose another template, or where it wants a system prompt set chat.system",
-        ) from None
 
 
 def encode_block(task: Task, most: int | None = None) -> Encoded:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from finlm.base.errors import UserError
 from finlm.dialogues import scoring, templates
 from finlm.dialogues.templates import (
     ROLES,
@@ -187,6 +188,37 @@ def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
     """Return the encoder of a worker, opened once; rules is the JSON of chat and of sft, a line each."""
     parts = rules.split("\n")
     return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
+
+
+def check_template(name: str, encoder: Encoder) -> None:
+    """Raise UserError for a template that takes no dialogue, writes today's date, or needs tokens that do not exist."""
+    tokenizer = encoder.tokenizer
+    missing = [token for token in templates.NEEDED.get(name, ()) if len(tokenizer.encode(token)[0]) != 1]
+    if missing:
+        raise UserError(
+            f"chat.template {name} needs tokens that this tokenizer does not have: {', '.join(missing)}",
+            evidence=f"its control tokens: {', '.join(tokenizer.control)}",
+            fix="choose xuanyuan or llama2, which end a turn with </s>, or model, the tokenizer's own",
+        )
+    try:
+        encoder.template.render(templates.PROBE)
+    except Refused as error:
+        if "strftime_now" in str(error):
+            raise UserError(
+                f"chat.template {name} writes today's date into every dialogue: tomorrow's data would be other data",
+                evidence=str(error),
+                fix="save the template as a file with a date in the place of strftime_now(...), and name it here",
+            ) from None
+        raise UserError(
+            f"chat.template {name} does not take a question and its answer",
+            evidence=str(error),
+            fix="choose another template, or where it wants a system prompt set chat.system",
+        ) from None
+
+
+def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
+    """Raise UserError where a start model has no tokenizer, or a template takes no dialogue of it."""
+    check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 
 FORMATS = (  # for people

@@ -38,8 +38,8 @@ from finlm.inference.open import Trained, load_trained, open_model, read_weights
 from finlm.plan.plan import Plan
 from finlm.recipe import parents
 from finlm.recipe import recipe as recipes
+from finlm.recipe.derive import for_publication
 from finlm.recipe.models import traits
-from finlm.recipe.recipe import for_publication
 from finlm.recipe.schema import Model, Recipe
 from finlm.tokens import encoders, pretrained
 from finlm.train.model.causal_lm import plain_attention

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,32 +280,84 @@ def _describe_checkpoint(advice: Advice, plan: Plan) -> str:
 
 
 MORE_HOSTS = (2, 4, 8, 16, 32)
+Fitting = Callable[[Recipe, Cluster], list[Candidate]]
 
 
-def fix_checkpoints(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
+def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
     """Return what to change of how checkpoints are kept so that the recipe fits, "" when that is not enough."""
     without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
-    if recipe.checkpoint.memory_minutes is not None and fits(without):
+    if recipe.checkpoint.memory_minutes is not None and fitting(without, cluster):
         return "leave checkpoint.memory_minutes out: checkpoints on disk alone need none of this host memory"
-    if fits(search.waiting(recipe)):
+    if fitting(search.waiting(recipe), cluster):
         return "set checkpoint.asynchronous: false, which needs no copy of the states in host memory"
     return ""
 
 
-def other_hosts(cluster: Cluster, fits: Callable[[Cluster], bool], fits_free: Callable[[Cluster], bool]) -> str:
-    """Return in words how many ranks a host, or else how many such hosts, would make the recipe fit.
+def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
+    """Return in words how many ranks a host, or else which hosts, rows or GPUs, would make the recipe fit.
 
-    fits: whether the recipe fits a cluster; fits_free: whether it does when the planner decides what it may.
+    fitting: the candidates of a recipe that fit a cluster. Only what was tried and fits is said.
     """
     most = max(host.slots for host in cluster.hosts)
     for slots in range(most - 1, 0, -1):
-        if fits(search.with_slots(cluster, slots)):
+        if fitting(recipe, search.with_slots(cluster, slots)):
             return f"give a host at most slots={slots} in the hostfile (or hardware.hosts) instead of {most}"
-    hosts = len(cluster.hosts)
+    tried = (way for find in (_more_hosts, _shorter_rows, _larger_gpus) for way in find(recipe, cluster, fitting))
+    return ", or ".join(tried) or "take a smaller model: neither more hosts nor shorter rows nor a known GPU are enough"
+
+
+def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
+    """Yield how many such hosts would do, with the keys to set beside that; at most 32 times as many are tried."""
+    free, hosts = search.relax_recipe(recipe), len(cluster.hosts)
     for factor in MORE_HOSTS:
-        if fits_free(search.on_more_hosts(cluster, factor)):
-            return f"use {factor * hosts} such hosts instead of {hosts}, or shorten batch.sequence_length"
-    return "no number of such hosts is enough: shorten batch.sequence_length, or use GPUs with more memory"
+        if found := fitting(free, search.on_more_hosts(cluster, factor)):
+            keys, _ = nearest_settings(recipe, found)
+            yield f"use {factor * hosts} such hosts instead of {hosts}" + (f" and set {keys}" if keys else "")
+            return
+
+
+def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
+    """Yield the longest half, quarter, ... of batch.sequence_length that fits; none for answers of GRPO."""
+    length = recipe.batch.sequence_length
+    for shorter in (length // 2**times for times in range(1, 6) if recipe.stage != "grpo" and length % 2**times == 0):
+        batch = recipe.batch.model_copy(update={"sequence_length": shorter})
+        if fitting(recipe.model_copy(update={"batch": batch}), cluster):
+            yield f"set batch.sequence_length: {shorter}"
+            return
+
+
+def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
+    """Yield the kind of GPU with the least memory that would do in every host."""
+    kinds = [gpus.find(host.gpu) for host in cluster.hosts if host.gpu]
+    least, newest = (max((getattr(one, n) for one in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
+    known = (one for one in gpus.kinds().values() if one.compute_capability >= newest and one.memory_bytes > least > 0)
+    for kind in sorted(known, key=lambda one: one.memory_bytes):
+        hosts = tuple(dataclasses.replace(host, gpu=kind.name) for host in cluster.hosts)
+        if fitting(recipe, dataclasses.replace(cluster, hosts=hosts)):
+            yield f"use GPUs such as {kind.name}"
+            return
+
+
+def nearest_settings(recipe: Recipe, found: Sequence[Candidate]) -> tuple[str, Candidate]:
+    """Return (the keys to set, with their values, the candidate) of the candidate that asks for the fewest changes.
+
+    A key that the recipe leaves to auto, or has at that value, is none of them.
+    """
+    nearest = min(found, key=lambda one: (len(_to_change(recipe, one)), one.complexity))
+    return ", ".join(f"{key}: {value}" for key, value in _to_change(recipe, nearest).items()), nearest
+
+
+def _to_change(recipe: Recipe, other: Candidate) -> dict[str, object]:
+    """Return {key: value} of what the recipe fixes at another value than a candidate has."""
+    changes: dict[str, object] = {}
+    for name, key in CHOICES.items():
+        section, _, field = key.partition(".")
+        written, value = getattr(getattr(recipe, section), field, "auto"), getattr(other.layout, name)
+        if isinstance(written, dict):
+            written = value if set(written.values()) == set(other.micro_batches) else 0
+        if written not in ("auto", value):
+            changes[key] = "auto" if name == "micro_batch" and other.is_unequal else value
+    return changes
 
 
 FASTER_NETWORKS = (25.0, 100.0, 400.0)  # Gb/s

@@ -2,7 +2,8 @@
 
 `finlm plan --failures` simulates what launch/restart.py does when hosts fail at random (exponential times), at a rate
 of all hosts together. Each failure costs the time until it is noticed, the time until the ranks train again, and the
-steps since the newest checkpoint; one while the ranks come up costs another start. `finlm drill` measures both times.
+steps since the newest checkpoint; one while the ranks come up, the first time too, costs another start. `finlm drill`
+measures both times.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import statistics
 from dataclasses import dataclass
 
+from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.screen import format_duration
 
@@ -50,6 +52,7 @@ def best_interval(stall: float, between: float, write: float) -> float:
 
 DAY = 86400.0
 RUNS = 200
+MOST_FAILURES = 500  # of a simulated run; the mean of more is no surer
 
 
 @dataclass(frozen=True)
@@ -84,23 +87,36 @@ class Forecast:
 
 
 def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:
-    """Simulate 200 runs of so many seconds of wall time and return the share of it that trains."""
+    """Simulate 200 runs of so many seconds of wall time and return the share of it that trains.
+
+    Raises UserError for hosts that fail sooner than their ranks come up.
+    """
+    between = failing.between
+    if between < failing.detection + failing.restart:
+        pause = f"{format_duration(failing.detection)} until one is noticed and {format_duration(failing.restart)}"
+        raise UserError(
+            f"{failing.rate:g} failures a host and day leave no time to train",
+            evidence=f"one in {format_duration(between)}, {pause} until the ranks train again",
+            fix=f"a rate of 8 GPUs, by Llama 3's training: --failures {8 * 24 / HOURS_BETWEEN_FAILURES_OF_A_GPU:.2g}",
+        )
+    seconds = min(seconds, MOST_FAILURES * between)
     shares = sorted(simulate(failing, seconds, random.Random(f"{seed} {number}")) for number in range(RUNS))
     low, high = shares[RUNS // 20], shares[-1 - RUNS // 20]
-    return Forecast(statistics.fmean(shares), low, high, failing.between)
+    return Forecast(statistics.fmean(shares), low, high, between)
 
 
 def simulate(failing: Failing, seconds: float, chance: random.Random) -> float:
-    """Return the share of one run's wall time whose training was not lost. chance: draws the failures."""
+    """Return the share of one run's wall time whose training was not lost. chance: draws the failures.
+
+    Every launch, the first too, takes failing.restart seconds before it trains, and may fail in them.
+    """
     now = trained = 0.0
     while now < seconds:
         life = min(chance.expovariate(1 / failing.between), seconds - now)
-        cycles, rest = divmod(life, failing.interval + failing.stall)
+        cycles, rest = divmod(max(0.0, life - failing.restart), failing.interval + failing.stall)
         is_end = now + life >= seconds
         trained += cycles * failing.interval + (min(rest, failing.interval) if is_end else 0.0)
-        now += life
-        if not is_end:
-            now += failing.detection + failing.restart
+        now += life if is_end else life + failing.detection
     return trained / now if now else 1.0
 
 

@@ -10,6 +10,7 @@ the repository's tests and committed files say does not depend on whose machine 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ruamel.yaml import YAML
 
@@ -31,6 +32,8 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.units import parse_bytes
 from finlm.plan.plan import Plan
+from finlm.recipe.cluster import Cluster
+from finlm.recipe.schema import Recipe
 
 BF16_CAPABILITY = 8.0
 """bf16 matrix units exist from compute capability 8.0 (Ampere) on."""
@@ -38,6 +41,8 @@ BF16_CAPABILITY = 8.0
 
 DRIVER_SHARE = 0.006
 """Of a GPU's memory, which the driver keeps for itself: 480 of an H100's 81,559 MiB (nvidia-smi -q, reserved)."""
+
+CUDNN_CAPABILITIES = (9.0, 10.0)  # Hopper, data-centre Blackwell
 
 UNKNOWN_MFU = 0.46
 """Assumed for a kind that nobody has measured."""
@@ -188,6 +193,72 @@ class PlanError(UserError):
     """The error when nothing fits or the hardware cannot do it; the fix names the nearest plan that would."""
 
 
+def check_devices(cluster: Cluster) -> None:
+    """Raise PlanError when only some hosts have GPUs."""
+    without = [host.name for host in cluster.hosts if host.gpu is None]
+    if without and not cluster.is_cpu:
+        raise PlanError(
+            "some hosts have GPUs and some do not",
+            evidence=f"no GPU kind for {', '.join(without)}",
+            fix="leave those out (--exclude), give every host a gpu in hardware.hosts, or pass --gpu for all",
+        )
+
+
+def attention(
+    cluster: Cluster, precision: str, deterministic: bool
+) -> Literal["default", "cudnn", "flash", "efficient"]:
+    """Return the scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
+    if cluster.is_cpu:
+        return "default"
+    capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
+    if capability < BF16_CAPABILITY or precision == "fp32":  # the others have no fp32, or need Ampere
+        return "efficient"
+    # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. Slower than flash on Ampere and on
+    # consumer Blackwell (transformers#48163).
+    # Torch does not take cuDNN's where results must be deterministic.
+    return "cudnn" if capability in CUDNN_CAPABILITIES and not deterministic else "flash"
+
+
+def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
+    """Return (problem, fix) when the hardware cannot run this precision, else None."""
+    if cluster.is_cpu:
+        if precision == "fp16":
+            return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
+        if precision == "fp8":
+            return "fp8 does not run on CPU ranks", "use auto, fp32 or bf16"
+        return None
+    without = [host for host in cluster.hosts if host.gpu and not find(host.gpu).has_fp8]
+    if precision == "fp8" and without:
+        kind = find(without[0].gpu or "")
+        problem = f"fp8 needs float8 matrix units on every GPU: {kind.name} of host {without[0].name} has none"
+        return problem, "use bf16" if kind.has_bf16 else "use fp16"
+    old = [host for host in cluster.hosts if host.gpu and not find(host.gpu).has_bf16]
+    if precision == "bf16" and old:
+        return f"bf16 needs compute capability 8.0 on every host: {_capability(old[0].name, old[0].gpu)}", "use fp16"
+    return None
+
+
+def _capability(host: str, gpu: str | None) -> str:
+    kind = find(gpu or "")
+    return f"host {host} has {kind.name}, compute capability {kind.compute_capability} < {BF16_CAPABILITY}"
+
+
+def precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
+    """Return (precision, reasons). Raises PlanError when the hardware cannot run the recipe's."""
+    wanted = recipe.train.precision
+    if wanted != "auto":
+        problem = precision_problem(wanted, cluster)
+        if problem:
+            raise PlanError(f"train.precision: {problem[0]}", fix=f"{problem[1]}, or leave train.precision at auto")
+        return wanted, [f"{wanted}: train.precision says so"]
+    if cluster.is_cpu:
+        return "fp32", ["fp32: CPU ranks"]
+    for host in cluster.hosts:
+        if host.gpu and not find(host.gpu).has_bf16:
+            return "fp16", [f"fp16: {_capability(host.name, host.gpu)}"]
+    return "bf16", ["bf16: every GPU has compute capability 8.0 or more"]
+
+
 PRODUCT_SHARE = 0.79  # of H200's peak that the products of train/calibrate.py reach there; its mfu goes with it
 LIMIT_SECONDS = 300
 NEWEST_RUNS = 5  # of a kind, whose median counts
@@ -239,7 +310,8 @@ def declare_calibrated() -> list[str]:
             words = (
                 f"speed of {kind}: {mfu:.1%} of its peak by finished runs ({len(newest)}, the newest {newest[-1].run})"
             )
-            declare(dataclasses.replace(find(kind), mfu=mfu, calibrated=words))
+            with contextlib.suppress(PlanError):  # a kind that is no longer described, of which no plan can be made
+                declare(dataclasses.replace(find(kind), mfu=mfu, calibrated=words))
     except Exception as error:
         raise UserError(
             f"{runs_file()} is not a list of finished runs",

@@ -81,6 +81,7 @@ def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, 
     taken: of the ranks that failed, by host. former: plans of this run that ran out of memory before.
     """
     shape = shape_of(recipe, plan.vocab_size)
+    recipe = search.as_planned(recipe, plan.asynchronous_checkpoints)
     for room in (*(ROOM * 2**times for times in range(former, -1, -1)), LEAST_ROOM):
         smaller = _limit_devices(cluster, plan, taken, 1 - room)
         better = planner.plan_again(recipe, smaller, shape, plan.steps)

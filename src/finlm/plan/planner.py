@@ -14,12 +14,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from finlm.base.screen import format_count
 from finlm.base.units import format_bytes
 from finlm.plan import advice, gpus, host_memory, memory, search, speed
-from finlm.plan.differences import CHOICES
 from finlm.plan.gpus import PlanError
 from finlm.plan.memory import Layout
 from finlm.plan.plan import Plan, PlannedHost
@@ -176,31 +174,41 @@ def nothing_fits_error(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
 ) -> PlanError:
     """Return the error that gives the smallest candidate's numbers and the nearest change that would fit."""
+    fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
+    others = fitting(free, cluster)
+    settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
     if not found:
         return PlanError(
             "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
-            fix="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
+            evidence="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
             "train.grad_accum_dtype: fp32 stage 2 or 3",
+            fix=settings or "set zero.stage, zero.offload_optimizer and zero.offload_param to auto",
         )
     nearest = min(found, key=lambda one: one.over)
-    layout = nearest.layout
     evidence = f"the smallest of {len(found)} configurations needs {_need(nearest)}: {_short(nearest)}"
     items = sorted(nearest.gpu_items.items(), key=lambda item: -item[1])
     evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
-    free = search.relax_recipe(recipe)
-    others = [one for one in search.candidates(free, cluster, shape, precision, rows_per_step) if one.fits]
-    if lighter := advice.fix_checkpoints(recipe, lambda one: _fits(shape, precision, one, cluster)):
+    if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
     elif others:
-        other = min(others, key=lambda one: (_distance(layout, one), one.complexity))
-        fix = f"set {advice.settings(nearest, other)} (needs {_need(other)})"
+        fix = f"{settings} (needs {_need(advice.nearest_settings(recipe, others)[1])})"
     else:
-        fits = functools.partial(_fits, shape, precision)
-        fix = advice.other_hosts(cluster, functools.partial(fits, recipe), functools.partial(fits, free))
-    if nearest.host_limit and nearest.host_bytes > nearest.host_limit and not cluster.is_cpu:
-        shown = format_bytes(min(host.memory_bytes for host in cluster.hosts if host.memory_bytes))
-        fix += f"; or, if a host has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
-    return PlanError(f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix)
+        fix = advice.other_hosts(recipe, cluster, fitting)
+    return PlanError(
+        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _state_memory(cluster, found)
+    )
+
+
+def _state_memory(cluster: Cluster, found: list[Candidate]) -> str:
+    """Return how to say that the host which is short has more memory; "" where GPUs are short too, or no host is."""
+    short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
+    if cluster.is_cpu or not short:
+        return ""
+    least = min(short, key=lambda one: one.over)
+    sizes = {host.name: host.memory_bytes for host in cluster.hosts if host.memory_bytes}
+    name = next(name for name, size in sizes.items() if int(size * search.HOST_SHARE) == least.host_limit)
+    shown = format_bytes(sizes[name])
+    return f"; or, if {name} has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
 
 
 def _short(one: Candidate) -> str:
@@ -216,22 +224,16 @@ def _rows(one: Candidate) -> str:
     return " and ".join(map(str, dict.fromkeys(one.micro_batches)))
 
 
-def _distance(wanted: Layout, one: Candidate) -> int:
-    return sum(getattr(wanted, name) != getattr(one.layout, name) for name in CHOICES)
-
-
-def _fits(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> bool:
+def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
+    """Return the candidates that fit."""
     found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
-    return any(one.fits for one in found)
-
-
-CUDNN_CAPABILITIES = (9.0, 10.0)  # Hopper, data-centre Blackwell
+    return [one for one in found if one.fits]
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
     """Return the plan; train_tokens of the prepared data are needed for train.epochs. Raises PlanError."""
-    _check_devices(cluster)
-    precision, reasons = _precision(recipe, cluster)
+    gpus.check_devices(cluster)
+    precision, reasons = gpus.precision(recipe, cluster)
     rows_per_step = _rows_per_step(recipe, cluster)
     tokens_per_step = rows_per_step * recipe.batch.sequence_length
     if tokens_per_step != recipe.batch.tokens_per_step:
@@ -272,22 +274,29 @@ def _with_reference(
 
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
     """Return the plan of a run of so many steps on this cluster; None when nothing fits."""
-    found = list_candidates(recipe, cluster, shape)
+    try:
+        recipe, found = _choices(recipe, cluster, shape)
+    except PlanError:
+        return None
     fitting = [one for one in found if one.fits]
     if not fitting:
         return None
     chosen = search.best(fitting)
-    reasons = [*_precision(recipe, cluster)[1], *choices(recipe, chosen, found)]
+    reasons = [*gpus.precision(recipe, cluster)[1], *choices(recipe, chosen, found)]
     return _plan(recipe, cluster, shape, chosen, steps, (*reasons, *warnings(recipe, cluster, chosen)))
 
 
 def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
     """Return every candidate of the recipe on this cluster; none where its precision cannot run."""
     try:
-        precision, _ = _precision(recipe, cluster)
-        return search.choices(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))[1]
+        return _choices(recipe, cluster, shape)[1]
     except PlanError:
         return []
+
+
+def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
+    """Return what search.choices does. Raises PlanError where the recipe's precision cannot run."""
+    return search.choices(recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster))
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
@@ -322,7 +331,7 @@ def _plan(
         offload_param=layout.offload_param,
         recompute=layout.recompute,
         compiled=layout.compiled,
-        attention=_attention(cluster, layout.precision, recipe.train.deterministic),
+        attention=gpus.attention(cluster, layout.precision, recipe.train.deterministic),
         micro_batch=layout.micro_batch,
         gradient_accumulation_steps=chosen.accumulation,
         sequence_length=layout.sequence_length,
@@ -352,70 +361,6 @@ def _plan(
         generation_bytes_items=memory.generation_items(shape, layout),
         gpu_mfu=kinds[0].mfu if kinds[0] and len(set(kinds)) == 1 else None,
     )
-
-
-def _check_devices(cluster: Cluster) -> None:
-    """Raise PlanError when only some hosts have GPUs."""
-    without = [host.name for host in cluster.hosts if host.gpu is None]
-    if without and not cluster.is_cpu:
-        raise PlanError(
-            "some hosts have GPUs and some do not",
-            evidence=f"no GPU kind for {', '.join(without)}",
-            fix="leave those out (--exclude), give every host a gpu in hardware.hosts, or pass --gpu for all",
-        )
-
-
-def _attention(
-    cluster: Cluster, precision: str, deterministic: bool
-) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """Return the scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
-    if cluster.is_cpu:
-        return "default"
-    capability = min(gpus.find(host.gpu or "").compute_capability for host in cluster.hosts)
-    if capability < gpus.BF16_CAPABILITY or precision == "fp32":  # the others have no fp32, or need Ampere
-        return "efficient"
-    # XuanYuan-6B's on one H200, forward and backward: flash 3.22 ms, cuDNN 1.79. Slower than flash on Ampere and on
-    # consumer Blackwell (transformers#48163).
-    # Torch does not take cuDNN's where results must be deterministic.
-    return "cudnn" if capability in CUDNN_CAPABILITIES and not deterministic else "flash"
-
-
-def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """Return (problem, fix) when the hardware cannot run this precision, else None."""
-    if cluster.is_cpu:
-        if precision == "fp16":
-            return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
-        if precision == "fp8":
-            return "fp8 does not run on CPU ranks", "use auto, fp32 or bf16"
-        return None
-    without = [host for host in cluster.hosts if host.gpu and not gpus.find(host.gpu).has_fp8]
-    if precision == "fp8" and without:
-        return f"fp8 needs float8 matrix units on every GPU: {_capability(without[0].name, without[0].gpu)}", "use auto"
-    old = [host for host in cluster.hosts if host.gpu and not gpus.find(host.gpu).has_bf16]
-    if precision == "bf16" and old:
-        return f"bf16 needs compute capability 8.0 on every host: {_capability(old[0].name, old[0].gpu)}", "use fp16"
-    return None
-
-
-def _capability(host: str, gpu: str | None) -> str:
-    kind = gpus.find(gpu or "")
-    return f"host {host} has {kind.name}, compute capability {kind.compute_capability} < {gpus.BF16_CAPABILITY}"
-
-
-def _precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
-    """Return (precision, reasons). Raises PlanError when the hardware cannot run the recipe's."""
-    wanted = recipe.train.precision
-    if wanted != "auto":
-        problem = precision_problem(wanted, cluster)
-        if problem:
-            raise PlanError(f"train.precision: {problem[0]}", fix=f"{problem[1]}, or leave train.precision at auto")
-        return wanted, [f"{wanted}: train.precision says so"]
-    if cluster.is_cpu:
-        return "fp32", ["fp32: CPU ranks"]
-    for host in cluster.hosts:
-        if host.gpu and not gpus.find(host.gpu).has_bf16:
-            return "fp16", [f"fp16: {_capability(host.name, host.gpu)}"]
-    return "bf16", ["bf16: every GPU has compute capability 8.0 or more"]
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:

@@ -164,6 +164,14 @@ def waiting(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": False})})
 
 
+def as_planned(recipe: Recipe, asynchronous: bool) -> Recipe:
+    """Return the recipe with checkpoints that training waits for where its plan said so; else as it is.
+
+    A run that waited goes on waiting under its next plan.
+    """
+    return recipe if asynchronous else waiting(recipe)
+
+
 def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> float:
     """Return the seconds of a forward pass over one micro-batch of every rank; the slowest GPU counts."""
     padded = dataclasses.replace(shape, vocab=shape.padded_vocab)

@@ -1,4 +1,4 @@
-"""Make a recipe from another one: `finlm new`, and the toy of `train --toy`.
+"""Make a recipe from another one: `finlm new`, the toy of `train --toy`, and what is published of a recipe.
 
 A fork inherits (`base:`) and holds only what differs. A recipe that inherits already cannot be inherited from, so it
 is copied, as --copy does with any: lines and comments stay, `name` changes. Either has `forked_from: path@sha256`,
@@ -7,6 +7,8 @@ which `finlm diff RECIPE` compares with and which goes with every run of it.
 The toy trains on a laptop in a minute. Kept: optimizer, schedule, clipping, ZeRO stage, recompute, packing, masks,
 seeds. Shrunk: model, batch, steps, corpus (the synthetic one) and tokenizer. A stage after pretraining starts from the
 toy of the recipe it names, else from the quickstart's. Losses mean nothing by themselves; `expect.toy` holds them.
+
+`for_publication` gives a recipe for model cards and trackers, without credentials, addresses and names of machines.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ruamel.yaml import YAML
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.base.secrets import redact_key
 from finlm.recipe import parents, recipe
 from finlm.recipe.models import traits
 from finlm.recipe.recipe import Loaded
@@ -270,3 +274,42 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
     known = traits.record_of(config).defaults
     sizes = {"head_dim": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 64} | dict.fromkeys(traits.EXPERTS, 4)
     return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)}
+
+
+def for_publication(recipe: Recipe) -> Recipe:
+    """Return a valid recipe for the same training, for model cards and trackers.
+
+    Without environment, ways to hosts, endpoint and directory for checkpoints in memory; hosts are host1, host2, ...
+    Of absolute paths of data and models the last name is left, and of what lies in the export of a run also the run's.
+    """
+    aliases: dict[str, str] = {}
+
+    def alias(name: str) -> str:
+        return aliases.setdefault(name, f"host{len(aliases) + 1}")
+
+    hosts = tuple(host.model_copy(update={"name": alias(host.name)}) for host in recipe.hardware.hosts)
+    rows, kinds = recipe.batch.micro_batch, {host.gpu for host in hosts}
+    if isinstance(rows, dict):
+        rows = {name if name in kinds else alias(name): count for name, count in rows.items()}
+    shown = recipe.model_copy(
+        update={
+            "hardware": recipe.hardware.model_copy(update={"hosts": hosts}),
+            "batch": recipe.batch.model_copy(update={"micro_batch": rows}),
+            **{"env": {}, "hosts": {}, "self_qa": None},
+        }
+    )
+    published = _without_directories(shown.model_dump(mode="json"))
+    del published["checkpoint"]["memory_directory"]  # must be absolute; the default is every Linux host's
+    return Recipe.model_validate(published)
+
+
+def _without_directories(value: Any) -> Any:
+    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports."""
+    if isinstance(value, dict):
+        return {key: _without_directories(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_directories(inner) for inner in value]
+    if not isinstance(value, str) or not value.startswith("/"):
+        return redact_key("", value)
+    parts = PurePosixPath(value).parts
+    return "/".join(parts[parts.index("export") - 1 if "export" in parts[2:] else -1 :])

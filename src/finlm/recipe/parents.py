@@ -321,10 +321,11 @@ def find_shipped(path: Path) -> Path:
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return {recipes/<family>/<stage>.yaml: its file} of this directory and of what came with finlm."""
-    shipped, own = find_shipped(Path("recipes")), Path("recipes")
-    found = sorted({*shipped.glob("*/*.yaml"), *own.glob("*/*.yaml")})
-    return {f"recipes/{path.parent.name}/{path.name}": path for path in found if not path.name.startswith(".")}
+    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and of this directory, which counts."""
+    shipped, own = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
+    folders = [shipped.parents[1], own] if shipped else [own]
+    found = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]
+    return dict(sorted((f"recipes/{path.parent.name}/{path.name}", path) for path in found))
 
 
 def shipped_file(path: Path) -> Path | None:

@@ -4,8 +4,6 @@
 of a run, which exclude each other, the nearest one counts. The origin of every value is kept, so that `plan` can print
 where it came from. YAML 1.2 through ruamel: 3e-4 is a number, `no` a string, duplicate keys an error (PyYAML differs on
 all three).
-
-`for_publication` gives a recipe for model cards and trackers, without credentials, addresses and names of machines.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -137,7 +135,7 @@ def _read_with_base(path: Path) -> _Document:
         return child
     if not isinstance(base, str):
         raise UserError(f"{where}: base: expected the path of a recipe, got {base!r}")
-    parent = _read((path.parent / base).resolve() if not Path(base).is_absolute() else Path(base), child_of=where)
+    parent = _read(parents.find_shipped(Path(relative((path.parent / base).resolve()))), child_of=where)
     if "base" in parent.values:
         raise UserError(
             f"{where}: base: {base} itself has a base",
@@ -260,20 +258,51 @@ def _shorten_warmup(document: _Document) -> tuple[str, ...]:
     lines = document.lines
     if not (isinstance(train, dict) and isinstance(optim, dict) and isinstance(batch, dict)):
         return ()
-    asked = [name for name in ("steps", "tokens") if lines.get(("train", name)) == "--set"]
+    lengths = [name for name in ("steps", "tokens") if train.get(name) is not None]
+    asked = "--set" in (lines.get(("train", name)) for name in lengths)
+    asked |= lengths == ["tokens"] and lines.get(("batch", "tokens_per_step")) == "--set"
     warmup, tokens_a_step = optim.get("warmup_steps"), batch.get("tokens_per_step")
     if not asked or not isinstance(warmup, int) or lines.get(("optim", "warmup_steps")) == "--set":
         return ()
     try:
-        steps = parse_count(train[asked[0]])
-        steps = steps if asked[0] == "steps" else steps // parse_count(str(tokens_a_step))
+        steps = parse_count(train[lengths[0]])
+        steps = steps if lengths[0] == "steps" else steps // parse_count(str(tokens_a_step))
     except (ValueError, TypeError, ZeroDivisionError):
         return ()  # told as a mistake
+    shorter, origin, sentence = _shorter_warmup(warmup, steps)
+    if shorter < warmup:
+        optim["warmup_steps"], lines[("optim", "warmup_steps")] = shorter, origin
+    return (sentence,) if sentence else ()
+
+
+def _shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
+    """Return (warm-up that fits a run of so many steps, its origin, a sentence that says so); "" where it is as it was.
+
+    Runs of one and two steps have none that fits.
+    """
     if warmup < steps or steps < 3:
-        return ()
-    shorter = optim["warmup_steps"] = max(2, steps // 10)
-    lines[("optim", "warmup_steps")] = f"a tenth of the run, instead of {warmup}"
-    return (f"optim.warmup_steps: {shorter} instead of {warmup}, since the run has {steps:,} steps",)
+        return warmup, "", ""
+    shorter = max(2, steps // 10)
+    sentence = f"optim.warmup_steps: {shorter} instead of {warmup}, since the run has {steps:,} steps"
+    return shorter, f"a tenth of the run, instead of {warmup}", sentence
+
+
+def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
+    """Return the recipe with a warm-up that fits the epochs that --set asks for, and say on stderr what is shortened.
+
+    epoch_tokens: of the prepared data, without which the steps of an epoch are not known.
+    """
+    recipe, where = loaded.recipe, loaded.origins.get
+    if where("train.epochs") != "--set" or where("optim.warmup_steps") == "--set":
+        return loaded
+    steps = int(epoch_tokens * (recipe.train.epochs or 0)) // recipe.batch.tokens_per_step
+    shorter, origin, sentence = _shorter_warmup(recipe.optim.warmup_steps, steps)
+    if not sentence:
+        return loaded
+    screen.say(sentence)
+    optim = recipe.optim.model_copy(update={"warmup_steps": shorter})
+    origins = {**loaded.origins, "optim.warmup_steps": origin}
+    return replace(loaded, recipe=recipe.model_copy(update={"optim": optim}), origins=origins)
 
 
 def _expand_home(document: _Document) -> None:
@@ -370,45 +399,6 @@ def _line(document: _Document, location: Location, path: str) -> str:
         if location[:length] in document.lines:
             return document.lines[location[:length]]
     return f"{path}:1"
-
-
-def for_publication(recipe: Recipe) -> Recipe:
-    """Return a valid recipe for the same training, for model cards and trackers.
-
-    Without environment, ways to hosts, endpoint and directory for checkpoints in memory; hosts are host1, host2, ...
-    Of absolute paths of data and models the last name is left, and of what lies in the export of a run also the run's.
-    """
-    aliases: dict[str, str] = {}
-
-    def alias(name: str) -> str:
-        return aliases.setdefault(name, f"host{len(aliases) + 1}")
-
-    hosts = tuple(host.model_copy(update={"name": alias(host.name)}) for host in recipe.hardware.hosts)
-    rows, kinds = recipe.batch.micro_batch, {host.gpu for host in hosts}
-    if isinstance(rows, dict):
-        rows = {name if name in kinds else alias(name): count for name, count in rows.items()}
-    shown = recipe.model_copy(
-        update={
-            "hardware": recipe.hardware.model_copy(update={"hosts": hosts}),
-            "batch": recipe.batch.model_copy(update={"micro_batch": rows}),
-            **{"env": {}, "hosts": {}, "self_qa": None},
-        }
-    )
-    published = _without_directories(shown.model_dump(mode="json"))
-    del published["checkpoint"]["memory_directory"]  # must be absolute; the default is every Linux host's
-    return Recipe.model_validate(published)
-
-
-def _without_directories(value: Any) -> Any:
-    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports."""
-    if isinstance(value, dict):
-        return {key: _without_directories(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_directories(inner) for inner in value]
-    if not isinstance(value, str) or not value.startswith("/"):
-        return value
-    parts = PurePosixPath(value).parts
-    return "/".join(parts[parts.index("export") - 1 if "export" in parts[2:] else -1 :])
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:

@@ -355,6 +355,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
             ": it is of several models" if "text_config" in config else ""
         )
     yield from _malformed_keys(config)
+    yield from traits.rope_problems(config)
     other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
     if other:
         yield (
@@ -364,10 +365,8 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
     for rope in traits.ropes(config):
         kind = rope.get("rope_type", rope.get("type", "default"))
         longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        longest = int(longest or config.get("max_position_embeddings") or 0)
-        if kind not in traits.ROPES:
-            yield f"RoPE {kind!r}, not {', '.join(traits.ROPES)}"
-        elif kind in traits.LIMITED_ROPE and rows > longest:
+        longest = longest or config.get("max_position_embeddings") or 0
+        if kind in traits.LIMITED_ROPE and isinstance(longest, int) and rows > longest:
             yield f"batch.sequence_length {rows}: RoPE {kind!r} turns all rows otherwise once one exceeds {longest}"
     for key in (key for key in config if key.endswith(DROPOUT) and not key.startswith("classifier") and config[key]):
         yield f"{key} {config[key]}, which no kernel here draws"
@@ -387,7 +386,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
 
 def _malformed_keys(config: traits.Config) -> Iterator[str]:
     """Yield a sentence for each value that transformers' classes refuse, whatever the type."""
-    for key in (*NEEDED, "num_key_value_heads", "head_dim"):
+    for key in (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
             yield f"{key} {value!r} is no whole number above 0"
@@ -400,17 +399,6 @@ def _malformed_keys(config: traits.Config) -> Iterator[str]:
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and len(kinds) != layers:
         yield f"layer_types: {len(kinds)} kinds for {layers} layers"
-    if "rope_theta" in config and config["rope_theta"] is None and not config.get("rope_parameters"):
-        yield "rope_theta null, which no class reads as its default: leave it out, or write a number"
-    for rope in traits.ropes(config):
-        hidden = config.get("hidden_size")
-        if type(heads) is not int or type(hidden) is not int or heads < 1:
-            continue
-        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        pairs = int((config.get("head_dim") or hidden // heads) * share) // 2
-        for key in ("short_factor", "long_factor"):
-            if key in rope and len(rope[key]) != pairs:
-                yield f"RoPE's {key} has {len(rope[key])} numbers, and a head rotates {pairs} pairs"
 
 
 def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:

@@ -43,23 +43,25 @@ def check_model(recipe: Recipe) -> None:
     init_from = recipe.model.init_from
     if init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from):
         fix = "put config.json and *.safetensors there, or name another directory or a model of the Hub"
-        directory = _check_directory("model.init_from", init_from, fix)
-        check_layers(recipe)
-        _check_first_layer(directory)
+        _check_directory("model.init_from", init_from, fix)
     check_layers(recipe)
 
 
 def check_weights(recipe: Recipe) -> None:
     """Raise UserError when files of model.init_from that are here are cut short or unlike its config.json."""
     directory = Path(recipe.model.init_from or "-")
-    if (directory / "config.json").is_file():
+    if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
         check(directory, files.read_json(directory / "config.json"))
 
 
 def missing_start(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning when model.init_from names nothing that is here, nor a model of the Hub at a commit."""
+    """Yield a warning when model.init_from names no weights that are here, nor a model of the Hub at a commit."""
     named, revision = recipe.model.init_from, recipe.model.revision
-    if named is None or parents.is_recipe(named) or Path(named).is_dir():
+    if named is None or parents.is_recipe(named):
+        return
+    if Path(named).is_dir():
+        if not any(Path(named).glob("*.safetensors")):
+            yield f"model.init_from: {named} has no *.safetensors, which training starts from"
         return
     if parents.is_directory(named) or revision is None:
         yield f"model.init_from: {named} is not here" + ("" if revision else ", nor does model.revision say a commit")
@@ -78,7 +80,7 @@ def check_layers(recipe: Recipe) -> None:
     except UserError:  # not there, or no network here
         return
     parents.refuse_model(
-        files.read_json(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
+        parents.read_config(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
     )
 
 
@@ -120,30 +122,9 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
-    runs.prove_model(path)
     check(path, files.read_json(path / "config.json"))
+    runs.prove_model(path)
     return path
-
-
-def _check_first_layer(directory: Path) -> None:
-    """Raise UserError when the weights' first layer is not that of an admitted model with this config.json."""
-    config = files.read_json(directory / "config.json")
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        shapes |= _read_header(path)[0]
-    expected = {f"model.layers.0.{name}": list(sizes) for name, sizes in traits.read(config).layer if len(sizes) < 3}
-    expected["model.embed_tokens.weight"] = [config["vocab_size"], config["hidden_size"]]
-    wrong = [
-        f"{name} {'is missing' if name not in shapes else f'has {shapes[name]}'}; by config.json it has {sizes}"
-        for name, sizes in expected.items()
-        if shapes.get(name) != sizes
-    ]
-    if wrong:
-        raise UserError(
-            f"model.init_from: the weights in {directory} do not fit its config.json",
-            evidence="\n".join(wrong[:3]),
-            fix="take config.json and *.safetensors from one model",
-        )
 
 
 def check(directory: Path, config: Mapping[str, Any]) -> None:
@@ -162,6 +143,42 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
         problems = list(_compare(shapes, config))
     if problems:
         raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=_FIX)
+    if wrong := list(_list_misfits(shapes, config)):
+        raise UserError(
+            f"the weights in {directory} do not fit its config.json",
+            evidence="\n".join([*wrong[:3], *([f"and {len(wrong) - 3} more"] if len(wrong) > 3 else [])]),
+            fix="take config.json and *.safetensors from one model",
+        )
+
+
+def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Iterator[str]:
+    """Yield a sentence for each tensor that an admitted model with this config.json lacks, or has of another shape.
+
+    Experts may lie one by one, as older files have them. A layer's tensor that its class has not is told too: it would
+    be left out when they are loaded.
+    """
+    row = traits.records().get(str(config.get("model_type")))
+    if row is None:
+        return
+    shapes = {name.replace(".block_sparse_moe.", ".mlp."): size for name, size in shapes.items()}
+    known, layer = {**row.defaults, **config}, dict(traits.read(config).layer)
+    table, expected = [config["vocab_size"], config["hidden_size"]], dict[str, list[int]]()
+    expected["model.embed_tokens.weight"] = table
+    for number in range(config["num_hidden_layers"]):
+        sizes = {name: list(size) for name, size in layer.items() if len(size) < 3}
+        expected |= {f"model.layers.{number}.{name}": size for name, size in sizes.items()}
+    if not parents.is_reward_model(config) and (not known.get("tie_word_embeddings") or "lm_head.weight" in shapes):
+        expected["lm_head.weight"] = table
+    if row.outer:
+        expected["model.norm.weight"] = [config["hidden_size"]]
+    for name, size in expected.items():
+        if shapes.get(name) != size:
+            has = f"has {shapes[name]}" if name in shapes else "is missing"
+            yield f"{name} {has}; by config.json it has {size}"
+    for name in shapes:
+        match = _LAYER.search(name)
+        if match and match[2] not in layer and ".experts." not in name:
+            yield f"{name} is none of a {config['model_type']} with this config.json"
 
 
 def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
@@ -175,7 +192,7 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
             header = json.loads(file.read(length))
         tensors = {name: about for name, about in header.items() if name != "__metadata__"}
         whole = 8 + length + max((about["data_offsets"][1] for about in tensors.values()), default=0)
-        shapes = {name: about["shape"] for name, about in tensors.items()}
+        shapes = {name: about["shape"] for name, about in tensors.items() if not name.endswith(".inv_freq")}  # RoPE's
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return {}, f"{path.name}: its header is damaged: {error}"
     if size != whole:

@@ -28,7 +28,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, open_run
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
-from finlm.recipe.recipe import for_publication
+from finlm.recipe.derive import for_publication
 from finlm.recipe.schema import Recipe
 from finlm.record import live
 from finlm.record.history import Row
