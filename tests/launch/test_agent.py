@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from finlm.base import processes
+from finlm.base.processes import children
 from finlm.base.rundir import RunDir
 from finlm.base.runs import hold
 from finlm.launch import agent, head, start, watch
-from finlm.launch.agent import children
 from finlm.launch.head import Session
 from finlm.launch.messages import Hello, Log, Start
 from finlm.launch.watch import Progress
@@ -226,3 +227,26 @@ def test_a_rank_that_outlives_its_launcher_is_seen_by_the_next_agent(
 def test_a_note_of_what_was_sent_that_a_power_cut_emptied_counts_for_nothing(here: RunDir, greet: Greet) -> None:
     (here.path / ".sent-n1.json").touch()
     assert greet().sent == {}
+
+
+def test_a_signal_reaches_ranks_that_live_and_no_process_that_has_their_pid_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import subprocess\nfor rank in '01': subprocess.Popen(['sleep', '60'], env={'RANK': rank})\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as launcher:
+        ranks = agent.Ranks(launcher.pid, 2)
+        until(lambda: not ranks.find_ended() and len(ranks.pids) == 2, 10)
+        first, second = ranks.pids[0], ranks.pids[1]
+        os.kill(first, signal.SIGSTOP)
+        until(lambda: ranks.states() == {0: "T", 1: "S"}, 10)
+        ranks.born[1] = "1"  # as a process that got the pid of a rank after its end
+        ranks.signal(signal.SIGKILL)
+        assert ranks.find_ended()[-1] == (1, agent.MISSED)
+        until(lambda: not processes.is_alive(first), 10)
+        assert processes.is_alive(second)
+        monkeypatch.setattr(ranks, "states", lambda: {0: "S"})  # it has ended since it was looked at
+        os.kill(second, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+        until(lambda: processes.read_status(first) is None, 10)
+        ranks.signal(signal.SIGTERM)

@@ -288,10 +288,10 @@ class Stop:
     def pass_on(self, sessions: Sequence[Session], has_stepped: bool, grace_seconds: float, now: float) -> None:
         """Send a signal that was noted to the ranks of all hosts, once, and say so; do nothing without a signal.
 
-        Exits this process when no step is finished yet, or when the ranks took longer than grace_seconds. now:
-        time.monotonic().
+        Exits this process when no step is finished yet, or when the ranks took longer than grace_seconds; not for hosts
+        that are back, for which nobody sets a limit. now: time.monotonic().
         """
-        if not self.number:
+        if not self.number or (self.back and not has_stepped):
             return
         name = signal.Signals(self.number).name
         if not has_stepped:
@@ -303,7 +303,7 @@ class Stop:
                 session.say(messages.Stop(signal.SIGTERM if self.number == signal.SIGHUP else self.number))
             if not self.back:
                 screen.say(f"{name}: the ranks finish their step and write a checkpoint (again: end at once)")
-        elif now - self.passed_on > grace_seconds:
+        elif now - self.passed_on > grace_seconds and not self.back:
             screen.say(f"{name}: no checkpoint within {grace_seconds:g} s (launch.grace_seconds); {RESUMES}")
             sys.exit(128 + self.number)
 
