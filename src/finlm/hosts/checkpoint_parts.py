@@ -389,8 +389,8 @@ def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
     damaged: a step that cannot be used.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
-    recorded, step = run.recorded_checkpoint(), whole_step(run, damaged)
-    in_memory = run.recorded_in_memory()
+    in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)
+    recorded = max(run.recorded_checkpoint(), in_memory)
     without = f"without {them}: --exclude {'@'.join(lost)}"
     if in_memory > step and len(lost) == 1 and not damaged:
         return f"or go on from step {in_memory:,}, of which a neighbour's memory has the part of {names}, {without}"
