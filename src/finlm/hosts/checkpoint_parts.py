@@ -60,7 +60,13 @@ def gather_checkpoint(
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
     if not remote:
         return directory
-    here = Manifest.read(directory) if (directory / MANIFEST).exists() else None
+    here = Manifest.read_if_readable(directory)
+    if here is None and (directory / MANIFEST).exists() and len(remote) < len(hosts.hosts):
+        raise Incomplete(
+            f"this machine's part of {directory.name} is damaged",
+            evidence=f"{directory / MANIFEST} is not JSON",
+            fix=f"mv {directory} {directory}.damaged   (an older checkpoint is used then)",
+        )
     damaged = _list_damaged(directory, here.files) if here is not None and here.is_whole else []
     if here is not None and here.is_whole and not damaged:
         return directory
@@ -171,15 +177,16 @@ def _read_manifest(run: RunDir, step: int, host: Host, accept_new: bool, damaged
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
-        read = ssh.run(host.destination, ["cat", str(far)], accept_new=accept_new)
-    except UserError as error:
+        content = json.loads(ssh.run(host.destination, ["cat", str(far)], accept_new=accept_new).stdout)
+    except (UserError, ValueError) as error:
+        why = f"{error.problem}\n{error.evidence}" if isinstance(error, UserError) else f"{far} is not JSON: {error}"
         here = f"\nthe copy on this machine is damaged: {', '.join(damaged[:5])}" * bool(damaged)
         raise Incomplete(
             f"{host.name}'s part of step-{step} exists nowhere else, and {host.name} does not give it",
-            evidence=f"{error.problem}\n{error.evidence}".rstrip() + here,
+            evidence=why.rstrip() + here,
             fix=way_out(run, [host.name], step if damaged else 0),
         ) from None
-    return Manifest.from_json(json.loads(read.stdout), f"{host.name}:{far}")
+    return Manifest.from_json(content, f"{host.name}:{far}")
 
 
 def _pull(
@@ -236,7 +243,7 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list
     Checkpoints in continued/ here count for every host, since sync brings them there.
     """
     continued: dict[str, Manifest | None] = {
-        f"continued/{path.name}": Manifest.read(path) for _, path in run.continued_checkpoints()
+        f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
     }
     with ThreadPoolExecutor(16) as pool:
         holdings = pool.map(lambda host: _ask_host(run, host, accept_new), hosts.hosts)
