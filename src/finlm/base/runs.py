@@ -314,7 +314,7 @@ def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
 def hold(run: RunDir) -> int | None:
     """Lock this host's lock file, shared, until this rank ends; return its descriptor, or None without file locks.
 
-    Not inherited: DeepSpeed's launcher starts ranks without its descriptors.
+    Not inherited: the launcher starts ranks without its descriptors.
     """
     try:
         lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)

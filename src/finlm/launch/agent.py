@@ -10,7 +10,6 @@ Runs on a host that has the run directory and its Python packages; standard libr
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import functools
 import json
@@ -182,7 +181,7 @@ def _hello(locked: bool, port: int | None) -> messages.Hello:
 
 
 def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> subprocess.Popen[bytes]:
-    """Start DeepSpeed's launcher for this node in a new session and return its process.
+    """Start the launcher of this host's ranks (node.py) in a new session and return its process.
 
     Links the prepared data into the run directory and writes the host's environment there. Raises OSError, for example
     on a full disk.
@@ -200,12 +199,8 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
     devices: dict[str, list[int] | list[str]] = {**start.world}
     if not start.chosen:
         devices[host] = _visible_devices(start.world[host], env.get("CUDA_VISIBLE_DEVICES"))
-    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
-    command = [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"),
-        *(f"--node_rank={start.node}", f"--master_addr={start.address}", f"--master_port={start.port}"),
-        *("--no_local_rank", "--module", "finlm.train", str(run.path)),
-    ]
+    launch = {"world": devices, "node": start.node, "address": start.address, "port": start.port}
+    command = [sys.executable, "-u", "-m", "finlm.launch.node", json.dumps(launch), str(run.path)]
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / f"{host}.launcher.log").open("ab") as log:
         return subprocess.Popen(
@@ -223,7 +218,7 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
 def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[str]:
     """Return the devices of a host whose hostfile line gives only a count: those of CUDA_VISIBLE_DEVICES, else `slots`.
 
-    DeepSpeed's launcher sets the variable anew, which would hide the user's choice.
+    The launcher sets the variable anew, which would hide the user's choice.
     """
     named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
     return named if visible and len(named) == len(slots) else slots
@@ -331,8 +326,8 @@ class Sender(threading.Thread):
 class Ranks:
     """The ranks of one launcher as the kernel shows them in /proc: their pids, states and exit codes.
 
-    A rank is a child of DeepSpeed's launcher with RANK in its environment. The launcher reaps a dead rank up to a
-    second later and does not say which rank died first, so the exit status is read from /proc in that second.
+    A rank is a child of the launcher with RANK in its environment. The launcher reaps a dead rank within a moment and
+    does not say which rank died first, so the exit status is read from /proc before that.
     """
 
     def __init__(self, launcher: int, count: int) -> None:

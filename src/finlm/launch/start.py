@@ -1,10 +1,10 @@
 """Start the ranks of a run on all hosts, follow events.jsonl, and end everything that was started.
 
-Every host, this machine too, runs an agent (agent.py) that starts DeepSpeed's launcher of one node
-(`deepspeed.launcher.launch`, what `deepspeed --no_ssh` runs). DeepSpeed's pdsh mode was measured and left: killing its
-launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote shell
-unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of the
-interpreter, and its exit code is 0 when its child dies by a signal.
+Every host, this machine too, runs an agent (agent.py) that starts the host's ranks (node.py) as DeepSpeed's one-node
+launcher does (`deepspeed --no_ssh`), without its three seconds of imports. DeepSpeed's pdsh mode was measured and left:
+killing its launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote
+shell unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of
+the interpreter, and its exit code is 0 when its child dies by a signal.
 
 Success is the trainer's `end` event; watch.py names what failed.
 """

@@ -199,7 +199,7 @@ def _explain_lost_host(
         if session.code and not session.exits:
             ended = f"was killed by signal {-session.code}" if session.code < 0 else f"ended with {session.code}"
             return RunFailed(
-                f"DeepSpeed's launcher on {session.name} {ended}",
+                f"the launcher on {session.name} {ended}",
                 evidence=f"{words}\n{_last_words(run.logs / f'{session.name}.launcher.log')}",
                 fix=f"read {run.logs}; {_RESUME}",
             )

@@ -17,7 +17,7 @@ from typing import Callable  # noqa: UP035 - Python 3.8
 
 SLOW_SECONDS = 20.0
 MARK = "finlm-fault:"
-RANK, LAUNCHER, AGENT = "finlm.train", "deepspeed.launcher.launch", "finlm.launch.agent"
+RANK, LAUNCHER, AGENT = "finlm.train", "finlm.launch.node", "finlm.launch.agent"
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def find_processes(run: Path, word: str) -> list[int]:
             words = (entry / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
             line = " ".join(words)
             of_run = str(run) in words or str(run).encode() + b"/" in (entry / "environ").read_bytes()
-            of_kind = f"-m {word} " in line.replace("--module ", "-m ") + " " and (word != RANK or LAUNCHER not in line)
+            of_kind = f"-m {word} " in f"{line} "
             if of_run and of_kind and int(entry.name) != os.getpid():
                 pids.append(int(entry.name))
         except OSError:  # ended meanwhile, or somebody else's
