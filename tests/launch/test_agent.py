@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from finlm.base import processes
+from finlm.base.errors import UserError
 from finlm.base.processes import children
 from finlm.base.rundir import RunDir
 from finlm.base.runs import hold
@@ -260,3 +261,22 @@ def test_a_signal_reaches_ranks_that_live_and_no_process_that_has_their_pid_now(
         launcher.wait()
         until(lambda: processes.read_status(first) is None, 10)
         ranks.signal(signal.SIGTERM)
+
+
+def test_silent_agents_are_all_given_up_in_the_time_of_one(
+    here: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "HELLO_SECONDS", 1.0)
+    program = tmp_path / "agent"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    hosts = [Session(Host(f"n{n}", 1), n, range(n, n + 1), local=True, stream=True, patience=20) for n in range(4)]
+    began = time.monotonic()
+    for session in hosts:
+        session.start(here, tmp_path, str(program), None, False)
+    for session in hosts:
+        with pytest.raises(UserError, match="did not start"):
+            session.wait_hello()
+    assert time.monotonic() - began < 3
+    for session in hosts:
+        session.release(0.0)

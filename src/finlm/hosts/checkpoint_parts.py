@@ -60,13 +60,7 @@ def gather_checkpoint(
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
     if not remote:
         return directory
-    here = Manifest.read_if_readable(directory)
-    if here is None and (directory / MANIFEST).exists() and len(remote) < len(hosts.hosts):
-        raise Incomplete(
-            f"this machine's part of {directory.name} is damaged",
-            evidence=f"{directory / MANIFEST} is not JSON",
-            fix=f"mv {directory} {directory}.damaged   (an older checkpoint is used then)",
-        )
+    here = _read_here(directory, has_ranks=len(remote) < len(hosts.hosts))
     damaged = _list_damaged(directory, here.files) if here is not None and here.is_whole else []
     if here is not None and here.is_whole and not damaged:
         return directory
@@ -100,6 +94,21 @@ def gather_checkpoint(
         names = ", ".join(host.name for host, part in zip(remote, wanted, strict=True) if part)
         screen.say(f"step {step}: {format_bytes(size)} of checkpoint gathered from {names}")
     return directory
+
+
+def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
+    """Return the manifest of what lies here of a checkpoint; None when there is none, or none that can be read.
+
+    has_ranks: this machine has a part of its own, which is nowhere else: Incomplete is raised when it is damaged.
+    """
+    here = Manifest.read_if_readable(directory)
+    if here is None and has_ranks and (directory / MANIFEST).exists():
+        raise Incomplete(
+            f"this machine's part of {directory.name} is damaged",
+            evidence=f"{directory / MANIFEST} is not JSON",
+            fix=f"mv {directory} {directory}.damaged   (an older checkpoint is used then)",
+        )
+    return here
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
