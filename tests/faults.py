@@ -202,6 +202,19 @@ def stopped(step: int) -> None:
     pretrain.Guard.judge = judged  # type: ignore[method-assign]
 
 
+def held(step: int) -> None:
+    """All ranks wait in this step until they have got a signal, at most two minutes."""
+    plain = pretrain.Guard.judge
+
+    def judged(self: pretrain.Guard, at: int, *arguments: Any) -> Any:
+        deadline = time.monotonic() + 120
+        while at == step and not entry.received_signal() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return plain(self, at, *arguments)
+
+    pretrain.Guard.judge = judged  # type: ignore[method-assign]
+
+
 def disks_of_their_own(announced: int | None) -> None:
     """Each rank is a host whose checkpoints lie in disk-RANK; the launcher announced this step."""
     folder = f"disk-{os.environ['RANK']}"

@@ -7,11 +7,11 @@ What the launcher itself does is proved where it is used: tests/launch, tests/cl
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finlm.base import processes
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
@@ -102,9 +103,7 @@ def warm_up() -> None:
 
 def fork_ranks(world_size: int, argv: Sequence[str], fault: Sequence[Any] = ()) -> list[int]:
     """Fork ranks that run finlm.train's main with these arguments; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(processes.free_port(0))
     env = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FINLM_HOST": "localhost"}
     children = []
@@ -132,7 +131,8 @@ def _exit_codes(children: Sequence[int]) -> list[int]:
     def kill_the_rest() -> None:
         for child in children:
             if child not in codes:
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # waited for, not yet noted
+                    os.kill(child, signal.SIGKILL)
 
     timer = threading.Timer(END_SECONDS, kill_the_rest)
     while len(codes) < len(children):

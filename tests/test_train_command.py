@@ -27,7 +27,7 @@ from finlm.recipe import recipe
 from finlm.record.report import run_page
 
 import dialogues
-from helpers import QUICKSTART, ROOT, TINY, finlm, sets
+from helpers import QUICKSTART, ROOT, TINY, finlm, sets, with_fault
 
 pytestmark = pytest.mark.slow
 ERROR = preflight.Finding("disk", "localhost", "error", "as if", "nothing")
@@ -250,25 +250,29 @@ def copied(run: RunDir, runs: Path, last: str) -> RunDir:
 def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
     tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = ["train", str(QUICKSTART), *sets((*tiny, "train.steps=80")), "--runs", str(tmp_path)]
-    process = subprocess.Popen([sys.executable, "-m", "finlm", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    runs = tmp_path / "runs"
+    command = ["train", str(QUICKSTART), *sets(tiny), "--runs", str(runs)]
+    env = os.environ | {"PYTHONPATH": with_fault(tmp_path / "site", "held(12)")}  # the signal comes in that step
+    line = [sys.executable, "-m", "finlm", *command]
+    process = subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("*/checkpoints/step-10/manifest.json")) and time.monotonic() < deadline:
+    while not list(runs.glob("*/checkpoints/step-10/manifest.json")):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.terminate()
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 143 and "with a checkpoint; the same command resumes" in printed
-    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).returncode == 1
-    (path,) = tmp_path.iterdir()
+    assert subprocess.run(["pgrep", "-f", str(runs)], capture_output=True, check=False).returncode == 1
+    (path,) = runs.iterdir()
     assert RunDir(path).report.exists()
     (end,) = RunDir(path).read_events("end")
-    assert (end["status"], end["exit_code"]) == ("interrupted", 143)
+    assert (end["status"], end["exit_code"], end["step"]) == ("interrupted", 143, 12)
     assert RunDir(path).complete_checkpoints()[-1][0] == end["step"], "the step that was running is not lost"
     resumed = finlm(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming {path} from step" in resumed.stderr and "held-out loss" in resumed.stderr
     assert [event["status"] for event in RunDir(path).read_events("end")] == ["interrupted", "finished"]
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(runs.iterdir()) == [path]
 
 
 def test_a_damaged_checkpoint_is_not_started_from_and_the_step_before_it_is_announced(

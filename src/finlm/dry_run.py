@@ -84,7 +84,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
         t.plan = Plan.read(t.resumed.plan)
         return {"resume": (DONE, "unfinished"), "run directory": (DONE, str(screen.relative(t.resumed.path)))}
     if earlier := None if t.new else next(lineage.find_continuable(*where), None):
-        step = earlier.run.recorded_checkpoint()
+        step = max(earlier.run.recorded_checkpoint(), earlier.run.recorded_in_memory())
         words = f"make one that continues {screen.relative(earlier.run.path)} from step {step:,} under this plan"
         return {"resume": (NOT_NEEDED, "planned otherwise"), "run directory": (TO_DO, words)}
     finished = lineage.find_finished(t.recipe, t.shards.directory, t.runs)

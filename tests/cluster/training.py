@@ -66,7 +66,7 @@ def processes(host: Host, word: str = "finlm") -> dict[int, str]:
 def pids(host: Host, what: str) -> list[int]:
     """PIDs of the host's command ("-m finlm train"), ranks ("finlm.train ") or agent ("finlm.launch.agent")."""
     found = processes(host, what)
-    return [pid for pid, line in found.items() if _is_python(line) and "deepspeed.launcher" not in line]
+    return [pid for pid, line in found.items() if _is_python(line)]
 
 
 def _is_python(line: str) -> bool:

@@ -256,3 +256,25 @@ def test_a_checkpoint_in_memory_that_no_host_has_any_more_is_said(
     assert [step for step, _ in run.complete_checkpoints()] == []
     run.append_event("start", step=20)
     assert run.recorded_in_memory() == 0, "said once"
+
+
+def test_a_manifest_that_was_cut_short_is_passed_over_with_a_message_here_and_on_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, 10, 20, 30)
+    files.write_json(run.plan, {"offload_optimizer": "none"})
+    whole, part = saved(run, 10, 0, 1), saved(run, 30, 0)
+    text = (part / "manifest.json").read_text()[:-40]
+    monkeypatch.setattr(checkpoint_parts.ssh, "is_this_machine", lambda name: name == "localhost")
+    monkeypatch.setattr(checkpoint_parts.ssh, "run", lambda *_, **__: SimpleNamespace(stdout=text))
+    with pytest.raises(checkpoint_parts.Incomplete, match="n1's part of step-30") as caught:
+        checkpoint_parts.gather_checkpoint(run, N1, 30)
+    assert "manifest.json is not JSON" in caught.value.evidence
+    (part / "manifest.json").write_text(text)
+    with pytest.raises(checkpoint_parts.Incomplete, match="this machine's part of step-30 is damaged"):
+        checkpoint_parts.gather_checkpoint(run, N1, 30)
+    assert (part / "loop_rank_0.pt").exists()
+    assert runs.newest_checkpoint(run) == whole
+    assert f"step-30 is passed over: {part}/manifest.json is not JSON" in capsys.readouterr().err
+    shutil.copytree(part, run.path / "continued" / "step-30")
+    assert checkpoint_parts.list_holdings(run, Cluster((Host("localhost", 1),)))[0].parts["continued/step-30"] is None

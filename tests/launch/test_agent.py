@@ -1,6 +1,6 @@
 """The agent of a host at the other end of a line: what it takes over, sends home and starts.
 
-Two directories stand for the run here and on the host; a program of a few lines stands for DeepSpeed's launcher.
+Two directories stand for the run here and on the host; a program of a few lines stands for the launcher.
 """
 
 from __future__ import annotations
@@ -18,25 +18,39 @@ from typing import Any
 
 import pytest
 
+from finlm.base import processes
+from finlm.base.errors import UserError
+from finlm.base.processes import children
 from finlm.base.rundir import RunDir
 from finlm.base.runs import hold
 from finlm.launch import agent, head, start, watch
-from finlm.launch.agent import children
 from finlm.launch.head import Session
 from finlm.launch.messages import Hello, Log, Start
 from finlm.launch.watch import Progress
 from finlm.recipe.cluster import Host
 
 LAUNCHER = """
-import base64, json, signal, sys
+import json, signal
 from pathlib import Path
 from finlm.base.rundir import RunDir
-world = json.loads(base64.urlsafe_b64decode(sys.argv[1].partition("=")[2]))
+world = json.loads(sys.argv[1])["world"]
 blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 RunDir(Path(sys.argv[-1])).append_event("launched", step=1, world=world, blocked=blocked)
 """
 
 Greet = Callable[[], Session]
+
+
+def play_launcher(code: Path, program: str) -> None:
+    """Have a program run in the place of the launcher, with its arguments."""
+    (code / "played.py").write_text(f"import sys\n{program}")
+    (code / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'finlm.launch.node' in sys.orig_argv:\n"
+        "    sys.argv = sys.orig_argv[sys.orig_argv.index('finlm.launch.node'):]\n"
+        "    import played\n"
+        "    os._exit(0)\n"
+    )
 
 
 @pytest.fixture
@@ -47,11 +61,8 @@ def here(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def there(tmp_path: Path) -> RunDir:
-    launcher = tmp_path / "there" / "code" / "deepspeed" / "launcher" / "launch.py"
-    launcher.parent.mkdir(parents=True)
-    launcher.write_text(LAUNCHER)
-    for package in (launcher.parent, launcher.parent.parent):
-        (package / "__init__.py").touch()
+    (tmp_path / "there" / "code").mkdir(parents=True)
+    play_launcher(tmp_path / "there" / "code", LAUNCHER)
     (tmp_path / "there" / "logs").mkdir()
     return RunDir(tmp_path / "there")
 
@@ -149,8 +160,9 @@ def test_a_launcher_gets_the_devices_that_doctor_examined_and_no_signal_of_a_sch
 
 
 def test_ranks_end_in_time_though_nobody_takes_their_logs(there: RunDir) -> None:
-    (there.code / "deepspeed" / "launcher" / "launch.py").write_text(
-        "import sys, time\nopen(sys.argv[-1] + '/logs/n1.0.log', 'w').write('NCCL INFO\\n' * 500_000)\ntime.sleep(60)\n"
+    play_launcher(
+        there.code,
+        "import time\nopen(sys.argv[-1] + '/logs/n1.0.log', 'w').write('NCCL INFO\\n' * 500_000)\ntime.sleep(60)\n",
     )
     agent = subprocess.Popen(
         [sys.executable, "-m", "finlm.launch.agent"],
@@ -226,3 +238,45 @@ def test_a_rank_that_outlives_its_launcher_is_seen_by_the_next_agent(
 def test_a_note_of_what_was_sent_that_a_power_cut_emptied_counts_for_nothing(here: RunDir, greet: Greet) -> None:
     (here.path / ".sent-n1.json").touch()
     assert greet().sent == {}
+
+
+def test_a_signal_reaches_ranks_that_live_and_no_process_that_has_their_pid_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import subprocess\nfor rank in '01': subprocess.Popen(['sleep', '60'], env={'RANK': rank})\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as launcher:
+        ranks = agent.Ranks(launcher.pid, 2)
+        until(lambda: not ranks.find_ended() and len(ranks.pids) == 2, 10)
+        first, second = ranks.pids[0], ranks.pids[1]
+        os.kill(first, signal.SIGSTOP)
+        until(lambda: ranks.states() == {0: "T", 1: "S"}, 10)
+        ranks.born[1] = "1"  # as a process that got the pid of a rank after its end
+        ranks.signal(signal.SIGKILL)
+        assert ranks.find_ended()[-1] == (1, agent.MISSED)
+        until(lambda: not processes.is_alive(first), 10)
+        assert processes.is_alive(second)
+        monkeypatch.setattr(ranks, "states", lambda: {0: "S"})  # it has ended since it was looked at
+        os.kill(second, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+        until(lambda: processes.read_status(first) is None, 10)
+        ranks.signal(signal.SIGTERM)
+
+
+def test_silent_agents_are_all_given_up_in_the_time_of_one(
+    here: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "HELLO_SECONDS", 1.0)
+    program = tmp_path / "agent"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    hosts = [Session(Host(f"n{n}", 1), n, range(n, n + 1), local=True, stream=True, patience=20) for n in range(4)]
+    began = time.monotonic()
+    for session in hosts:
+        session.start(here, tmp_path, str(program), None, False)
+    for session in hosts:
+        with pytest.raises(UserError, match="did not start"):
+            session.wait_hello()
+    assert time.monotonic() - began < 3
+    for session in hosts:
+        session.release(0.0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.launch import ray_cluster
 from finlm.recipe import recipe
@@ -49,22 +51,15 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "seen.json"
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_ray_runs_during_the_block_and_all_its_processes_end_with_it(seen: Path) -> None:
     wanted = recipe.load(QUICKSTART, ("data.num_proc=1",)).recipe
     with ray_cluster.start_ray(wanted, Cluster((Host("localhost", 1),)), False) as address:
         arguments, *pids = json.loads(seen.read_text())
-        assert all(map(is_running, pids))
+        assert all(map(processes.is_alive, pids))
         assert "--head" in arguments and "--num-cpus=1" in arguments and address.startswith("127.0.0.1:")
         token = os.environ["RAY_AUTH_TOKEN"]
         assert not [word for word in arguments if token in word], "a command line is for everyone to read"
-    assert not [pid for pid in pids if is_running(pid)]
+    assert not [pid for pid in pids if processes.is_alive(pid)]
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
@@ -96,16 +91,26 @@ def test_a_host_without_this_ray_is_named(seen: Path, monkeypatch: pytest.Monkey
     assert "requirements-ray.lock" in caught.value.fix and sys.executable in caught.value.fix
 
 
-def test_a_host_whose_line_breaks_ends_ray(seen: Path) -> None:
+@pytest.mark.parametrize("ended", ["the line", "the starter", "the starter, by SIGTERM", "its keeper"])
+def test_a_host_whose_line_or_starter_is_gone_ends_ray(seen: Path, ended: str) -> None:
     node = ray_cluster._Node(Host("localhost", 1), is_local=True)
     node.connect({}, False)
     node.greet()
     node.start(["--head"], "127.0.0.1", 1, {})
     node.wait_started()
     _, *pids = json.loads(seen.read_text())
-    node.close()
+    assert node._process is not None
+    keeper = node._process.pid
+    (starter,) = processes.children(keeper)
+    if ended == "the line":
+        node.close()
+    elif ended == "its keeper":
+        os.kill(keeper, signal.SIGKILL)
+    else:
+        os.kill(starter, signal.SIGTERM if "SIGTERM" in ended else signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while [pid for pid in pids if is_running(pid)]:
+    while [pid for pid in (*pids, starter) if processes.is_alive(pid)]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    node.close()
     node.wait_closed()

@@ -15,7 +15,7 @@ from finlm.diagnose import signatures
 from finlm.launch import restart, start
 from finlm.launch.restart import Failure, HostLost, reason_to_end
 from finlm.recipe import cluster, recipe
-from finlm.recipe.schema import Launch
+from finlm.recipe.schema import HostAccess, Launch
 
 from helpers import QUICKSTART
 
@@ -44,10 +44,19 @@ def test_a_bad_step_and_a_bad_host_end_the_restarts(failures: list[Failure], hos
     assert (words in reason) if words else not reason
 
 
-def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *outcomes: tuple[int, Exception | None]) -> list[float]:
+TWO = cluster.Cluster((cluster.Host("a", 1), cluster.Host("b", 1)))
+
+
+def attempts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    *outcomes: tuple[int, Exception | None],
+    saved: str = "checkpoint",
+    two: cluster.Cluster = TWO,
+) -> list[float]:
     """Launch a run whose launches get to these steps and end so; the waits between them."""
     run, waits, left = RunDir(tmp_path), [], list(outcomes)
-    run.append_event("checkpoint", step=3)  # of which a host has its part alone
+    run.append_event(saved, step=3)  # of which a host has its part alone
 
     def launched(*_: Any, **__: Any) -> None:
         step, error = left.pop(0)
@@ -55,13 +64,13 @@ def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *outcomes: tuple[i
             run.append_event("start", step=0)
         if step > 0:
             run.append_event("step", step=step)
+            run.append_event(saved, step=3)
         if error:
             raise error
 
     monkeypatch.setattr(start, "launch_ranks", launched)
     monkeypatch.setattr(restart.time, "sleep", waits.append)
     wanted = recipe.load(QUICKSTART, ["launch.restarts=3", "launch.restart_wait_seconds=10"]).recipe
-    two = cluster.Cluster((cluster.Host("a", 1), cluster.Host("b", 1)))
     restart.run_ranks(run, prepare.make_plan(wanted, two, None), wanted, two)
     return waits
 
@@ -142,3 +151,33 @@ def test_a_host_that_failed_twice_is_left_while_it_answers(monkeypatch: pytest.M
     with pytest.raises(HostLost) as caught:
         attempts(monkeypatch, tmp_path, (5, RunFailed("x", host="a")), (9, RunFailed("x", host="a")))
     assert not caught.value.is_gone
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_a_host_whose_part_is_in_no_other_memory_is_waited_for_though_nothing_is_on_disk(
+    held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = RunFailed("a does not answer any more", host="a")
+    gone.is_gone = True
+    monkeypatch.setattr(restart.ssh, "answers", lambda _: False)
+    monkeypatch.setattr(restart.checkpoint_parts, "list_holdings", lambda *_: [])
+    monkeypatch.setattr(restart.checkpoint_parts, "whole_step_together", lambda _: held)
+    if held:
+        with pytest.raises(HostLost):
+            attempts(monkeypatch, tmp_path, (5, gone), saved="in_memory")
+    else:
+        assert attempts(monkeypatch, tmp_path, (5, gone), (20, None), saved="in_memory") == [10]
+
+
+def test_a_host_with_a_user_and_a_port_is_known_in_what_ssh_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A launch after a failure finds the host gone: a spare, or the others, go on."""
+    access = HostAccess(user="root", port=2222)
+    two = cluster.Cluster((cluster.Host("a", 1, access=access), cluster.Host("b", 1)))
+    monkeypatch.setattr(restart.ssh, "answers", lambda destination: destination != "root@a:2222")
+    monkeypatch.setattr(restart.checkpoint_parts, "whole_step", lambda _: 3)
+    gone = UserError("the host key of root@a:2222 has changed: another machine answers under this name")
+    with pytest.raises(HostLost) as caught:
+        attempts(monkeypatch, tmp_path, (5, RunFailed("killed", host="b")), (-1, gone), two=two)
+    assert caught.value.host == "a" and caught.value.is_gone

@@ -41,3 +41,14 @@ def test_long_steps_and_a_long_start_are_measured_by_their_own_limits() -> None:
     )
     start = Progress(0.0)
     assert "no step was completed in 60 s" in watch.describe_silence(sessions(60.0, 1.0), start, Launch(), 60.0)
+
+
+def test_a_machine_that_is_too_busy_to_look_waits_for_a_silent_host_no_longer() -> None:
+    progress, (silent, alive) = Progress(0.0), sessions(0.0, 0.0, 0.0)
+    for now in range(6, 400, 6):  # every look of this machine comes 6 s after the last
+        alive.heard = float(now)
+        watch.note_sleep([silent, alive], progress, 6.0, now)
+    assert silent.heard == 6.0 and watch.in_trouble([silent, alive], 160.0)
+    silent.heard = 500.0  # it answers again: the next sleep is given back too
+    watch.note_sleep([silent, alive], progress, 3600.0, 4100.0)
+    assert not watch.in_trouble([silent], 4200.0)

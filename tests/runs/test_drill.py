@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,68 @@ def test_a_byte_of_the_newest_checkpoint_is_turned(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fault, "send_signal", lambda *_: "killed")
     assert "a.pt of step-10; killed" in fault.damage_checkpoint(tmp_path)
     assert part.read_bytes().count(1) == 1
+
+
+TRAINS = """
+import json, pathlib, signal, sys, time
+run = pathlib.Path(sys.argv[1]) / "toy-1"
+run.mkdir(parents=True)
+(run / "recipe.yaml").touch()
+rows = (run / "events.jsonl").open("a")
+def write(**row):
+    print(json.dumps({"time": time.time(), **row}), file=rows, flush=True)
+def stop(*_):
+    write(kind="end", step=1, status="interrupted")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+write(kind="start", step=0)
+for step in range(1, 10_000):
+    write(kind="step", step=step)
+    write(kind="checkpoint", step=step)
+    time.sleep(0.05)
+"""
+DRILLS = """
+import sys
+from pathlib import Path
+from finlm.recipe.cluster import Cluster, Host
+from finlm.runs import drill
+drill.POLL_SECONDS = 0.05
+runs, hosts = Path(sys.argv[2]), Cluster((Host("localhost", 1),))
+train = [sys.executable, "-c", sys.argv[1], str(runs)]
+drill.drill(drill.Drill(train, "toy", hosts, runs, ["connection-cut"], 600, 0.3), drill.show)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_drill_that_is_interrupted_ends_its_training_and_shows_what_it_has_seen(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-u", "-c", DRILLS, TRAINS, str(tmp_path / "runs")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stderr
+        heard = process.stderr.readline()  # the first fault: it cannot be caused here
+        assert "connection-cut on localhost: not done: LookupError: no agent here" in heard
+        process.send_signal(how)
+        said, _ = process.communicate(timeout=30)
+    assert "connection-cut (not done)" in said and "%, 0 faults" in said
+    assert [row["kind"] for row in RunDir(tmp_path / "runs/toy-1").read_events()][-1] == "end"
+
+
+def test_all_processes_of_a_run_are_killed_and_none_of_a_run_whose_name_begins_alike(tmp_path: Path) -> None:
+    code = "import time; print(flush=True); time.sleep(60)"
+    words = [(fault.RANK, "run"), (fault.RANK, "run"), (fault.AGENT, "run"), (fault.RANK, "run.2")]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, "-m", word, str(tmp_path / name)], stdout=subprocess.PIPE)
+        for word, name in words
+    ]
+    try:
+        for process in started:
+            assert process.stdout and process.stdout.readline()
+        said = fault.FAULTS["all-killed"](tmp_path / "run")
+        assert all(str(process.pid) in said for process in started[:3])
+        assert [process.wait(10) for process in started[:3]] == [-9] * 3 and started[3].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -179,8 +179,8 @@ def _ranks_of(run: RunDir) -> list[int]:
                 command = file.read().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if str(run.path) in command and "finlm.train" in command and "deepspeed.launcher.launch" not in command:
-            found += [int(pid)] if "deepspeed.launcher.runner" not in command else []
+        if str(run.path) in command and "finlm.train" in command:
+            found.append(int(pid))
     return found
 
 

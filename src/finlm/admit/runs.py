@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from transformers import Qwen2Tokenizer
 import finlm
 from finlm import pipeline
 from finlm.admit import cells, record
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
 from finlm.recipe.models import traits
@@ -214,9 +213,7 @@ def fork_ranks(path: str, world_size: int) -> list[int]:
 
     They meet at a free port of 127.0.0.1. When one fails, the others are killed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(processes.free_port(0))
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "FINLM_HOST": "localhost"}
     children = []
     for rank in range(world_size):

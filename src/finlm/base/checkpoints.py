@@ -108,6 +108,14 @@ class Manifest:
         return manifest
 
     @staticmethod
+    def read_if_readable(directory: Path) -> Manifest | None:
+        """Read manifest.json of a checkpoint; None when there is none, or it is not JSON."""
+        try:
+            return Manifest.read(directory)
+        except (FileNotFoundError, Unreadable):
+            return None
+
+    @staticmethod
     def read(directory: Path) -> Manifest:
         """Read manifest.json of a complete checkpoint. Raises Unreadable when it is not JSON."""
         path = directory / MANIFEST

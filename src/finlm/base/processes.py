@@ -6,12 +6,20 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
+# Below the kernel's ephemeral range (32768 to 60999): from that, any connection may take a port between its choice here
+# and its use by the ranks.
+PORTS = range(20_000, 32_000)
+TRIES = 100
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Loaded at import: between fork and exec nothing may take the loader's lock.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -34,8 +42,8 @@ def die_with_parent(parent: int | None = None) -> None:
 def shield() -> None:
     """Block SIGTERM and SIGINT in this process and in those it starts, until they unblock them.
 
-    A scheduler sends them to every process of a job, where only some know what to do: DeepSpeed's launcher would kill
-    its ranks 30 s later, ssh would cut the connection to an agent.
+    A scheduler sends them to every process of a job, where only some know what to do: a launcher would end with its
+    ranks, ssh would cut the connection to an agent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
@@ -46,12 +54,71 @@ def adopt_orphans() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Status(NamedTuple):
+    """A process in /proc: state letter, parent's pid, exit code (signals negative), start in ticks since boot."""
+
+    state: str
+    parent: int
+    code: int
+    born: str
+
+
+def read_status(pid: int) -> Status | None:
+    """Return what /proc says of a process; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    code = int(fields[-1])
+    return Status(fields[0], int(fields[1]), -(code & 127) if code & 127 else code >> 8, fields[19])
+
+
+def is_alive(pid: int) -> bool:
+    """Return False for a process that has ended, also when its exit code has not been collected."""
+    status = read_status(pid)
+    return status is not None and status.state not in "ZX"
+
+
+def children(parent: int) -> list[int]:
+    """Return the pids of the processes whose parent is `parent`."""
+    return [pid for pid, above in _read_parents().items() if above == parent]
+
+
+def descendants(top: int) -> list[int]:
+    """Return the pids of all processes below `top`, nearest first."""
+    parents, level, below = _read_parents(), [top], []
+    while level:
+        level = [pid for pid, above in parents.items() if above in level]
+        below += level
+    return below
+
+
+def _read_parents() -> dict[int, int]:
+    """Return {pid: parent's pid} of all processes on this machine."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        status = read_status(int(entry)) if entry.isdigit() else None
+        if status:
+            parents[int(entry)] = status.parent
+    return parents
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended a moment ago: then nothing happens."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def free_port(port: int) -> int | str:
-    """Return `port` when it can be listened on, or some free port for 0; else the reason as text."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too
-        try:
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-        except OSError as error:
-            return str(error.strerror)
+    """Return `port` when it can be listened on, or for 0 some free port of PORTS; else the reason as text."""
+    reason = ""
+    for candidate in random.SystemRandom().sample(PORTS, TRIES) if port == 0 else (port,):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too
+            try:
+                probe.bind(("", candidate))
+                probe.listen()  # two sockets with SO_REUSEADDR may be bound to a port, but only one listens
+                return candidate
+            except OSError as error:
+                reason = str(error.strerror)
+    return reason

@@ -149,27 +149,28 @@ def list_runs(runs: Path, name: str = "") -> list[RunDir]:
 def newest_checkpoint(run: RunDir) -> Path:
     """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
 
-    Prints on stderr when a newer one, whose parts are on other hosts only, is passed over. Raises UserError when there
-    is none.
+    Prints on stderr when a newer one is passed over: its parts are on other hosts only, or its manifest is damaged.
+    Raises UserError when there is none.
     """
     complete = run.complete_checkpoints()
     if not complete:
         raise UserError(
             f"{run.path} has no checkpoint yet", evidence=f"nothing complete in {run.checkpoints}", fix="train it first"
         )
-    newest = complete[-1][1]
-    directory = next((each for _, each in reversed(complete) if not _is_part(each)), newest)
-    if directory != newest:
-        screen.say(f"{directory.name} is the newest whole one: parts of {newest.name} are on other hosts only")
-    return directory
-
-
-def _is_part(directory: Path) -> bool:
-    """Return whether a checkpoint lacks ranks' files; False for a manifest that cannot be read."""
-    try:
-        return not Manifest.read(directory).is_whole
-    except UserError:  # its reader says what is wrong
-        return False
+    parts = []
+    for _, directory in reversed(complete):
+        try:
+            if Manifest.read(directory).is_whole:
+                if parts:
+                    names = " and ".join(parts)
+                    screen.say(f"{directory.name} is the newest whole one: parts of {names} are on other hosts only")
+                return directory
+            parts.append(directory.name)
+        except checkpoints.Unreadable as error:
+            screen.say(f"{directory.name} is passed over: {error.problem}")
+        except UserError:  # its reader says what is wrong
+            return directory
+    return complete[-1][1]
 
 
 def complete_checkpoint(path: Path) -> Path:
@@ -313,7 +314,7 @@ def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
 def hold(run: RunDir) -> int | None:
     """Lock this host's lock file, shared, until this rank ends; return its descriptor, or None without file locks.
 
-    Not inherited: DeepSpeed's launcher starts ranks without its descriptors.
+    Not inherited: the launcher starts ranks without its descriptors.
     """
     try:
         lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)

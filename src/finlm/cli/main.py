@@ -177,9 +177,12 @@ def _drill(options: argparse.Namespace) -> int:
     hosts = cluster.load(path, access=recipe.hosts) if path else cluster.local(recipe.train.cpu_ranks)
     seconds = 60 * options.minutes
     wanted = drill.Drill(train, recipe.name, hosts, Path(options.runs), kinds, seconds, options.every, options.seed)
-    injuries, share = drill.drill(wanted)
-    drill.show(injuries, share)
-    _print_json(options, drill.to_json(injuries, share))
+
+    def show(injuries: list[drill.Injury], share: float) -> None:
+        drill.show(injuries, share)
+        _print_json(options, drill.to_json(injuries, share))
+
+    drill.drill(wanted, show)
     return 0
 
 

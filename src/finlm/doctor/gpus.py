@@ -93,7 +93,7 @@ def visible_devices(gpu: Gpu) -> list[Device] | None:
 
 def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
     """Return the GPUs that the ranks of a host take; [] when the visible ones are unknown."""
-    if host.devices:  # numbers of the machine: DeepSpeed's launcher makes them CUDA_VISIBLE_DEVICES
+    if host.devices:  # numbers of the machine: the launcher makes them CUDA_VISIBLE_DEVICES
         return [gpu.devices[number] for number in host.devices if number < len(gpu.devices)]
     return (visible_devices(gpu) or [])[: host.slots]
 

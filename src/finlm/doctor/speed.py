@@ -8,7 +8,6 @@ About 10 s for two or three hosts.
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import subprocess
 from collections import Counter
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finlm.base import screen
+from finlm.base import processes, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.doctor import network
@@ -121,7 +120,7 @@ def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> 
     same = {
         "backend": "nccl" if plan.device == "cuda" else "gloo",
         "address": _rendezvous_address(cluster, facts),
-        "port": links.port.port if several and links and links.port else _free_port(),
+        "port": links.port.port if several and links and links.port else processes.free_port(0),
         "world_size": cluster.world_size,
         "points": points,
         "group_seconds": GROUP_SECONDS[plan.device],
@@ -149,13 +148,6 @@ def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
     first = cluster.hosts[0].name
     seen = [host.links.peers[first].address for name, host in facts.items() if name != first and host.links]
     return next(filter(None, seen), "127.0.0.1")
-
-
-def _free_port() -> int:
-    """Return a free TCP port of 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def parse(output: str) -> Speeds:

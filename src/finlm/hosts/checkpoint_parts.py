@@ -60,7 +60,7 @@ def gather_checkpoint(
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
     if not remote:
         return directory
-    here = Manifest.read(directory) if (directory / MANIFEST).exists() else None
+    here = _read_here(directory, has_ranks=len(remote) < len(hosts.hosts))
     damaged = _list_damaged(directory, here.files) if here is not None and here.is_whole else []
     if here is not None and here.is_whole and not damaged:
         return directory
@@ -94,6 +94,21 @@ def gather_checkpoint(
         names = ", ".join(host.name for host, part in zip(remote, wanted, strict=True) if part)
         screen.say(f"step {step}: {format_bytes(size)} of checkpoint gathered from {names}")
     return directory
+
+
+def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
+    """Return the manifest of what lies here of a checkpoint; None when there is none, or none that can be read.
+
+    has_ranks: this machine has a part of its own, which is nowhere else: Incomplete is raised when it is damaged.
+    """
+    here = Manifest.read_if_readable(directory)
+    if here is None and has_ranks and (directory / MANIFEST).exists():
+        raise Incomplete(
+            f"this machine's part of {directory.name} is damaged",
+            evidence=f"{directory / MANIFEST} is not JSON",
+            fix=f"mv {directory} {directory}.damaged   (an older checkpoint is used then)",
+        )
+    return here
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
@@ -171,15 +186,16 @@ def _read_manifest(run: RunDir, step: int, host: Host, accept_new: bool, damaged
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
-        read = ssh.run(host.destination, ["cat", str(far)], accept_new=accept_new)
-    except UserError as error:
+        content = json.loads(ssh.run(host.destination, ["cat", str(far)], accept_new=accept_new).stdout)
+    except (UserError, ValueError) as error:
+        why = f"{error.problem}\n{error.evidence}" if isinstance(error, UserError) else f"{far} is not JSON: {error}"
         here = f"\nthe copy on this machine is damaged: {', '.join(damaged[:5])}" * bool(damaged)
         raise Incomplete(
             f"{host.name}'s part of step-{step} exists nowhere else, and {host.name} does not give it",
-            evidence=f"{error.problem}\n{error.evidence}".rstrip() + here,
+            evidence=why.rstrip() + here,
             fix=way_out(run, [host.name], step if damaged else 0),
         ) from None
-    return Manifest.from_json(json.loads(read.stdout), f"{host.name}:{far}")
+    return Manifest.from_json(content, f"{host.name}:{far}")
 
 
 def _pull(
@@ -236,7 +252,7 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list
     Checkpoints in continued/ here count for every host, since sync brings them there.
     """
     continued: dict[str, Manifest | None] = {
-        f"continued/{path.name}": Manifest.read(path) for _, path in run.continued_checkpoints()
+        f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
     }
     with ThreadPoolExecutor(16) as pool:
         holdings = pool.map(lambda host: _ask_host(run, host, accept_new), hosts.hosts)
@@ -389,8 +405,8 @@ def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
     damaged: a step that cannot be used.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
-    recorded, step = run.recorded_checkpoint(), whole_step(run, damaged)
-    in_memory = run.recorded_in_memory()
+    in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)
+    recorded = max(run.recorded_checkpoint(), in_memory)
     without = f"without {them}: --exclude {'@'.join(lost)}"
     if in_memory > step and len(lost) == 1 and not damaged:
         return f"or go on from step {in_memory:,}, of which a neighbour's memory has the part of {names}, {without}"

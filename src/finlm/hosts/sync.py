@@ -103,18 +103,25 @@ def _lock_root(root: Path) -> Iterator[str]:
     A host that reads the token there shares this disk. Raises UserError when another sync of root is running.
     """
     path = root / receiver.LOCK
-    try:
-        lock = path.open("a+", encoding="ascii")
-    except OSError:  # not writable here, so no target that can be written shares it
-        yield ""
-        return
-    with lock:
+    while True:
+        try:
+            lock = path.open("a+", encoding="ascii")
+        except OSError:  # not writable here, so no target that can be written shares it
+            yield ""
+            return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                break
+            lock.close()  # a sync that has just ended removed the file: who opens the path now gets another
+        except FileNotFoundError:
+            lock.close()
         except BlockingIOError:
+            lock.close()
             raise UserError(
                 "another sync of this directory is running", evidence=f"{path} is locked", fix="wait until it has ended"
             ) from None
+    with lock:
         try:
             token = secrets.token_hex(16)
             lock.truncate(0)

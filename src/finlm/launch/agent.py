@@ -10,7 +10,6 @@ Runs on a host that has the run directory and its Python packages; standard libr
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import functools
 import json
@@ -182,7 +181,7 @@ def _hello(locked: bool, port: int | None) -> messages.Hello:
 
 
 def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> subprocess.Popen[bytes]:
-    """Start DeepSpeed's launcher for this node in a new session and return its process.
+    """Start the launcher of this host's ranks (node.py) in a new session and return its process.
 
     Links the prepared data into the run directory and writes the host's environment there. Raises OSError, for example
     on a full disk.
@@ -190,6 +189,7 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
     named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}
     env = os.environ | named | start.env
+    env.pop("RANK", None)  # of a job that finlm runs in: a rank is known by the one that the launcher gives it
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(run.code), env.get("PYTHONPATH"))))
     if start.shards:
         link = run.path / "shards"
@@ -199,12 +199,8 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
     devices: dict[str, list[int] | list[str]] = {**start.world}
     if not start.chosen:
         devices[host] = _visible_devices(start.world[host], env.get("CUDA_VISIBLE_DEVICES"))
-    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
-    command = [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"),
-        *(f"--node_rank={start.node}", f"--master_addr={start.address}", f"--master_port={start.port}"),
-        *("--no_local_rank", "--module", "finlm.train", str(run.path)),
-    ]
+    launch = {"world": devices, "node": start.node, "address": start.address, "port": start.port}
+    command = [sys.executable, "-u", "-m", "finlm.launch.node", json.dumps(launch), str(run.path)]
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / f"{host}.launcher.log").open("ab") as log:
         return subprocess.Popen(
@@ -222,7 +218,7 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
 def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[str]:
     """Return the devices of a host whose hostfile line gives only a count: those of CUDA_VISIBLE_DEVICES, else `slots`.
 
-    DeepSpeed's launcher sets the variable anew, which would hide the user's choice.
+    The launcher sets the variable anew, which would hide the user's choice.
     """
     named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
     return named if visible and len(named) == len(slots) else slots
@@ -279,10 +275,7 @@ def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
                 launcher.poll()  # it may have ended since
                 return
             for pid in left:
-                try:
-                    os.kill(pid, how)
-                except ProcessLookupError:
-                    continue
+                processes.send_signal(pid, how)
             reap(launcher.pid)
             time.sleep(0.05)
 
@@ -333,64 +326,57 @@ class Sender(threading.Thread):
 class Ranks:
     """The ranks of one launcher as the kernel shows them in /proc: their pids, states and exit codes.
 
-    A rank is a child of DeepSpeed's launcher with RANK in its environment. The launcher reaps a dead rank up to a
-    second later and does not say which rank died first, so the exit status is read from /proc in that second.
+    A rank is a child of the launcher with RANK in its environment. The launcher reaps a dead rank within a moment and
+    does not say which rank died first, so the exit status is read from /proc before that.
     """
 
     def __init__(self, launcher: int, count: int) -> None:
         self.launcher, self.count = launcher, count
         self.pids: dict[int, int] = {}
+        self.born: dict[int, str] = {}  # when each pid's process started: the kernel gives pids away again
         self.ended: dict[int, int] = {}
 
     def find_ended(self) -> list[tuple[int, int]]:
         """Look for new ranks; return (rank, exit code) of those that ended since the last call, signals negative."""
         ended = []
-        for rank, pid in self.pids.items():
-            status = None if rank in self.ended else _read_status(pid)
-            if rank not in self.ended and (status is None or status[0] in "ZX"):
-                self.ended[rank] = MISSED if status is None else status[2]
+        for rank in [rank for rank in self.pids if rank not in self.ended]:
+            status = self._read(rank)
+            if status is None or status.state in "ZX":
+                self.ended[rank] = MISSED if status is None else status.code
                 ended.append((rank, self.ended[rank]))
         known = set(self.pids.values())
-        for pid in children(self.launcher) if len(known) < self.count else ():
-            number = None if pid in known else _read_rank(pid)
-            if number is not None:
-                self.pids[number] = pid
+        for pid in processes.children(self.launcher) if len(known) < self.count else ():
+            status = None if pid in known else processes.read_status(pid)
+            number = None if status is None else _read_rank(pid)
+            if status is not None and number is not None:
+                self.pids[number], self.born[number] = pid, status.born
         return ended
+
+    def _read(self, rank: int) -> processes.Status | None:
+        """Return the status of a rank's process; None when it has ended, even if its pid is another's now."""
+        status = processes.read_status(self.pids[rank])
+        return status if status is not None and status.born == self.born[rank] else None
 
     def states(self) -> dict[int, str]:
         """Return the kernel's state letter of each living rank: R, S, D (waits for a device), T (stopped)."""
-        statuses = {rank: _read_status(pid) for rank, pid in self.pids.items() if rank not in self.ended}
-        return {rank: status[0] for rank, status in statuses.items() if status}
+        statuses = {rank: self._read(rank) for rank in self.pids if rank not in self.ended}
+        return {rank: status.state for rank, status in statuses.items() if status and status.state not in "ZX"}
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every living rank."""
         for rank in self.states():
-            os.kill(self.pids[rank], number)
+            processes.send_signal(self.pids[rank], number)
 
     def find_processes(self) -> list[int]:
         """Return the pids of the launcher, all processes below it, and those this subreaper inherited; no zombies."""
-        return [pid for pid in descendants(os.getpid()) if (_read_status(pid) or "Z")[0] not in "ZX"]
-
-
-def children(parent: int) -> list[int]:
-    """Return the pids of the processes whose parent is `parent`."""
-    return [pid for pid, above in _read_parents().items() if above == parent]
-
-
-def descendants(top: int) -> list[int]:
-    """Return the pids of all processes below `top`, nearest first."""
-    parents, level, below = _read_parents(), [top], []
-    while level:
-        level = [pid for pid, above in parents.items() if above in level]
-        below += level
-    return below
+        return [pid for pid in processes.descendants(os.getpid()) if processes.is_alive(pid)]
 
 
 def reap(launcher: int) -> None:
     """Collect zombies that this subreaper inherited, but not the launcher, which its Popen collects."""
-    for pid in children(os.getpid()):
-        status = _read_status(pid)
-        if pid != launcher and status and status[0] == "Z":
+    for pid in processes.children(os.getpid()):
+        status = processes.read_status(pid)
+        if pid != launcher and status and status.state == "Z":
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -406,26 +392,6 @@ def count_oom_kills() -> int | None:
 def as_signal(code: int) -> int:
     """Return the launcher's exit code; 256 - N, for a rank that died of signal N, becomes -N as in subprocess."""
     return code - 256 if code > 128 + 64 else code
-
-
-def _read_parents() -> dict[int, int]:
-    """Return {pid: parent's pid} of all processes on this machine."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        status = _read_status(int(entry)) if entry.isdigit() else None
-        if status:
-            parents[int(entry)] = status[1]
-    return parents
-
-
-def _read_status(pid: int) -> tuple[str, int, int] | None:
-    """Return state letter, parent and exit code (signals negative) of a process; None when there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    status = int(fields[-1])
-    return fields[0], int(fields[1]), -(status & 127) if status & 127 else status >> 8
 
 
 def _read_rank(pid: int) -> int | None:

@@ -112,7 +112,7 @@ class Copier:
         """
         self.running.clear()
         directory, began = self.run.checkpoint(step), time.monotonic()
-        before = Manifest.read(directory) if (directory / checkpoints.MANIFEST).exists() else None
+        before = Manifest.read_if_readable(directory)
         own_bytes = before.bytes if before is not None else 0
         checkpoint_parts.gather_checkpoint(
             self.run, self.hosts, step, self.accept_new, started=self._keep_process, spare_bytes=own_bytes + 1

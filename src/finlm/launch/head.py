@@ -50,7 +50,7 @@ class Session:
         self.hello: messages.Hello | None = None
         self.refused = ""
         self.error = ""  # of this end, which hears the host no more
-        self.heard = time.monotonic()
+        self.heard = self._began = time.monotonic()
         self.free_bytes: int | None = None  # on the disk of the run directory
         self.oom_kills: int | None = None  # processes the host's kernel has killed for memory since the ranks started
         self.states: dict[str, str] = {}
@@ -97,7 +97,7 @@ class Session:
             start_new_session=True,  # SIGTERM and Ctrl-C are this process's to handle
             preexec_fn=None if self.local else processes.shield,  # ssh; an agent does it itself
         )
-        self.heard = time.monotonic()
+        self.heard = self._began = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()
         events, slots = self.node == 0, self.host.slots
         self.say(messages.Greet(str(there), self.name, slots, port, self.stream, events, self.patience, self.sent))
@@ -110,12 +110,11 @@ class Session:
             self._process.stdin.flush()
 
     def wait_hello(self) -> messages.Hello:
-        """Return the agent's first message, waiting up to 30 s.
+        """Return the agent's first message, waiting up to 30 s after its start.
 
         Raises UserError when none comes, or when former ranks are still there.
         """
-        deadline = time.monotonic() + HELLO_SECONDS
-        while not self.hello and self.closed is None and time.monotonic() < deadline:
+        while not self.hello and self.closed is None and time.monotonic() < self._began + HELLO_SECONDS:
             time.sleep(0.02)
         if not self.hello:
             raise self.explain_end(f"the agent on {self.name} did not start")
@@ -288,10 +287,10 @@ class Stop:
     def pass_on(self, sessions: Sequence[Session], has_stepped: bool, grace_seconds: float, now: float) -> None:
         """Send a signal that was noted to the ranks of all hosts, once, and say so; do nothing without a signal.
 
-        Exits this process when no step is finished yet, or when the ranks took longer than grace_seconds. now:
-        time.monotonic().
+        Exits this process when no step is finished yet, or when the ranks took longer than grace_seconds; not for hosts
+        that are back, for which nobody sets a limit. now: time.monotonic().
         """
-        if not self.number:
+        if not self.number or (self.back and not has_stepped):
             return
         name = signal.Signals(self.number).name
         if not has_stepped:
@@ -303,7 +302,7 @@ class Stop:
                 session.say(messages.Stop(signal.SIGTERM if self.number == signal.SIGHUP else self.number))
             if not self.back:
                 screen.say(f"{name}: the ranks finish their step and write a checkpoint (again: end at once)")
-        elif now - self.passed_on > grace_seconds:
+        elif now - self.passed_on > grace_seconds and not self.back:
             screen.say(f"{name}: no checkpoint within {grace_seconds:g} s (launch.grace_seconds); {RESUMES}")
             sys.exit(128 + self.number)
 

@@ -144,8 +144,8 @@ class Restarts:
         """
         if not self.failures:
             raise error
-        words = error.problem.split()
-        host = next((each.name for each in self.hosts.hosts if each.name in words), "")
+        words = {word.strip(",:;") for word in error.problem.split()}  # a message of ssh has [user@]name[:port]
+        host = next((each.name for each in self.hosts.hosts if words & {each.name, each.destination}), "")
         self.failures.append(Failure(-1 - len(self.failures), "", False, self.failures[-1].checkpoint))
         failure = RunFailed(error.problem, evidence=error.evidence, fix=error.fix, host=host)
         if host and not _host_answers(self.hosts, host):
@@ -210,9 +210,9 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
     """
     if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
         return
-    if run.recorded_checkpoint() and not checkpoint_parts.whole_step(run) and not _host_answers(hosts, host):
+    on_disk, in_memory = run.recorded_checkpoint(), run.recorded_in_memory()
+    if (on_disk or in_memory) and not checkpoint_parts.whole_step(run) and not _host_answers(hosts, host):
         others = dataclasses.replace(hosts, hosts=tuple(each for each in hosts.hosts if each.name != host))
-        in_memory = run.recorded_in_memory()
         if not in_memory or not checkpoint_parts.whole_step_together(checkpoint_parts.list_holdings(run, others)):
             return
     lost = HostLost(failure.problem, evidence=failure.evidence, fix=failure.fix, exit_code=failure.exit_code, host=host)

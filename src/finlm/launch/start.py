@@ -1,10 +1,10 @@
 """Start the ranks of a run on all hosts, follow events.jsonl, and end everything that was started.
 
-Every host, this machine too, runs an agent (agent.py) that starts DeepSpeed's launcher of one node
-(`deepspeed.launcher.launch`, what `deepspeed --no_ssh` runs). DeepSpeed's pdsh mode was measured and left: killing its
-launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote shell
-unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of the
-interpreter, and its exit code is 0 when its child dies by a signal.
+Every host, this machine too, runs an agent (agent.py) that starts the host's ranks (node.py) as DeepSpeed's one-node
+launcher does (`deepspeed --no_ssh`), without its three seconds of imports. DeepSpeed's pdsh mode was measured and left:
+killing its launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote
+shell unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of
+the interpreter, and its exit code is 0 when its child dies by a signal.
 
 Success is the trainer's `end` event; watch.py names what failed.
 """
@@ -251,6 +251,7 @@ def _count_lines(path: Path) -> int:
 POLL_SECONDS = 0.1
 PING_SECONDS = 2.0
 SLEPT_SECONDS = 5.0  # between two looks: this machine slept, or was stopped
+END_ROW_SECONDS = 30.0  # from the exit of a rank that was asked to stop to the end row, which comes with logs
 EXIT_SECONDS = 60.0  # from the trainer's end event to the end of its processes
 DONE = ("finished", "interrupted", "failed")  # what the trainer's end event says
 
@@ -290,9 +291,7 @@ def follow(f: Following, seen: int) -> None:
                 watch.note_sleep(sessions, progress, slept, now)
             elif watch.in_trouble(sessions, now):
                 watch.wait_for_hosts(sessions, now)
-                for event in next(events):  # an end row that was behind the exit of its rank
-                    status = _show_event(f, event, view, progress) or status
-                if status in DONE:
+                if status := _wait_for_end_row(f, events, view, progress):
                     continue
                 raise _record_failure(f, progress, watch.find_first_failure(run, sessions, progress, time.monotonic()))
             elif watch.is_stalled(progress, limits, now):
@@ -320,6 +319,23 @@ def follow(f: Following, seen: int) -> None:
         )
 
 
+def _wait_for_end_row(f: Following, events: Iterator[list[dict[str, Any]]], view: live.View, progress: Progress) -> str:
+    """Show the events that were behind the exit of a rank; return the status of the end row, "" without one.
+
+    Ranks that were asked to stop end with an error code too: for them it waits until the first host has sent all its
+    rows, at most 30 s.
+    """
+    deadline, status = time.monotonic() + (0.0 if f.stop.passed_on is None else END_ROW_SECONDS), ""
+    while True:
+        first = f.sessions[0]
+        is_last = first.code is not None or first.closed is not None or time.monotonic() >= deadline
+        for event in next(events):
+            status = _show_event(f, event, view, progress) or status
+        if status or is_last:
+            return status
+        time.sleep(POLL_SECONDS)
+
+
 def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
     """Append the failure to events.jsonl as an incident, run launch.notify, and return the failure."""
     f.run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
@@ -337,7 +353,7 @@ def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progres
         progress.step = event["step"]
     elif event["kind"] == "step":
         progress.step, progress.stepped = event["step"], True
-    elif event["kind"] == "checkpoint":
+    elif event["kind"] in ("checkpoint", "in_memory"):
         f.stop.stop_for_hosts(f.back(), now)
     elif event["kind"] == "incident":
         progress.incident = event

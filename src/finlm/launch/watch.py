@@ -31,7 +31,8 @@ from finlm.recipe.schema import Launch
 
 SETTLE_SECONDS = 1.5  # what one dead rank does to the others shows by then
 DOUBT_SECONDS = 12.0  # how long a host may be silent in that wait before it is the suspect
-STACK_SECONDS = 3.0
+STACK_SECONDS = 12.0  # for the stacks of all ranks to be printed and sent
+STACK_QUIET_SECONDS = 0.7  # a stack is whole when its log has not grown for so long: agents send every 0.2 s
 FULL_BYTES = 1 << 24
 QUIET_SECONDS = 60.0  # nothing finished for so long is said aloud, again after twice the time
 HEARD_SECONDS = 6.0  # agents beat every 2 s
@@ -54,6 +55,7 @@ class Progress:
     longest: float = 0.0  # seconds between two things finished since the first step
     reported: float = 0.0  # seconds of the present silence that were printed
     slept: float = 0.0  # the longest time that this machine did not run, as a laptop that sleeps
+    excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
         """Set `at` to now; return the seconds of silence before it if that silence was printed, else 0."""
@@ -103,10 +105,15 @@ def describe_silence(sessions: Sequence[Session], progress: Progress, limits: La
 
 
 def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, now: float) -> None:
-    """Note that this machine did not run for `slept` seconds, and count every host as heard of now."""
+    """Note that this machine did not run for `slept` seconds, and give every host that time back.
+
+    Only once for a host that has said nothing since: a machine that is too busy to look is no reason to wait for a host
+    for ever.
+    """
     progress.slept = max(progress.slept, slept)
     for session in sessions:
-        session.heard = now
+        if session.heard != progress.excused.get(session.name):
+            session.heard = progress.excused[session.name] = now
 
 
 def _has_failed(session: Session) -> bool:
@@ -192,7 +199,7 @@ def _explain_lost_host(
         if session.code and not session.exits:
             ended = f"was killed by signal {-session.code}" if session.code < 0 else f"ended with {session.code}"
             return RunFailed(
-                f"DeepSpeed's launcher on {session.name} {ended}",
+                f"the launcher on {session.name} {ended}",
                 evidence=f"{words}\n{_last_words(run.logs / f'{session.name}.launcher.log')}",
                 fix=f"read {run.logs}; {_RESUME}",
             )
@@ -282,13 +289,9 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
 def explain_stall(
     run: RunDir, sessions: Sequence[Session], progress: Progress, limits: Launch, now: float
 ) -> RunFailed:
-    """Ask all ranks for their stacks, wait 3 s, and return a failure that names the rank that the others wait for."""
+    """Ask all ranks for their stacks, and return a failure that names the rank that the others wait for."""
     logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
-    sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, (_, path) in logs.items()}
-    for session in sessions:
-        session.say(Command.STACKS)
-    time.sleep(STACK_SECONDS)
-    stacks = {rank: parse_stack(_read_since(path, sizes[rank])) for rank, (_, path) in logs.items()}
+    stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
     blamed = silent_ranks(stacks, states)
     key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
@@ -305,6 +308,32 @@ def explain_stall(
         problem = f"no rank made progress for {60 * minutes:,.0f} s, and no stack differs from the others"
     fix = f"read {run.logs}; raise launch.{key}_minutes ({minutes:g}) when it needs longer; {_RESUME}"
     return RunFailed(problem, evidence="\n".join(lines), fix=fix)
+
+
+def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack]:
+    """Have all ranks print their stacks, and return these by rank; () for a rank that printed none within 12 s.
+
+    A rank that is only slow to answer would be blamed for the hang, and half of a dump shows another thread's stack: so
+    it returns before 12 s only when the logs of all ranks that can answer have a stack and do not grow any more.
+    """
+    paths = {rank: log_of(run, session, rank) for session in sessions for rank in session.ranks}
+    sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+    for session in sessions:
+        session.say(Command.STACKS)
+    began = quiet_since = time.monotonic()
+    said: dict[int, str] = {}
+    while True:
+        now = time.monotonic()
+        former, said = said, {rank: _read_since(path, sizes[rank]) for rank, path in paths.items()}
+        stacks = {rank: parse_stack(text) for rank, text in said.items()}
+        quiet_since = quiet_since if said == former else now
+        mute = {int(rank) for s in sessions for rank, state in s.states.items() if state in ("T", "t")}
+        mute |= {rank for s in sessions if s.closed is not None or began - s.heard > HEARD_SECONDS for rank in s.ranks}
+        if all(stacks[rank] or rank in mute for rank in stacks) and now - quiet_since > STACK_QUIET_SECONDS:
+            return stacks
+        if now - began > STACK_SECONDS:
+            return stacks
+        time.sleep(0.05)
 
 
 def log_of(run: RunDir, session: Session, rank: int) -> Path:

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from finlm.recipe.cluster import Cluster, Host
 
 # A drilled run has more faults in an hour than another in a month: no host is left for them, nothing is waited for.
 SETTINGS = ("launch.host_failures=1000", "launch.restart_wait_seconds=1", "launch.stall_minutes=1")
+NOT_DONE = "not done: "
 POLL_SECONDS = 1.0
 END_SECONDS = 180.0  # for the last checkpoint and report
 
@@ -47,6 +48,11 @@ class Injury:
     detected_after: float | None = None
     training_after: float | None = None
     steps_lost: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the host could cause the fault."""
+        return not self.what.startswith(NOT_DONE)
 
 
 @dataclass(frozen=True)
@@ -75,35 +81,57 @@ def check_kinds(text: str) -> list[str]:
     return kinds
 
 
-def drill(d: Drill) -> tuple[list[Injury], float]:
-    """Start the training, cause faults for d.seconds and end it; return (faults with their costs, share that trained).
+def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
+    """Start the training, cause faults for d.seconds and end it; call show(faults with costs, share that trained).
 
-    The share is of the time, 0 to 1. Raises UserError when the run ends early, or a host does not answer.
+    The share is of the time, 0 to 1. A drill that is interrupted, or whose run ends early, shows what it has seen so
+    far too, once the training has ended. Raises UserError when the run ends early, or a host does not answer, and
+    KeyboardInterrupt or SystemExit when it is interrupted by a signal.
     """
     before = {run.path for run in list_runs(d.runs, d.name)}
-    chance, injuries = random.Random(d.seed), list[Injury]()
+    injuries, began = list[Injury](), 0.0
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else the training goes on alone
     with subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             began = _wait_for_step(d, process, before, 0.0)
-            end, due = began + d.seconds, began
-            while time.time() < end:
-                due += d.every
-                kind = d.kinds[len(injuries) % len(d.kinds)] if not d.seed else chance.choice(d.kinds)
-                _wait_until(process, min(due, end))
-                if time.time() >= end:
-                    break
-                _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began)
-                injuries.append(_injure(_find_run(d, before), chance.choice(d.hosts.hosts), kind))
-                _wait_for_step(d, process, before, injuries[-1].time)
-            stopped = time.time()
+            _cause_faults(d, process, before, began, injuries)
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(END_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-    return injuries, _measure(_find_run(d, before), injuries, began, stopped)
+            stopped = time.time()
+            _end_training(process)
+            signal.signal(signal.SIGTERM, former)
+            if began:
+                show(injuries, _measure(_find_run(d, before), injuries, began, stopped))
+
+
+def _cause_faults(
+    d: Drill, process: subprocess.Popen[bytes], before: set[Path], began: float, injuries: list[Injury]
+) -> None:
+    """Cause a fault every d.every seconds until d.seconds after `began`, and add each to `injuries`."""
+    chance, end, due = random.Random(d.seed), began + d.seconds, began
+    while time.time() < end:
+        due += d.every
+        kind = d.kinds[len(injuries) % len(d.kinds)] if not d.seed else chance.choice(d.kinds)
+        _wait_until(process, min(due, end))
+        if time.time() >= end:
+            break
+        _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began)
+        injuries.append(_injure(_find_run(d, before), chance.choice(d.hosts.hosts), kind))
+        last = injuries[-1]
+        screen.say(f"drill: step {last.step:,}: {kind} on {last.host}: {last.what}")
+        _wait_for_step(d, process, before, injuries[-1].time)
+
+
+def _end_training(process: subprocess.Popen[bytes]) -> None:
+    """End the training with a checkpoint, within 180 s; one more interruption of the drill ends it at once."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_SECONDS)
+        except BaseException as error:
+            process.kill()  # its agents end the ranks
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
 
 
 def _find_run(d: Drill, before: set[Path]) -> RunDir:
@@ -172,7 +200,7 @@ def _makes_copies(run: RunDir) -> bool:
 
 
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:
-    """Cause the fault `kind` on a host of the run, print it, and return it.
+    """Cause the fault `kind` on a host of the run, and return it.
 
     A fault that the host could not cause is returned too; `what` gives the reason. Raises UserError when ssh fails.
     """
@@ -182,13 +210,14 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
     moment = time.time()
     if ssh.is_this_machine(host.destination):
         argv = [sys.executable, "-", str(there), kind]
-        output = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False).stdout.decode()
+        done = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False)
+        output = done.stdout.decode(errors="replace")
     else:
         argv = [ssh.python_on_host(host.access), "-", str(there), kind]
         output = ssh.run(host.destination, argv, stdin=source).stdout
-    answer = json.loads(output or '{"failed": "no answer"}')
-    what = str(answer.get("done") or f"not done: {answer['failed']}")
-    screen.say(f"drill: step {step:,}: {kind} on {host.name}: {what}")
+    _, is_marked, line = output.rpartition(faults.MARK)  # login scripts may print too
+    answer = json.loads(line) if is_marked else {"failed": "no answer"}
+    what = str(answer.get("done") or f"{NOT_DONE}{answer['failed']}")
     return Injury(kind, host.name, step, moment, what)
 
 
@@ -230,9 +259,10 @@ def show(injuries: Sequence[Injury], share: float) -> None:
     rows = []
     for each in injuries:
         costs = seconds(each.detected_after), f"{each.steps_lost:,}", seconds(each.training_after)
-        rows.append([each.fault, each.host, f"{each.step:,}", *costs])
+        fault = each.fault if each.is_done else f"{each.fault} (not done)"
+        rows.append([fault, each.host, f"{each.step:,}", *costs])
     screen.table(["fault", "host", "step", "detected after", "steps lost", "training after"], rows)
-    screen.show(f"effective training time {100 * share:.1f} %, {len(injuries)} faults")
+    screen.show(f"effective training time {100 * share:.1f} %, {sum(each.is_done for each in injuries)} faults")
 
 
 def to_json(injuries: Sequence[Injury], share: float) -> dict[str, object]:

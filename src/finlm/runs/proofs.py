@@ -13,7 +13,6 @@ train.deterministic).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -27,12 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finlm.base import files, screen
+from finlm.base import files, processes, screen
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import holder, list_runs
-from finlm.launch import agent
 from finlm.plan.differences import decided_keys
 from finlm.recipe import cluster, parents
 from finlm.recipe import recipe as recipes
@@ -326,22 +324,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
     None of them may end another in good order.
     """
-    every = [*agent.descendants(process.pid), process.pid]
+    every = [*processes.descendants(process.pid), process.pid]
     for pid in every:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        processes.send_signal(pid, signal.SIGKILL)
     process.wait()
     until = time.monotonic() + END_SECONDS
-    while any(map(_is_alive, every)) and time.monotonic() < until:
+    while any(map(processes.is_alive, every)) and time.monotonic() < until:
         time.sleep(0.01)
-
-
-def _is_alive(pid: int) -> bool:
-    """Return False for a process that has ended, also when its exit code has not been collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _last_step(runs: Path, since: float = 0.0) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import subprocess
@@ -99,6 +100,40 @@ def test_a_second_sync_of_the_same_directory_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(UserError, match="rsync is not installed on this machine"):
         sync.sync(tmp_path, ["192.0.2.1"])
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_directorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock, times = tmp_path / receiver.LOCK, fcntl.flock, list[int]()
+
+    def removed_first(descriptor: int, how: int) -> None:
+        times.append(how)
+        if len(times) == 1:  # the sync before this one ends between the opening and the locking
+            path.unlink()
+        flock(descriptor, how)
+
+    path.write_text("the token of a sync that was killed")
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with sync._lock_root(tmp_path) as token:
+        assert path.read_text() == token
+        with pytest.raises(UserError, match="another sync"), sync._lock_root(tmp_path):
+            pass
+    assert not path.exists()
+
+
+def test_what_another_sync_is_writing_is_not_taken_from_it(tmp_path: Path) -> None:
+    (tmp_path / receiver.RECORD).write_text(json.dumps({"trees": {str(tmp_path): {"tree": None, "files": []}}}))
+    being_written, left = tmp_path / ".0.bin.aB3dEf", tmp_path / ".1.bin.aB3dEf"
+    left.write_text("what a killed rsync left")
+    with being_written.open("w") as file:
+        file.write("half")
+        file.flush()
+        ask("prepare", tmp_path, {"0.bin": "0", "1.bin": "0"})
+        assert being_written.exists() and not left.exists()
+        assert (tmp_path / receiver.PARTIAL / "1.bin").exists()
+    ask("prepare", tmp_path, {"0.bin": "0", "1.bin": "0"})
+    assert not being_written.exists()
 
 
 def test_outside_the_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

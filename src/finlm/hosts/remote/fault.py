@@ -6,6 +6,7 @@ names the run directory are touched, and only files below it. Prints one JSON do
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,16 +16,18 @@ from pathlib import Path
 from typing import Callable  # noqa: UP035 - Python 3.8
 
 SLOW_SECONDS = 20.0
-RANK, LAUNCHER, AGENT = "finlm.train", "deepspeed.launcher.launch", "finlm.launch.agent"
+MARK = "finlm-fault:"
+RANK, LAUNCHER, AGENT = "finlm.train", "finlm.launch.node", "finlm.launch.agent"
 
 
 def main() -> None:
     """Cause the fault FAULT of the run RUN, from the command line, and print {"done": what} or {"failed": why}."""
     run, fault = Path(sys.argv[1]), sys.argv[2]
     try:
-        print(json.dumps({"done": FAULTS[fault](run)}))
+        answer = {"done": FAULTS[fault](run)}
     except (OSError, LookupError) as error:
-        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+        answer = {"failed": f"{type(error).__name__}: {error}"}
+    print(MARK + json.dumps(answer))
 
 
 def find_processes(run: Path, word: str) -> list[int]:
@@ -32,9 +35,10 @@ def find_processes(run: Path, word: str) -> list[int]:
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            of_run = str(run) in line or str(run).encode() + b"/" in (entry / "environ").read_bytes()
-            of_kind = f"-m {word} " in line.replace("--module ", "-m ") + " " and (word != RANK or LAUNCHER not in line)
+            words = (entry / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+            line = " ".join(words)
+            of_run = str(run) in words or str(run).encode() + b"/" in (entry / "environ").read_bytes()
+            of_kind = f"-m {word} " in f"{line} "
             if of_run and of_kind and int(entry.name) != os.getpid():
                 pids.append(int(entry.name))
         except OSError:  # ended meanwhile, or somebody else's
@@ -48,8 +52,14 @@ def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
     if not pids:
         raise LookupError(f"no process of {word} runs here")
     for pid in pids:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # the end of another has ended it
+            os.kill(pid, number)
     return f"signal {number} to {', '.join(map(str, pids))} ({word})"
+
+
+def kill_all(run: Path) -> str:
+    """Kill the ranks and then the agent, whose end would end them, and say which. Raises LookupError without any."""
+    return "; ".join(send_signal(run, word, signal.SIGKILL, 99) for word in (RANK, AGENT))
 
 
 def cut_connection(run: Path) -> str:
@@ -70,7 +80,8 @@ def damage_checkpoint(run: Path) -> str:
 
     Raises LookupError without a checkpoint or a rank.
     """
-    steps = sorted((run / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
+    named = [path for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit() and path.exists()]
+    steps = sorted(named, key=lambda path: path.stat().st_mtime)
     files = sorted((path for path in steps[-1].rglob("*.pt")), key=lambda path: path.stat().st_size) if steps else []
     if not files:
         raise LookupError("no checkpoint lies here yet")
@@ -88,10 +99,15 @@ def slow_rank_down(run: Path) -> str:
     if not pids:
         raise LookupError("no rank runs here")
     end = time.monotonic() + SLOW_SECONDS
-    while time.monotonic() < end:
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            os.kill(pids[0], number)
-            time.sleep(0.2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while time.monotonic() < end:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(pids[0], number)
+                time.sleep(0.2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGCONT)  # whatever ends this program, the rank goes on
     return f"rank process {pids[0]} stopped half of {SLOW_SECONDS:g} s"
 
 
@@ -103,7 +119,7 @@ FAULTS: dict[str, Callable[[Path], str]] = {
     "agent-killed": lambda run: send_signal(run, AGENT, signal.SIGKILL),
     "connection-cut": cut_connection,
     "checkpoint-damaged": damage_checkpoint,
-    "all-killed": lambda run: "; ".join(send_signal(run, word, signal.SIGKILL, 99) for word in (AGENT, RANK)),
+    "all-killed": kill_all,
 }
 
 

@@ -2,7 +2,8 @@
 
 The interpreter reads `length of the source`, the source, then lines of JSON: a Greeting's environment, answered by what
 this host has, and the arguments of `ray start`, answered by "started" or by the log's end. When the line closes, as the
-other end is done or dead, every process that was started here is ended. Python 3.8, standard library only.
+other end is done or dead, or this program is killed, every process that was started here is ended. Python 3.8, standard
+library only.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def serve() -> None:
         return
     request = json.loads(line)
     os.environ.update(request["env"])
-    _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what Ray leaves behind becomes a child of this process
     closed = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: closed.set())
+    go_on_beside_keeper()
 
     def follow() -> None:
         sys.stdin.read()
@@ -55,6 +57,24 @@ def serve() -> None:
             break
     if not closed.is_set():
         say({"ended": log[-2000:].decode("utf-8", "replace")})
+
+
+def go_on_beside_keeper() -> None:
+    """Return in a child of this process, which itself waits for the child and then ends what a kill of it has left.
+
+    Both are subreapers: what Ray leaves behind becomes a child of the one that lives. When this process is killed the
+    child gets SIGTERM.
+    """
+    keeper = os.getpid()
+    _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, not inherited
+    child = os.fork()
+    if child:
+        signal.signal(signal.SIGTERM, lambda *_: send(child, signal.SIGTERM))
+        os.waitpid(child, 0)
+        end_all()
+        os._exit(0)
+    _libc.prctl(36, 1, 0, 0, 0)
+    end_with(keeper, signal.SIGTERM)
 
 
 def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
@@ -113,11 +133,11 @@ def read_log(log: Any) -> bytes:
     return os.pread(log.fileno(), size, 0)
 
 
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it ends (PR_SET_PDEATHSIG)."""
-    _libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the one that started it ends (PR_SET_PDEATHSIG)."""
+    _libc.prctl(1, number, 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def end_all() -> None:

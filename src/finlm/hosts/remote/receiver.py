@@ -193,7 +193,7 @@ def prepare(request: Request) -> Prepared:
         return Prepared("shared")
     record = _read_record(root)
     entries = sorted(text(name) for name in os.listdir(root)) if root.is_dir() else []
-    strangers = [name for name in entries if name not in UNTOUCHED and not name.startswith(RECORD)]
+    strangers = [name for name in entries if name not in (*UNTOUCHED, LOCK) and not name.startswith(RECORD)]
     if record is None and strangers:
         is_run = any((root / name).exists() for name in RUN)
         return Prepared("foreign", strangers[:5], len(strangers), is_run, *_read_holder(root))
@@ -311,12 +311,19 @@ def _remove(root: str, name: str) -> None:
 
 
 def _adopt_cut_transfers(root: str, names: set[str]) -> None:
-    """Keep what a killed rsync left under a temporary name as its partial file, which the next rsync continues."""
+    """Keep what a killed rsync left under a temporary name as its partial file, which the next rsync continues.
+
+    What another sync is writing at this moment stays: two runs may send the same data to a host.
+    """
     wanted = {local(root, name) for name in names}
+    written: set[str] | None = None
     for folder in sorted({path.parent for path in wanted if path.parent.is_dir()}):
         for entry in sorted(folder.iterdir()):
             cut = re.fullmatch(r"\.(.+)\.[A-Za-z0-9]{6}", entry.name, re.DOTALL)
             if cut is None or entry in wanted or folder / cut[1] not in wanted:
+                continue
+            written = _list_open_files() if written is None else written
+            if os.path.realpath(entry) in written:
                 continue
             kept = folder / PARTIAL / cut[1]
             kept.parent.mkdir(exist_ok=True)
@@ -324,6 +331,17 @@ def _adopt_cut_transfers(root: str, names: set[str]) -> None:
                 entry.unlink()
             else:
                 entry.replace(kept)
+
+
+def _list_open_files() -> set[str]:
+    """Return the paths that processes of this user have open; empty where there is no /proc."""
+    paths = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            paths.add(os.readlink(link))  # noqa: PTH115 - not in Python 3.8
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return paths
 
 
 def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) -> None:

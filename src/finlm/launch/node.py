@@ -1,0 +1,73 @@
+"""Start the ranks of one host and wait for them: `python -m finlm.launch.node JSON RUN`, run by agent.py.
+
+Sets for them what `deepspeed.launcher.launch` sets, which imports torch first: three seconds of a core, up to nine on a
+busy host, at every launch before a rank is started. JSON: {"world": device numbers by host, "node": number of this
+host, "address", "port": the rendezvous}.
+
+Ends with the code of the first rank that failed, 256 - N for signal N; the others have a second to say what they think
+of it, then SIGTERM, and SIGKILL after 30 s. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+POLL_SECONDS = 0.1
+WORDS_SECONDS, END_SECONDS = 1.0, 30.0
+
+
+def main() -> None:
+    """Run the ranks of this host to their end and exit with their code."""
+    ranks = start_ranks(json.loads(sys.argv[1]), sys.argv[2])
+    while (codes := [rank.poll() for rank in ranks]) and None in codes and not any(codes):
+        time.sleep(POLL_SECONDS)
+    failed = next((code for code in codes if code), 0)
+    if failed:
+        print(f"rank process {ranks[codes.index(failed)].pid} ended with {failed}", flush=True)
+        end(ranks)
+    sys.exit(failed % 256)
+
+
+def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[bytes]]:
+    """Start a process for each device of this host and return them in the order of their ranks."""
+    devices = list(launch["world"].values())
+    mine, first = devices[launch["node"]], sum(map(len, devices[: launch["node"]]))
+    shared = {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, mine)),
+        "MASTER_ADDR": launch["address"],
+        "MASTER_PORT": str(launch["port"]),
+        "WORLD_SIZE": str(sum(map(len, devices))),
+        "LOCAL_SIZE": str(len(mine)),
+        "CROSS_RANK": str(launch["node"]),
+        "CROSS_SIZE": str(len(devices)),
+    }
+    command = [sys.executable, "-u", "-m", "finlm.train", run]
+    return [
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)})
+        for local in range(len(mine))
+    ]
+
+
+def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait a second for the ranks, then send SIGTERM, and SIGKILL 30 s later to those that are left."""
+    for patience, stop in (
+        (WORDS_SECONDS, subprocess.Popen.terminate),
+        (END_SECONDS, subprocess.Popen.kill),
+    ):
+        deadline = time.monotonic() + patience
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for rank in ranks:
+            stop(rank)  # nothing for a rank that has ended
+    for rank in ranks:
+        rank.wait()
+
+
+if __name__ == "__main__":
+    main()
