@@ -157,7 +157,7 @@ def newest_checkpoint(run: RunDir) -> Path:
         raise UserError(
             f"{run.path} has no checkpoint yet", evidence=f"nothing complete in {run.checkpoints}", fix="train it first"
         )
-    parts = []
+    parts: list[str] = []
     for _, directory in reversed(complete):
         try:
             if Manifest.read(directory).is_whole:

@@ -31,7 +31,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from finlm.base.errors import UserError
 
 Message = dict[str, Any]  # role and content, both text; of the assistant also tool_calls
-Tools = list[dict[str, Any]] | None  # as OpenAI's API has them: {type: function, function: {name, parameters, ...}}
+Function = Mapping[str, Any]
+Tools = Sequence[Function] | None  # as OpenAI's API has them: {type: function, function: {name, parameters, ...}}
 Spans = list[tuple[int, int]]  # [start, end) in characters of the text
 OPEN, CLOSE = "\ue0f0", "\ue0f1"  # private-use characters around what the assistant says, removed after rendering
 
@@ -366,12 +367,12 @@ def read_tools(row: Any) -> Tools:
     return [{"type": "function", **tool} for tool in tools]
 
 
-def _read_calls(value: Any) -> list[dict[str, Any]]:
+def _read_calls(value: Any) -> list[Function]:
     """Return the calls of an assistant's turn as OpenAI's API has them, with arguments as an object.
 
     Raises Refused for anything else.
     """
-    calls = []
+    calls: list[Function] = []
     for item in _from_json(value, "tool_calls"):
         function = item.get("function", item) if isinstance(item, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):

@@ -319,7 +319,9 @@ def follow(f: Following, seen: int) -> None:
         )
 
 
-def _wait_for_end_row(f: Following, events: Iterator[list[dict[str, Any]]], view: live.View, progress: Progress) -> str:
+def _wait_for_end_row(
+    f: Following, events: Iterator[list[Mapping[str, Any]]], view: live.View, progress: Progress
+) -> str:
     """Show the events that were behind the exit of a rank; return the status of the end row, "" without one.
 
     Ranks that were asked to stop end with an error code too: for them it waits until the first host has sent all its
