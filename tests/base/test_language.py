@@ -104,7 +104,20 @@ def test_plan_doctor_and_the_steps_of_the_quickstart_are_in_chinese(
     large = str(ROOT / "recipes/llama2-7b-fincorpus/pretrain.yaml")
     stages = [["plan", f"quickstart/{name}"] for name in ("pretrain", "sft", "dpo", "grpo")]
     doctor, steps, runs = ["doctor", "quickstart"], ["train", "quickstart", "--dry-run"], ["runs"]
-    for command in (*stages, ["plan", large], ["diff", "quickstart/sft", "quickstart/dpo"], doctor, steps, runs):
+    short = ["plan", "xuanyuan-70b", "--gpu", "A100-40G"]  # nothing fits
+    fp8 = ["plan", "xuanyuan-6b", "--set", "train.precision=fp8"]
+    rare = ["plan", "xuanyuan-6b", "--failures", "0.1", "--set", "checkpoint.memory_minutes=auto"]
+    for command in (
+        *stages,
+        ["plan", large],
+        short,
+        fp8,
+        rare,
+        ["diff", "quickstart/sft", "quickstart/dpo"],
+        doctor,
+        steps,
+        runs,
+    ):
         main.main([*command, "--lang", "zh"])
     said = capsys.readouterr().out
     assert "理由" in said and "怎样能更快" in said and "待做" in said and "runs/ 中没有运行" in said

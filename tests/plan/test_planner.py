@@ -204,7 +204,7 @@ def test_the_advice_names_only_keys_that_the_recipe_fixes_and_that_help() -> Non
 
 def test_what_fits_nowhere_is_told_rows_and_gpus_that_were_tried() -> None:
     wide = refusal(RECIPES / "xuanyuan-70b/pretrain.yaml", "hardware.hosts=[{name: h, slots: 8, gpu: A100-40G}]", *AUTO)
-    for part in wide.fix.split(", or "):
+    for part in wide.fix.split("; or "):
         key, _, value = part.removeprefix("set ").partition(": ")
         kind = part.rpartition(" ")[2] if part.startswith("use GPUs") else "A100-40G"
         hosts = int(part.split()[1]) if "such hosts" in part else 1

@@ -120,10 +120,13 @@ SWALLOWS = {"chat_template": "{% for m in messages %}{% if m.role == 'user' %}{{
 UNFIT: dict[str, tuple[dict[str, list[int] | None], str]] = {
     "a matrix": (
         {f"{LAYER}self_attn.q_proj.weight": [64, 32]},
-        "q_proj.weight has [64, 32]; by config.json it",
+        "q_proj.weight has the shape [64, 32]; by config.json it",
     ),
     "a norm": ({"model.norm.weight": None}, "model.norm.weight is missing; by config.json it has [64]"),
-    "the head": ({"lm_head.weight": [300, 64]}, "lm_head.weight has [300, 64]; by config.json it has [4096, 64]"),
+    "the head": (
+        {"lm_head.weight": [300, 64]},
+        "lm_head.weight has the shape [300, 64]; by config.json it has [4096, 64]",
+    ),
     "no head": ({"lm_head.weight": None}, "lm_head.weight is missing"),
     "a kind": ({f"model.layers.{n}.mlp.up_proj.weight": None for n in (0, 1)}, "and 1 more"),
     "biases": ({f"model.layers.{n}.mlp.up_proj.bias": [128] for n in (0, 1)}, "up_proj.bias is none of a llama"),

@@ -303,7 +303,7 @@ def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
         if fitting(recipe, search.with_slots(cluster, slots)):
             return f"give a host at most slots={slots} in the hostfile (or hardware.hosts) instead of {most}"
     tried = (way for find in (_more_hosts, _shorter_rows, _larger_gpus) for way in find(recipe, cluster, fitting))
-    return ", or ".join(tried) or "take a smaller model: neither more hosts nor shorter rows nor a known GPU are enough"
+    return "; or ".join(tried) or "take a smaller model: neither more hosts nor shorter rows nor a known GPU are enough"
 
 
 def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:

@@ -173,7 +173,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
         expected["model.norm.weight"] = [config["hidden_size"]]
     for name, size in expected.items():
         if shapes.get(name) != size:
-            has = f"has {shapes[name]}" if name in shapes else "is missing"
+            has = f"has the shape {shapes[name]}" if name in shapes else "is missing"
             yield f"{name} {has}; by config.json it has {size}"
     for name in shapes:
         match = _LAYER.search(name)

@@ -223,8 +223,8 @@ def rope_problems(config: Config) -> Iterator[str]:
         for key in ROPES[kind]:
             numbers = lists.get(key, [rope.get(key)])
             if (key in ROPES["longrope"]) != (key in lists) or not all(map(_is_above_0, numbers)):
-                what = "list of numbers" if key in ROPES["longrope"] else "number"
-                yield f"RoPE {kind!r} needs {key}, a {what} above 0; it has {rope.get(key)!r}"
+                what = "a list of numbers above 0" if key in ROPES["longrope"] else "a number above 0"
+                yield f"RoPE {kind!r} needs {key}, {what}; it has {rope.get(key)!r}"
         if type(heads) is int and type(hidden) is int and heads > 0:
             share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
             pairs = int((head or hidden // heads) * share) // 2
