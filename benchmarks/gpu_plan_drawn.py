@@ -45,6 +45,7 @@ from finlm.recipe.schema import Recipe
 LIMIT_SECONDS = 75  # of a run, from the word go
 STEP_SECONDS = 4.5  # about so long a case steps
 WARMUP = 2
+WARMUP_GENERATING = 1  # of GRPO and PPO, whose steps take long
 LANES = 7  # runs that compile beside each other
 TOY = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
 GIB = 2**30
@@ -61,7 +62,8 @@ class Job:
             model = values["model"] | {"layers": layers}
             self.loaded, self.plan = planned(fixed(values | {"model": model}, self.plan), cluster, self.run.path)
         step = self.plan.tokens_per_step / (self.plan.tokens_per_second or self.plan.tokens_per_step)
-        self.steps = 2 if layers is not None else max(WARMUP + 2, min(7, int(STEP_SECONDS / step)))
+        self.warmup = WARMUP_GENERATING if values["stage"] == "grpo" else WARMUP
+        self.steps = 2 if layers is not None else max(self.warmup + 2, min(7, int(STEP_SECONDS / step)))
         rows = self.plan.micro_batch * self.plan.gradient_accumulation_steps
         draw.write(self.run.path, values, self.steps + 1, rows)
         files.write_text(self.run.recipe, recipe.dump(self.loaded))
@@ -115,7 +117,7 @@ class Job:
         steps = list(self.run.read_events("step"))[: self.steps]
         seconds = [step["seconds"] for step in steps]
         measured = files.read_json(result)
-        measured["step_seconds"] = statistics.median_low(seconds[WARMUP:])  # the upper one may have compiled
+        measured["step_seconds"] = statistics.median_low(seconds[self.warmup :])  # the upper one may have compiled
         return about | {"measured": measured, "every_step_seconds": seconds, "losses": [step["loss"] for step in steps]}
 
 
@@ -276,7 +278,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--models", action="store_true", help="models that people start from instead of drawn ones")
-    parser.add_argument("--only", default="", help="only the cases whose name contains this")
+    parser.add_argument("--only", default="", help="only the cases whose name contains this, or one of these (a,b)")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs for longer than this")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -292,7 +294,7 @@ def main() -> None:
     kind = None if arguments.device == "cpu" else next(iter(visible_gpus().values()))
     cluster = Cluster((Host("localhost", 1, kind, int(arguments.host_memory * GIB)),))
     cases = draw.of_models() if arguments.models else draw.drawn(arguments.seed, arguments.count)
-    values = [case for case in cases if arguments.only in case["name"]]
+    values = [case for case in cases if any(part in case["name"] for part in arguments.only.split(","))]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton")}

@@ -17,6 +17,7 @@ from typing import Any
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.plan.plan import ON_HOST, Plan
 
 
 def main() -> None:
@@ -34,10 +35,15 @@ def prepare(run_path: Path) -> None:
     import importlib
 
     from finlm.recipe import recipe
+    from finlm.train.__main__ import STAGES
     from finlm.train.model import causal_lm
 
     stage = recipe.load(run_path / "recipe.yaml").recipe.stage
-    importlib.import_module("finlm.train.pretrain" if stage == "pretrain" else f"finlm.train.post.{stage}")
+    importlib.import_module(f"finlm.train.{STAGES[stage]}")
+    if Plan.read(run_path / "plan.json").offload_optimizer in ON_HOST:
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load()  # compiled here: within the first step it would take the time of the case
     causal_lm._from_pretrained = lambda loaded, plan, settings, config, _: causal_lm._from_scratch(  # type: ignore[assignment]
         loaded, plan, settings, config
     )

@@ -40,7 +40,8 @@ TOYS = {
     "gpu_determinism.py": ("--toy --where {tmp}", '"first_differing_step": null', '"same_master_weights_.*": true'),
     "gpu_plan.py": ("--device cpu --gpus 1 --minutes 2 --only 4x2x64 --out {tmp}/rows.jsonl", "17m 1 4x2x64"),
     "gpu_plan_drawn.py": (
-        "--device cpu --seed 6 --count 23 --only grpo --out {tmp}/rows.jsonl",
+        "--device cpu --seed 6 --count 23 --only 6-03-dpo,6-22-grpo --out {tmp}/rows.jsonl",
+        "6-03-dpo.* NUMBER GiB",
         "6-22-grpo.* NUMBER GiB",
     ),
     "gpu_pretrain.py": ("--toy --only reference", "reference +NUMBER"),  # ours runs as gpu_sft's does

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from finlm import config
-from finlm.base.screen import format_duration
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_duration
 from finlm.plan import planner, show
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import main
+from finlm.evals import suite
 from finlm.inference import chat
 from finlm.inference.chat import Talker
-from finlm.inference.open import Opened, open_model
+from finlm.inference.open import Opened, generate, open_model
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}Assistant: {{ message.content }}"
@@ -153,3 +156,35 @@ def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
     assert chat._harmless("a\u202eb\u2066c\x9b\ud800") == "abc"
     written = "表\u3000格\xa0%👩\u200d💻"  # ideographic and no-break space, joined emoji
     assert chat._harmless(written) == written
+
+
+def test_a_model_without_an_end_writes_as_far_as_it_is_let(assistant: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(assistant, tmp_path / "endless"))
+    for name, keys in (("config", ["eos_token_id"]), ("generation_config", ["eos_token_id"])):
+        file = directory / f"{name}.json"
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps(values | dict.fromkeys(keys)))
+    opened = open_model(directory)
+    assert opened.eos_ids == (opened.tokenizer.eos_token_id,), "the tokenizer's end"
+    opened.model.generation_config.eos_token_id = None
+    endless = dataclasses.replace(opened, eos_ids=())
+    rows = [[5, 6, 7], [8]]
+    assert [len(row) for row in generate(endless, rows, 6)] == [6, 6]
+    reply = Talker(endless).ask([said("你好")], 0.0, 7)
+    assert (reply.finish_reason, reply.completion_tokens) == ("length", 7)
+
+
+def test_a_checkpoint_in_memory_is_opened_as_one_on_disk(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+    """checkpoints/step-N is a link out of the run directory then."""
+    run = RunDir(Path(shutil.copytree(finished[0].path, tmp_path / finished[0].path.name, symlinks=True)))
+    shutil.rmtree(run.export)
+    step, directory = run.complete_checkpoints()[-1]
+    whole = open_model(directory)
+    memory = tmp_path / "memory" / f"step-{step}"
+    memory.parent.mkdir()
+    directory.rename(memory)
+    directory.symlink_to(memory)
+    for path in (run.path, directory):
+        assert open_model(path).fingerprint == whole.fingerprint
+    assert suite.measure_perplexity(directory)["loss"] == suite.measure_perplexity(run.path)["loss"]
+    assert main.main(["export", str(directory), str(tmp_path / "model")]) == 0

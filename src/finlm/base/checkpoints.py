@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finlm.base import files
-from finlm.base.errors import UserError
+from finlm.base.errors import UserError, reason
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -223,7 +223,7 @@ def faults(
     try:
         hashes = sha256(whole, threads, advance)
     except OSError as error:  # a disk that cannot read it
-        return [*problems, f"{error.filename or directory}: {error.strerror}"]
+        return [*problems, f"{error.filename or directory}: {reason(error)}"]
     problems += [f"{name}: sha256 differs" for path, name in whole.items() if hashes[path] != parts[name].sha256]
     return problems
 

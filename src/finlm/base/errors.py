@@ -6,6 +6,8 @@ exit code 2 and no traceback. Every other exception is a bug in finlm and keeps 
 
 from __future__ import annotations
 
+import os
+
 
 class UserError(Exception):
     """A mistake that the user can correct: the problem, the evidence for it, and the fix."""
@@ -34,3 +36,9 @@ class UserError(Exception):
 def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:
     """Make the error again when it is unpickled."""
     return cls(problem, evidence=evidence, fix=fix)
+
+
+def reason(error: OSError) -> str:
+    """Return in words why the system refused, also of an error that carries a number alone, or nothing."""
+    number = error.errno or next((each for each in error.args if isinstance(each, int)), 0)
+    return error.strerror or (os.strerror(number) if number else str(error)) or type(error).__name__

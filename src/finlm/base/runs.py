@@ -26,7 +26,7 @@ from finlm.base.checkpoints import (
     sha256,
 )
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, complete_checkpoints, host_name
+from finlm.base.rundir import RunDir, complete_checkpoints, host_name, open_run
 from finlm.base.units import format_bytes
 
 CARD = "README.md"
@@ -173,6 +173,14 @@ def newest_checkpoint(run: RunDir) -> Path:
     return complete[-1][1]
 
 
+def run_of_checkpoint(path: Path) -> RunDir:
+    """Return the run of runs/<run>/checkpoints/step-N, which may itself be a link into this host's memory.
+
+    Raises UserError when it lies in no run directory.
+    """
+    return open_run(path.parent.resolve().parent)
+
+
 def complete_checkpoint(path: Path) -> Path:
     """Return the checkpoint at path, or the newest of the run there, after checking its files' hashes.
 
@@ -185,6 +193,8 @@ def complete_checkpoint(path: Path) -> Path:
     is_set_aside = path.name.endswith(".damaged")
     if is_set_aside or not (path / checkpoints.MANIFEST).is_file():
         why = "set aside as damaged by a launch" if is_set_aside else f"no {checkpoints.MANIFEST} in it"
+        if path.is_symlink() and not path.exists():
+            why = f"it was in this host's memory, at {path.readlink()}, and is gone"
         raise UserError(
             f"{path} is not a complete checkpoint", evidence=f"{why}; {others}", fix=f"{fix}, or a run that has one"
         )

@@ -338,15 +338,6 @@ def format_rate(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
 
 
-def format_duration(seconds: float) -> str:
-    """Return seconds in a fitting unit: 90061 -> '25 hours'; years from 730 days on, for plans."""
-    for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
-        if seconds >= size:
-            per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
-            return f"{seconds / per:.3g} {unit}"
-    return f"{seconds:.3g} seconds"
-
-
 def relative(path: Path) -> Path:
     """Return the path relative to the current directory where it lies below it, else the path as it is."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import files, screen, units
-from finlm.base.errors import UserError
+from finlm.base.errors import UserError, reason
 
 _HASH_BLOCK = 16 * 2**20
 _SPACE_TO_SPARE = 16 * 2**20
@@ -160,7 +160,7 @@ def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
             raise
         raise UserError(
             f"the disk is full: {step} was given up and its unfinished files removed",
-            evidence=f"{error.strerror} in {directory.resolve()}",
+            evidence=f"{reason(error)} in {directory.resolve()}",
             fix="free space there, or set data.cache_dir to a larger disk; finished steps are kept",
         ) from None
 

@@ -1,4 +1,4 @@
-"""Parse and format sizes and counts: bytes, tokens, documents."""
+"""Parse and format sizes, counts and durations: bytes, tokens, documents, seconds."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def format_bytes(value: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in a fitting unit: 90061 -> '25 hours'; years from 730 days on, for plans."""
+    for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
+        if seconds >= size:
+            per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
+            return f"{seconds / per:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

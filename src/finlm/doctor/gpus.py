@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from finlm.base import screen
 from finlm.base.errors import UserError
-from finlm.base.screen import format_duration
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_duration
 from finlm.doctor import gather
 from finlm.doctor.gather import AllFacts, HostFacts
 from finlm.doctor.machine import Fault, Level

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from finlm.base.screen import format_duration
+from finlm.base.units import format_duration
 from finlm.doctor.gather import AllFacts, HostFacts
 from finlm.doctor.machine import Fault
 from finlm.hosts import ssh

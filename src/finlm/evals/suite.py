@@ -27,8 +27,8 @@ from ruamel.yaml import YAML
 
 from finlm.base import files, screen, step_cache
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, open_run
-from finlm.base.runs import complete_checkpoint
+from finlm.base.rundir import RunDir
+from finlm.base.runs import complete_checkpoint, run_of_checkpoint
 from finlm.corpus import contamination
 from finlm.evals import answering, questions
 from finlm.evals.answering import Mode
@@ -411,7 +411,7 @@ def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
     Raises UserError when checkpoint is not complete, for a stage whose rows are pairs or prompts, and for a run without
     held-out documents.
     """
-    run = open_run(complete_checkpoint(checkpoint).resolve().parent.parent)
+    run = run_of_checkpoint(complete_checkpoint(checkpoint))
     stage = recipes.load(run.recipe).recipe.stage
     if stage not in STAGES:
         asked = "" if stage == "reward" else f"finlm eval {checkpoint} --suite exam; "

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from finlm.base import files, runs, step_cache
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, open_run
-from finlm.base.runs import complete_checkpoint
+from finlm.base.rundir import RunDir
+from finlm.base.runs import complete_checkpoint, run_of_checkpoint
 from finlm.base.secrets import redact
 from finlm.base.units import parse_bytes
 from finlm.inference.open import Trained, load_trained, open_model, read_weights, step_of
@@ -233,7 +233,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
     checkpoint = complete_checkpoint(checkpoint)
-    run = open_run(checkpoint.resolve().parent.parent)
+    run = run_of_checkpoint(checkpoint)
     recipe = recipes.load(run.recipe).recipe
     settings = lora.lora_config(recipe)
     if settings is None:
@@ -284,7 +284,7 @@ def generate(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> 
             temperature=0.8,
             top_p=0.9,
             eos_token_id=list(opened.eos_ids) or None,
-            pad_token_id=next(iter(opened.eos_ids), None),  # one row is never padded; unset, transformers warns
+            pad_token_id=next(iter(opened.eos_ids), 0),  # one row is never padded; unset, transformers warns
         )
     text = str(opened.tokenizer.decode(out[0, length:], skip_special_tokens=True))
     return text.rstrip("\ufffd")  # the last character's bytes may be cut off

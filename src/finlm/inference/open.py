@@ -33,8 +33,8 @@ from transformers.initialization import no_init_weights
 from finlm.base import checkpoints, files, runs, step_cache
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir, open_run, run_of
-from finlm.base.runs import complete_checkpoint, newest_checkpoint
+from finlm.base.rundir import RunDir, run_of
+from finlm.base.runs import complete_checkpoint, newest_checkpoint, run_of_checkpoint
 from finlm.plan.plan import Plan
 from finlm.recipe import parents
 from finlm.recipe import recipe as recipes
@@ -89,13 +89,13 @@ def open_model(path: Path, device: torch.device | None = None) -> Opened:
 def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: Any) -> list[list[int]]:
     """Return the ids that the model writes after each row of ids, `most` at most: greedy, unless `how` says otherwise.
 
-    Rows are padded on the left, and padding is masked.
+    Rows are padded on the left, and padding is masked. A model that knows no end writes `most` ids.
     """
-    width, pad = max(map(len, rows)), opened.eos_ids[0]
+    width, pad = max(map(len, rows)), next(iter(opened.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=opened.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=opened.device)
     plain = dict.fromkeys(("temperature", "top_p", "top_k"))  # else those of the model's generation_config.json
-    ends = {"eos_token_id": list(opened.eos_ids), "pad_token_id": pad}
+    ends = {"eos_token_id": list(opened.eos_ids) or None, "pad_token_id": pad}
     with torch.inference_mode():
         out = opened.model.generate(
             ids, attention_mask=mask, do_sample=False, max_new_tokens=most, **plain, **ends, **how
@@ -171,10 +171,11 @@ def _make_opened(
 
 
 def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config.json, and the tokenizer's end."""
+    """Return the ids that end an answer: those of generation_config.json, and the tokenizer's end; () without any."""
     listed = model.generation_config.eos_token_id
     ids = listed if isinstance(listed, list) else [listed]
-    return tuple(dict.fromkeys(number for number in (*ids, tokenizer.eos_token_id) if number is not None))
+    known = (number for number in (*ids, tokenizer.eos_token_id) if number is not None)
+    return tuple(dict.fromkeys(number for number in known if number >= 0))
 
 
 def _fingerprint(path: Path) -> str:
@@ -212,7 +213,7 @@ def load_trained(checkpoint: Path) -> Trained:
     training step left, not a second rounding of it. Adapters are merged. Raises UserError when it is not complete.
     """
     checkpoint = complete_checkpoint(checkpoint)
-    run = open_run(checkpoint.resolve().parent.parent)
+    run = run_of_checkpoint(checkpoint)
     plan, recipe = Plan.read(run.plan), recipes.load(run.recipe).recipe
     shards = Shards(run.shards)
     config = _saved_config(checkpoint, plan) or model_config(recipe, plan, shards.bos_id, shards.eos_id)
@@ -244,8 +245,9 @@ def load_trained(checkpoint: Path) -> Trained:
     model.tie_weights()
     if recipe.stage != "reward":
         # An assistant ends its turn with the template's token, a base model a document with its own.
-        ends = list(dict.fromkeys((shards.manifest.get("end_of_turn_id", shards.eos_id), shards.eos_id)))
-        model.generation_config.eos_token_id = ends if len(ends) > 1 else shards.eos_id
+        known = dict.fromkeys((shards.manifest.get("end_of_turn_id", shards.eos_id), shards.eos_id))
+        ends = [number for number in known if number >= 0]  # -1: a tokenizer without an end
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return Trained(run, recipe, plan, shards, model.eval(), checkpoint)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finlm.base.screen import format_count, format_duration, format_rate
-from finlm.base.units import format_bytes
+from finlm.base.screen import format_count, format_rate
+from finlm.base.units import format_bytes, format_duration
 from finlm.plan import failures, gpus, host_memory, memory, search, speed
 from finlm.plan.differences import CHOICES
 from finlm.plan.plan import Plan

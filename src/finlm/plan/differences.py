@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from finlm.base import screen
-from finlm.base.screen import format_count, format_duration
+from finlm.base.screen import format_count
 from finlm.base.secrets import redact_key
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_duration
 from finlm.plan.plan import Plan
 from finlm.recipe import rules
 from finlm.recipe.recipe import Loaded

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.base.screen import format_duration
+from finlm.base.units import format_duration
 
 # 419 unexpected interruptions in 54 days on 16,384 GPUs: Llama 3's training (arXiv 2407.21783, section 3.3.4).
 HOURS_BETWEEN_FAILURES_OF_A_GPU = 54 * 24 * 16384 / 419

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from finlm.base import files, screen
 from finlm.base.rundir import RunDir
 from finlm.base.runs import holder, is_held
-from finlm.base.screen import format_duration
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_duration
 from finlm.plan.plan import Plan
 from finlm.record import history
 from finlm.record.history import Row

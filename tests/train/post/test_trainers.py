@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers.integrations import sdpa_attention
 
 from finlm.rows.shards import Order
 from finlm.train import batches, incidents
 from finlm.train.post import grpo, preferences, rollouts, trainers
+from train.model.test_causal_lm import planned
 
 
 @pytest.mark.parametrize(("precision", "ends"), [("bf16", True), ("fp16", False)])
@@ -79,3 +82,17 @@ def test_a_judge_reads_the_beginning_whatever_fills_rows_up(pad: int, tmp_path: 
     with torch.no_grad():
         expected = judge.eval()(**batch).logits[:2, 0].tolist()
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_trainer_is_made_under_the_plans_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DPO scores all pairs with the model that it starts from while its trainer is made."""
+    plan = dataclasses.replace(planned()[1], attention="efficient")
+    monkeypatch.setattr(trainers, "open_rank", lambda _: SimpleNamespace(plan=plan))
+    plain, seen = sdpa_attention.use_gqa_in_sdpa, list[bool]()
+
+    def make(_: Any) -> Any:
+        seen.append(sdpa_attention.use_gqa_in_sdpa is plain)
+        return SimpleNamespace(run=lambda: 0)
+
+    assert trainers.train(tmp_path, make) == 0
+    assert seen == [False] and sdpa_attention.use_gqa_in_sdpa is plain

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 
 from finlm.base import checkpoints
 from finlm.base.checkpoints import Manifest
+from finlm.base.errors import UserError, reason
 from finlm.base.rundir import RunDir
-from finlm.train.zero import in_memory
+from finlm.base.runs import complete_checkpoint
+from finlm.train.zero import checkpoint, in_memory
 
 from ranks import Ranks
 
@@ -103,3 +107,45 @@ def test_what_an_ended_run_of_the_same_recipe_left_in_memory_goes_and_that_of_ot
     assert in_memory._is_superseded(tmp_path / "sft-20261124-110000", run), "its run directory was removed"
     for _, lock in kept.values():
         lock.close()
+
+
+def test_a_directory_is_made_with_the_name_of_its_run_while_nobody_cleans_up(tmp_path: Path) -> None:
+    """Without its run's name another run's cleaning took it for a forgotten one."""
+    run, directory = RunDir(tmp_path / "runs" / "tiny-20261124-120000"), tmp_path / "memory" / "tiny"
+    directory.parent.mkdir()
+    problems: list[str] = []
+    maker = threading.Thread(target=lambda: problems.append(in_memory._make(directory, run)))
+    with in_memory._locked(directory.parent):
+        maker.start()
+        maker.join(0.3)
+        assert not directory.exists(), "made while another run cleans up"
+    maker.join()
+    assert problems == [""] and (directory / in_memory.RUN).read_text() == str(run.path)
+
+
+def test_a_checkpoint_that_is_gone_from_memory_is_refused_by_that_name(tmp_path: Path) -> None:
+    link = RunDir(tmp_path).checkpoint(5)
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="is not a complete checkpoint") as refused:
+        complete_checkpoint(link)
+    assert "it was in this host's memory" in refused.value.evidence
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(OSError(28), os.strerror(28)), (OSError(28, "full"), "full"), (OSError("odd"), "odd"), (OSError(), "OSError")],
+)
+def test_a_write_error_is_said_in_words_whatever_it_carries(error: OSError, words: str, tmp_path: Path) -> None:
+    assert reason(error) == words
+    run = RunDir(tmp_path / "run")
+    (run.path / "checkpoints").mkdir(parents=True)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "publish", fail)
+        patch.setattr(in_memory.disk, "publish_linked", fail)
+        manifest = Manifest(1, 1, 0, "none", {})
+        assert checkpoint._try_publish(run.checkpoint(1), manifest).endswith(words)

@@ -317,7 +317,7 @@ def size(value: Any) -> str | None:
 
 def duration(value: Any) -> str | None:
     """Return seconds with a unit; None as show does."""
-    return show(value, screen.format_duration)
+    return show(value, units.format_duration)
 
 
 def digits(value: Any, places: int = 4) -> str | None:

@@ -71,9 +71,8 @@ def open_rank(run_path: Path) -> Rank:
 def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
     """Train the run to its last step with the trainer that make returns for a rank; return the process's exit code."""
     r = open_rank(run_path)
-    trainer = make(r)
-    with kernels.attention(r.plan):
-        return int(trainer.run())
+    with kernels.attention(r.plan):  # of the making too: DPO scores its pairs with the model that it starts from
+        return int(make(r).run())
 
 
 def arguments(kind: Any, r: Rank, **more: Any) -> Any:

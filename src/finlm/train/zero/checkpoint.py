@@ -30,7 +30,7 @@ from torch import distributed
 from finlm.base import checkpoints as disk
 from finlm.base import files, machine
 from finlm.base.checkpoints import Manifest, Part
-from finlm.base.errors import UserError
+from finlm.base.errors import UserError, reason
 from finlm.base.rundir import STEP_VARIABLE, RunDir, host_name
 from finlm.base.units import format_bytes
 from finlm.plan.plan import ON_HOST, Plan
@@ -283,7 +283,7 @@ class Checkpoints:
             for path in paths:
                 path.unlink(missing_ok=True)
             hidden = os.strerror(errno.ENOSPC) if free < FULL_BYTES else str(error).partition("\n")[0]
-            why = error.strerror if isinstance(error, OSError) else hidden
+            why = reason(error) if isinstance(error, OSError) else hidden
             raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
 
     def _publish_written(self) -> None:
@@ -294,8 +294,8 @@ class Checkpoints:
         failure = saving.parts.exception()
         if failure is not None and not isinstance(failure, OSError):
             raise failure
-        reason = str(getattr(failure, "strerror", "") or "")
-        every = entry.gather_values((reason, {} if failure else saving.parts.result()))
+        why = "" if failure is None else reason(failure)
+        every = entry.gather_values((why, {} if failure else saving.parts.result()))
         problems = [problem for problem, _ in every if problem]
         directory = self.run.checkpoint(saving.step)
         memory = saving.memory
@@ -370,5 +370,5 @@ def _try_publish(directory: Path, manifest: Manifest) -> str:
     try:
         disk.publish(directory, manifest)
     except OSError as error:
-        return f"{host_name()}: {error.strerror}"
+        return f"{host_name()}: {reason(error)}"
     return ""

@@ -13,6 +13,7 @@ What fails costs the checkpoints in memory until the next start, never the run: 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
@@ -20,7 +21,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from torch import distributed
 from finlm.base import checkpoints as disk
 from finlm.base import machine
 from finlm.base.checkpoints import Manifest, Part
+from finlm.base.errors import reason
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.units import format_bytes
 from finlm.plan import failures
@@ -53,7 +55,7 @@ class InMemory:
         """Remove what former launches left that is of no use, and connect to the neighbours."""
         self.run, self.minutes, self.ranks = run, keep.memory_minutes, plan.world_size
         self.directory = run.memory(keep.memory_directory)
-        self.problem = _make(self.directory)
+        self.problem = _make(self.directory, run)
         self.members, self.sources, self.target = [distributed.get_rank()], list[int](), -1
         self.group: distributed.ProcessGroup | None = None
         self.bytes_here: int | None = None
@@ -82,7 +84,6 @@ class InMemory:
 
         Of other runs of the same recipe: what a crashed one left would hold the host's memory for good.
         """
-        (self.directory / RUN).write_text(str(self.run.path.resolve()), encoding="utf-8")
         for path in self.directory.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.directory.glob("step-*"):
@@ -92,9 +93,10 @@ class InMemory:
         for link in self.run.checkpoints.glob("step-*"):
             if link.is_symlink() and not (link / disk.MANIFEST).exists():
                 link.unlink(missing_ok=True)
-        for path in self.directory.parent.iterdir():
-            if path != self.directory and _is_superseded(path, self.run):
-                shutil.rmtree(path, ignore_errors=True)
+        with _locked(self.directory.parent):
+            for path in self.directory.parent.iterdir():
+                if path != self.directory and _is_superseded(path, self.run):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def measure(self, sizes: Sequence[int]) -> None:
         """Note the bytes of a checkpoint in this host's memory. sizes: bytes of every rank's files."""
@@ -156,7 +158,7 @@ class InMemory:
             except RuntimeError as error:
                 failure = failure or OSError(None, f"{host_name()}: {str(error).splitlines()[0]}")
             except OSError as error:
-                failure = failure or OSError(None, f"{host_name()}: {error.strerror or error}")
+                failure = failure or OSError(None, f"{host_name()}: {reason(error)}")
         if failure is not None:
             raise failure
         return parts
@@ -208,7 +210,7 @@ class InMemory:
                     if not problems:
                         file.write(block.numpy().data)
                 except OSError as error:
-                    problems.append(f"{path.name}: {error.strerror}")
+                    problems.append(f"{path.name}: {reason(error)}")
         return problems
 
     def publish(self, manifest: Manifest) -> str:
@@ -217,7 +219,7 @@ class InMemory:
         try:
             disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
         except OSError as error:
-            return f"{host_name()}: {error.strerror}"
+            return f"{host_name()}: {reason(error)}"
         return ""
 
     def discard(self, name: str) -> None:
@@ -259,15 +261,31 @@ def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
 
 
-def _make(directory: Path) -> str:
-    """Make a directory that only this user can enter, and return why it cannot be used, "" if it can."""
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock in the block, in which no other rank or run makes or removes what is below it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(directory: Path, run: RunDir) -> str:
+    """Make the run's directory, which only this user can enter; return why it cannot be used, "" if it can.
+
+    It names its run from the beginning: another run, which cleans up now, would take it for a forgotten one.
+    """
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
             return f"{host_name()}: {directory.parent} belongs to somebody else"
-        directory.mkdir(exist_ok=True)
+        with _locked(directory.parent):
+            directory.mkdir(exist_ok=True)
+            (directory / RUN).write_text(str(run.path.resolve()), encoding="utf-8")
     except OSError as error:
-        return f"{host_name()}: {directory}: {error.strerror}"
+        return f"{host_name()}: {directory}: {reason(error)}"
     return ""
 
 
