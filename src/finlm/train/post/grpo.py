@@ -296,7 +296,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             input_ids=ids.to(self.rank.device),
             attention_mask=mask.to(self.rank.device),
             logits_processor=None if noise is None else self._sampling(noise),
-            generation_config=GenerationConfig(do_sample=False, disable_compile=True, **settings),
+            generation_config=GenerationConfig(do_sample=False, disable_compile=True, use_cache=True, **settings),
             synced_gpus=False,  # under ZeRO-3 too: the weights are gathered, so ranks need not wait for each other
         )
         answers = [rollouts.cut_after_end(ids, self.eos_token_ids) for ids in generated[:, longest:].tolist()]
