@@ -19,7 +19,7 @@ PAGES = sorted(
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("README*.md"),
         ROOT / "recipes/README.md",
-        *ROOT.glob("recipes/*/README.md"),
+        *ROOT.glob("recipes/*/README*.md"),
         ROOT / "CONTRIBUTING.md",
     ]
 )
@@ -46,7 +46,23 @@ def anchors(page: Path) -> set[str]:
     return made | set(re.findall(r'<a id="([^"]+)">', prose(page)))
 
 
-@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: f"{page.parent.name}-{page.name}")
+OF_RECIPES = sorted(ROOT.glob("recipes/*/README.md"))
+
+
+@pytest.mark.parametrize("page", OF_RECIPES, ids=lambda page: page.parent.name)
+def test_the_tables_of_a_recipes_page_have_the_same_numbers_in_both_languages(page: Path) -> None:
+    numbers = []
+    for shown in (page, page.with_name("README.zh-CN.md")):
+        rows = re.findall(r"^\|.*$", prose(shown), re.MULTILINE)
+        # 10 B is 100 亿; with the size and the unit apart other figures remain as they are.
+        rows = [re.sub(r"[\d.]+ (B|M|billion|million|亿|万)\b|[\d.]+ 亿", "", row) for row in rows]
+        numbers.append([sorted(re.findall(r"\d[\d,.]*\d|\d", row)) for row in rows])
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize(
+    "page", [*DOCS, ROOT / "README.md", *OF_RECIPES], ids=lambda page: f"{page.parent.name}-{page.name}"
+)
 def test_both_languages_have_the_same_headings_commands_tables_and_links(page: Path) -> None:
     twin = page.with_name(f"{page.stem}.zh-CN.md")
     assert twin.exists(), f"{page.name} has no Chinese page"
