@@ -76,7 +76,9 @@ def main() -> int:
 
 def ask_finlm(opened: Opened, wanted: suite.Options, directory: Path) -> tuple[Scores, dict[str, int], Any]:
     """(scores, the right letters' places, (wall, CPU) seconds)."""
-    read = questions.read_questions(wanted.suite, wanted.data, suite.find_world(opened, wanted.world))
+    read = questions.read_questions(
+        wanted.suite, wanted.data, questions.find_world(wanted.suite, opened.run, wanted.world)
+    )
     chosen = suite.draw_questions(read.questions, wanted.limit)
     begun = clock()
     answers = answering.answer_questions(

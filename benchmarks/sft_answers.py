@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from finlm.base import screen
-from finlm.evals.suite import find_world
+from finlm.evals.questions import find_world
 from finlm.inference.open import Opened, open_model
 from finlm.world import post
 
@@ -54,8 +54,7 @@ def main() -> None:
 
 def questions(opened: Opened, count: int) -> list[Asked]:
     """The first questions of the held-out companies."""
-    settings = find_world(opened, None)
-    assert settings is not None
+    settings = find_world("exam", opened.run, None)
     rows = post.rows("exam_chat", settings.held_out_size, settings.seed, "held_out")
     turns = ([message["content"] for message in row["messages"]] for row in islice(rows, count))
     return [asked(opened.tokenizer, *texts) for texts in turns]

@@ -150,7 +150,7 @@ ROWS: list[tuple[str, str]] = [
     (f"train {SFT} --set chat.template=chatmll", "chat.template: there is no template chatmll"),
     (f"train {Q} --continue", "there is no finished run of quickstart to continue"),
     ("eval gone", "gone holds no model"),
-    ("eval folder", "folder is not a complete checkpoint"),
+    ("eval folder", "folder is a model alone"),
     ("eval folder --suite financeiq", "give the folder with --data DIR"),
     ("eval folder --suite financeiq --data folder", "folder/test holds no CSV files"),
     ("eval folder --shots 3", "only questions have that"),

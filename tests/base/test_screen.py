@@ -110,7 +110,8 @@ def on_terminal(command: list[str], columns: int) -> tuple[str, str]:
 
 
 def words_of(text: str) -> list[str]:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text).split()
+    """The words without times, which go on from one command to the next."""
+    return re.sub(r"\x1b\[[0-9;]*m|\b\d\d:\d\d\b", "", text).split()
 
 
 @pytest.mark.parametrize(
