@@ -266,7 +266,8 @@ def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
     (path,) = runs.iterdir()
     assert RunDir(path).report.exists()
     (end,) = RunDir(path).read_events("end")
-    assert (end["status"], end["exit_code"], end["step"]) == ("interrupted", 143, 12)
+    assert (end["status"], end["exit_code"]) == ("interrupted", 143)
+    assert end["step"] in (12, 13), "ranks agree on a signal as they gather a step's loss: this one's or the next one's"
     assert RunDir(path).complete_checkpoints()[-1][0] == end["step"], "the step that was running is not lost"
     resumed = finlm(*command)
     assert resumed.returncode == 0, resumed.stderr
