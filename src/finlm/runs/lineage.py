@@ -406,9 +406,12 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
     init_from = wanted.model.init_from
     assert init_from is not None  # recipe.parents asks for it
     if parents.is_recipe(init_from):
-        if not must_exist and find_export(load(init_from).recipe, runs, load)[0] is None:
+        if must_exist:
+            return export_directory(init_from, runs, load)
+        export, _ = find_export(load(init_from).recipe, runs, load)
+        if export is None:
             raise NotPrepared("model")
-        return export_directory(init_from, runs, load)
+        return export
     path = Path(init_from)
     if path.is_dir():
         return path
