@@ -85,6 +85,35 @@ def of_models() -> list[Values]:
     ]
 
 
+def of_rollouts() -> list[Values]:
+    """GRPO of three published shapes: 64 prompts of 256 tokens with 8 answers of 512, and others of about that work."""
+    keys = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "tie_embeddings")
+    lora = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": list(ALL_TARGETS), "quantize": "none"}
+    cases: list[tuple[str, tuple[Any, ...], int, int, int, Values]] = [
+        ("qwen2.5-1.5b", (1536, 28, 12, 2, 8960, 151_936, True), 768, 512, 512, {}),
+        ("llama3.2-1b", (2048, 16, 32, 8, 8192, 128_256, True), 1024, 256, 256, {}),
+        ("qwen2.5-3b-lora", (2048, 36, 16, 2, 11_008, 151_936, True), 1536, 128, 1024, {"lora": lora}),
+    ]
+    return [
+        {
+            "name": f"{name}-{rows}x{length}",
+            "stage": "grpo",
+            "hardware": {"hosts": [{"name": "localhost", "slots": 1}]},
+            "model": dict(zip(keys, sizes, strict=True)),
+            "tokenizer": {"path": "tokenizer.model"},
+            "data": {"sources": "none.jsonl"},
+            "batch": {"sequence_length": length, "tokens_per_step": rows * length},
+            "optim": {"lr": 1e-6, "schedule": "constant", "warmup_steps": 0},
+            "train": {"steps": 10_000},
+            "checkpoint": {"every_steps": None},
+            "eval": {"every_steps": None},
+            "grpo": {"generations": 8, "max_new_tokens": answer},
+            **more,
+        }
+        for name, sizes, length, rows, answer, more in cases
+    ]
+
+
 def _recipe(dice: random.Random, name: str) -> Values:
     stage = dice.choices(list(STAGES), STAGES.values())[0]
     lora = _adapters(dice, stage) if stage in ("sft", "dpo", "grpo") and dice.random() < 0.5 else None
@@ -121,7 +150,7 @@ def _recipe(dice: random.Random, name: str) -> Values:
     if lora is not None:
         values["lora"] = lora
     if stage == "grpo":
-        values["grpo"] = {"generations": 8, "max_new_tokens": 64}
+        values["grpo"] = {"generations": 8, "max_new_tokens": dice.choice((64, 256, 512))}
     return values
 
 
@@ -158,13 +187,8 @@ def _tokens(dice: random.Random, model: Values, length: int, stage: str, is_lora
 
 def write(directory: Path, values: Values, steps: int, rows: int) -> None:
     """The random tokens that so many steps of so many rows read. Every eighth row is three quarters full."""
-    _write_shards(
-        directory / "shards",
-        values["stage"],
-        values["model"]["vocab_size"],
-        values["batch"]["sequence_length"],
-        steps * rows,
-    )
+    length = values["batch"]["sequence_length"] - values.get("grpo", {}).get("max_new_tokens", 0)
+    _write_shards(directory / "shards", values["stage"], values["model"]["vocab_size"], length, steps * rows)
 
 
 def write_start(directory: Path, model: Values) -> Path:
@@ -215,7 +239,7 @@ def _lengths(stage: str, length: int, rows: int, dice: Any) -> Iterator[int]:
             yield longest
             yield longest * 3 // 4 if number % 8 == 3 else longest
         elif stage == "grpo":
-            yield length - 64 - (number // 8 % 4) * 8
+            yield length - (number // 8 % 4) * 8
         else:
             left = length + (stage == "pretrain")
             while left:

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_plan_drawn.py --seed 3 --count 20 --out rows.jsonl --minutes 7     # on one GPU
     python benchmarks/gpu_plan_drawn.py --models --out rows.jsonl     # Qwen3-4B and others that people start from
+    python benchmarks/gpu_plan_drawn.py --rollouts --out rows.jsonl     # GRPO of three published shapes
     python benchmarks/gpu_plan_drawn.py --table rows.jsonl                                # planned against measured
     python benchmarks/gpu_plan_drawn.py --device cpu --seed 1 --count 2 --out rows.jsonl     # toys: the machinery
 
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--models", action="store_true", help="models that people start from instead of drawn ones")
+    parser.add_argument("--rollouts", action="store_true", help="GRPO of published shapes instead of drawn ones")
     parser.add_argument("--only", default="", help="only the cases whose name contains this, or one of these (a,b)")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs for longer than this")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
@@ -293,7 +295,9 @@ def main() -> None:
     until = time.monotonic() + 60 * arguments.minutes
     kind = None if arguments.device == "cpu" else next(iter(visible_gpus().values()))
     cluster = Cluster((Host("localhost", 1, kind, int(arguments.host_memory * GIB)),))
-    cases = draw.of_models() if arguments.models else draw.drawn(arguments.seed, arguments.count)
+    cases = draw.drawn(arguments.seed, arguments.count)
+    if arguments.models or arguments.rollouts:
+        cases = draw.of_models() if arguments.models else draw.of_rollouts()
     values = [case for case in cases if any(part in case["name"] for part in arguments.only.split(","))]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)

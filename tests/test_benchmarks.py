@@ -44,6 +44,7 @@ TOYS = {
         "6-03-dpo.* NUMBER GiB",
         "6-22-grpo.* NUMBER GiB",
     ),
+    "gpu_rollouts.py": ("--toy", '"full".* NUMBER', "ratio NUMBER"),
     "gpu_pretrain.py": ("--toy --only reference", "reference +NUMBER"),  # ours runs as gpu_sft's does
     "gpu_sft.py": ("--toy --only ours,trl", "against each alone .* NUMBER", "ours +NUMBER", "trl +NUMBER"),
     "sft_answers.py": ("{sft} --questions 3", "3 held-out questions", r"step-3 +NUMBER +NUMBER"),

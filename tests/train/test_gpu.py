@@ -19,7 +19,8 @@ from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.rows.shards import IGNORED
 from finlm.train import __main__, batches
-from finlm.train.model import kernels
+from finlm.train.model import generation, kernels
+from finlm.train.model.generation import Drawing, Limits
 
 from helpers import ROOT
 
@@ -190,3 +191,44 @@ def test_layers_under_zero_3_are_compiled_once(make_run: Any) -> None:
     assert len(trained(run)) == 3
     log = "".join(path.read_text(encoding="utf-8") for path in run.logs.glob("*.log"))
     assert log.count("Recompiling function _layer") <= 1, "once for training, once for evaluation"
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 2, 128, 10**6, 0.0), (1, 4, 64, 10**6, 0.0), (8, 2, 256, 50, 30.0), (20, 1, 80, 33, 0.0)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_a_token_equals_its_definition(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    from finlm.train.model import token_attention
+
+    (groups, kv_heads, size, window, cap), rows, room = shape, 16, 200
+    query = torch.randn(rows, kv_heads * groups, 1, size, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, rows, kv_heads, room, size, device="cuda", dtype=dtype)
+    reach = torch.randint(1, room + 1, (rows,), device="cuda", dtype=torch.int32)
+    asked = torch.minimum(torch.randint(0, room, (rows,), device="cuda", dtype=torch.int32), reach)
+    sources = torch.randint(0, rows, (rows,), device="cuda", dtype=torch.int32)
+    out = token_attention.attend(query, key, value, (reach, asked, sources), size**-0.5, cap, window)[:, 0].double()
+    for row in range(rows):
+        end, shared, source = int(reach[row]), int(asked[row]), int(sources[row])
+        read = [torch.cat((part[source, :, :shared], part[row, :, shared:end]), 1) for part in (key, value)]
+        k, v = (part[:, max(0, end - window) :].double().repeat_interleave(groups, 0) for part in read)
+        scores = (k @ query[row, :, 0].double()[:, :, None])[..., 0] * size**-0.5
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        expected = (scores.softmax(1)[:, :, None] * v).sum(1)
+        assert (out[row] - expected).norm() <= (5e-3 if dtype == torch.bfloat16 else 1e-3) * expected.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_answers_of_a_graph_have_the_log_probabilities_of_the_whole_text(compiled: bool) -> None:
+    model = small(torch.bfloat16).eval()
+    asked = torch.randint(3, VOCABULARY, (6, 40)).tolist()
+    prompts = [asked[place // 4][place // 4 :] for place in range(24)]  # four answers to each
+    limits = Limits(most=50, ends=range(0, VOCABULARY, 30), rows=9, room=90, vocab_size=VOCABULARY)
+    answers = generation.generate(model, prompts, limits, generation.row_keys("0", range(24)), Drawing(), compiled)
+    assert len({len(answer.ids) for answer in answers}) > 3, "they end at different tokens"
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer.ids], device="cuda")
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        again = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), again.cpu(), atol=0.05, rtol=0)

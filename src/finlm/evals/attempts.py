@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
@@ -32,10 +31,10 @@ from finlm.corpus.workers import Context
 from finlm.dialogues import encode, scoring
 from finlm.dialogues.templates import LeftOut, Message, Refused
 from finlm.evals.questions import Interval, bootstrap
-from finlm.inference.open import Opened, generate, open_model
+from finlm.inference.open import Opened, open_model
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Grpo, Sft
-from finlm.train.post import rollouts
+from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 
 _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
 
@@ -246,12 +245,16 @@ def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -
 def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]) -> list[list[int]]:
     """Return the drawn ids of each (key, prompt), with their end."""
     prompts = [ids for _, ids in batch]
-    keys = torch.cat([rollouts.row_keys(key, range(1)) for key, _ in batch]).to(opened.device)
-    nucleus = [TopPLogitsWarper(grpo.top_p)] if grpo.top_p < 1 else []
-    noise = rollouts.Noise(keys, max(map(len, prompts)))
-    drawn = LogitsProcessorList([TemperatureLogitsWarper(grpo.temperature), *nucleus, noise])
-    out = generate(opened, prompts, grpo.max_new_tokens, logits_processor=drawn)
-    return [rollouts.cut_after_end(row, opened.eos_ids) for row in out]
+    limits = Limits(
+        most=grpo.max_new_tokens,
+        ends=opened.eos_ids,
+        rows=len(batch),
+        room=max(map(len, prompts)) + grpo.max_new_tokens,
+        vocab_size=opened.model.config.vocab_size,
+    )
+    keys = torch.cat([row_keys(key, range(1)) for key, _ in batch])
+    drawing = Drawing(grpo.temperature, grpo.top_p)
+    return [answer.ids for answer in generate(opened.model, prompts, limits, keys, drawing)]
 
 
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:

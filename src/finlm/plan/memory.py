@@ -37,7 +37,8 @@ CACHE_OFFLOADED = 0.08  # the same on one GPU where the optimizer of all weights
 FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
 WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
-DRAWN = 48  # bytes an entry of the vocabulary while a token is drawn: logits twice, hashes, noise (train/post/grpo.py)
+DRAWN = {True: 8, False: 48}  # bytes an entry of the vocabulary while a token is drawn: compiled; hashes and noise too
+PROMPT_TOKENS = 16_384  # of prompts that are computed at once (train/model/generation.py)
 NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 
@@ -78,6 +79,7 @@ class Layout:
     has_judge: bool = False  # a reward model of the same shape, whole on every rank
     has_vocabulary_head: bool = True
     answer_tokens: int = 0  # of a row, at most, that the model writes itself (GRPO)
+    answers_a_prompt: int = 1
     generation_rows: int = 0  # answers that a rank generates at once; 0: none
     updates: int = 1  # steps that learn from the same answers
     scorings: int = 0  # forward passes over all answers by the reward model and others before them
@@ -219,18 +221,19 @@ def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> 
 def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """Return bytes beside the states while a rank generates answers, by item; empty where it generates none.
 
-    Keys and values of every token of the rows, of which transformers' DynamicCache makes one layer's anew for each
-    token, repeated for all heads where these share them. Not measured on a GPU.
+    Keys and values of every token of the rows, and the most that prompts, PROMPT_TOKENS of them at a time, or a token
+    of all rows need beside.
     """
     rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
     if not rows:
         return {}
-    width, queries = shape.kv_width, shape.q_width
-    copies = 2 * e * rows * length * (width + queries * (width < queries))
-    reading = forward_bytes(shape, layout, rows, length - layout.answer_tokens)
+    prompt = length - layout.answer_tokens
+    reading = forward_bytes(shape, layout, max(1, min(rows, PROMPT_TOKENS // max(1, prompt))), prompt)
+    copied = 2 * e * rows * prompt * shape.kv_width  # a layer's, to the rows of all answers
+    is_compiled = layout.device == "cuda" and not shape.experts[0]
     items = {
-        "keys and values": 2 * shape.layers * e * rows * length * width,
-        "generation of a token": max(reading, copies + DRAWN * rows * shape.vocab),
+        "keys and values": 2 * shape.layers * e * rows * length * shape.kv_width,
+        "generation of a token": max(reading + copied, DRAWN[is_compiled] * rows * shape.vocab),
     }
     if layout.zero_stage == 3 and (layout.world_size > 1 or layout.offload_param != "none"):
         items["gathered weights for generation"] = e * shape.parameters

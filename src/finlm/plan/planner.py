@@ -67,7 +67,7 @@ def _why_generation(chosen: Candidate) -> str:
         said = f"answers: {layout.generation_rows} of a rank's {answers} are generated at once"
     if chosen.step is None:
         return said
-    return f"{said}; their time, never measured, is that of answers of {layout.answer_tokens} tokens in full rows"
+    return f"{said}; their time is that of answers of {layout.answer_tokens} tokens in full rows"
 
 
 def _why_stage(chosen: Candidate, found: list[Candidate]) -> str:

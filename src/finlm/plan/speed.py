@@ -41,6 +41,11 @@ EAGER_BYTES = 4.24  # one kernel an operation, fp32 copies in the norms
 LOGIT_BYTES = 8  # read and written a logit by the loss, beside its three products
 PAIR_LOGIT_BYTES = 60  # where it is not compiled, in fp32: read in train/model/kernels.py
 DOCUMENT_TOKENS = 2000  # of the document of a token, on average: documents of 1,000 whose lengths are exponential
+TOKEN_PRODUCTS = 0.52  # the same of products with 512 rows, while answers are generated
+TOKEN_BANDWIDTH = 0.83  # share of the memory's bandwidth that attention of a token reaches
+TOKEN_DRAWN = 15  # bytes an entry of the vocabulary for whose time a token is drawn
+TOKEN_LAYER = 25e-6  # seconds of a layer's small kernels, whatever their size
+PROMPT_READ = 0.5  # of a prompt's keys and values: answers to it find them in the L2
 NF4_MOVED = 48  # bytes a weight while 4 bits become a matrix
 ADAPTER_MOVED = {
     True: (4, 3),
@@ -71,20 +76,23 @@ def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
 def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -> float:
     """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows at a time.
 
-    Not measured on a GPU. Assumed: answers as long as they may be, after prompts that fill the rest of a row. A token
-    of a chunk takes the memory's time to read all weights, and the keys and values three times (the cache grows by a
-    copy), or the matrix products', or the host's to launch a forward pass, whichever is longest.
+    Assumed: answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
+    products' time, or the memory's to read the weights if that is longer; the memory's to read keys and values, and to
+    draw from the vocabulary; and the time of a layer's small kernels. The shares are of one H100, 512 answers of a 1.5B
+    shape after 256 tokens (LOGBOOK.md, 2026-11-26); other GPUs and other shapes are not measured. GPUs before 8.0 read
+    every row to its end.
     """
     chunks = -(-rows // layout.generation_rows)
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
-    width = shape.kv_width
     weights = shape.parameters * (layout.element_bytes if layout.weight_bytes is None else NF4_MOVED)
-    cache = 2 * shape.layers * width * layout.element_bytes * rows * (prompt + layout.answer_tokens / 2)
-    reading = (weights + 3 * cache) / (BANDWIDTH * gpu.memory_bandwidth)
-    products = 2 * shape.active_parameters * rows / (PRODUCTS * gpu.peak_flops)
-    token = max(reading, products, host_seconds(shape, dataclasses.replace(layout, recompute="none")) / 3)
+    read = prompt * PROMPT_READ + layout.answer_tokens / 2 if gpu.has_bf16 else layout.sequence_length
+    cache = 2 * shape.layers * shape.kv_width * layout.element_bytes * rows * read
+    products = 2 * shape.active_parameters * rows / (TOKEN_PRODUCTS * gpu.peak_flops)
+    token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products)
+    token += (cache / TOKEN_BANDWIDTH + TOKEN_DRAWN * rows * shape.vocab) / gpu.memory_bandwidth
+    token += TOKEN_LAYER * shape.layers
     asked = dataclasses.replace(layout, micro_batch=rows, sequence_length=prompt, has_vocabulary_head=False)
-    return chunks * (layout.answer_tokens * token + forward_seconds(shape, asked, gpu))
+    return chunks * (layout.answer_tokens * token + forward_seconds(shape, asked, gpu) / layout.answers_a_prompt)
 
 
 def host_seconds(shape: ModelShape, layout: Layout) -> float:

@@ -280,7 +280,11 @@ def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
         "has_vocabulary_head": recipe.stage != "reward",
     }
     if grpo is not None:
-        fields |= {"answer_tokens": grpo.max_new_tokens, "updates": grpo.iterations}
+        fields |= {
+            "answer_tokens": grpo.max_new_tokens,
+            "answers_a_prompt": grpo.generations,
+            "updates": grpo.iterations,
+        }
         # The reward model, the reference, the model itself where it will have moved on by the last update; its values.
         fields["scorings"] = fields["has_judge"] + (grpo.beta > 0) + (grpo.iterations > 1) + (grpo.form == "ppo")
     if recipe.lora is not None:

@@ -37,19 +37,6 @@ def test_a_run_ends_when_no_step_changes_its_weights_any_more(precision: str, en
     assert ("4 of the last 100 steps, more than incidents.stop_after (3)" in rows[-1]["detail"]) is ends
 
 
-def test_what_is_sampled_follows_the_scores_and_depends_on_the_row_alone() -> None:
-    scores = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(20_000, 1)
-    keys, asked = rollouts.row_keys("7/3", range(20_000)), torch.zeros(20_000, 12, dtype=torch.int64)
-    noisy = rollouts.Noise(keys, 10)(asked, scores)
-    shares = noisy.argmax(1).bincount(minlength=4) / 20_000
-    torch.testing.assert_close(shares, scores[0].softmax(0), atol=0.01, rtol=0)
-    assert torch.equal(rollouts.Noise(keys[5:7], 10)(asked[5:7], scores[5:7]), noisy[5:7]), (
-        "whatever rows are beside it"
-    )
-    assert not torch.equal(rollouts.Noise(keys, 9)(asked, scores), noisy), "every token has noise of its own"
-    assert not torch.equal(rollouts.row_keys("7/4", range(20_000)), keys)
-
-
 def test_prompts_of_one_text_keep_their_own_ids() -> None:
     plan = SimpleNamespace(gradient_accumulation_steps=1, micro_batch=4, world_size=1)
     settings = SimpleNamespace(grpo=SimpleNamespace(generations=2, iterations=1), train=SimpleNamespace(seed=7))

@@ -223,6 +223,8 @@ def _recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> 
 
 def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Run forward; compute its intermediate results again in the backward pass instead of keeping them."""
+    if not torch.is_grad_enabled():  # nothing is kept anyway
+        return forward(*arguments, **named)
     # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
     return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=draws, **named)
 

@@ -1,9 +1,8 @@
-"""Read prompts, draw the tokens of a step's answers, reward the answers, record some of them, and watch their measures.
+"""Read prompts, reward the answers of a step, record some of them, and watch their measures.
 
-A token is a function of (seed, step, row, token), whatever rows are generated together. The terms of grpo.reward are
-the functions that trl calls, each a value an answer, or None where the row has no right answer of its kind: trl leaves
-those out of means. The user's function is read from the copy in the run directory, so a resumed run earns by the code
-it began with.
+The terms of grpo.reward are the functions that trl calls, each a value an answer, or None where the row has no right
+answer of its kind: trl leaves those out of means. The user's function is read from the copy in the run directory, so a
+resumed run earns by the code it began with.
 
 A reward that rises while answers grow long, repeat themselves, lose their variety or name no answer any more is not the
 skill that was meant. The first steps of the run are the measure. A curve is told when its last steps pass the limit,
@@ -12,7 +11,6 @@ and again only after it came back; the state is in the checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
@@ -25,7 +23,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import distributed
-from transformers import AutoModelForSequenceClassification, LogitsProcessor
+from transformers import AutoModelForSequenceClassification
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -309,67 +307,3 @@ def load_reward_model(path: str, r: Rank) -> Rewards:
         return [float(score) for score in scores]
 
     return reward
-
-
-class Kept(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the scores as they pass, before the nucleus cuts them: fp32 [rows, vocabulary]."""
-
-    scores: torch.Tensor
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Keep scores, fp32 [rows, vocabulary], and return them unchanged."""
-        self.scores = scores
-        return scores
-
-
-class Noise(LogitsProcessor):  # type: ignore[misc]
-    """Adds Gumbel noise to scores, so that the largest is drawn as softmax(scores) says.
-
-    The noise of (row, token, entry of the vocabulary) is a hash of the row's key and both numbers, on every device and
-    whatever rows are generated together; torch's generators give a row what its place in the batch gets.
-    """
-
-    def __init__(self, keys: torch.Tensor, start: int, plain: Kept | None = None) -> None:
-        """Set keys, int64 [rows], and the number of tokens before the first that is drawn.
-
-        plain: keeps the scores whose log-probabilities of the drawn tokens go into log_probs, a tensor [rows] each
-        token.
-        """
-        self.keys, self.start, self.plain = keys, start, plain
-        self.log_probs: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores, fp32 [rows, vocabulary], plus noise; append the drawn tokens' log-probabilities."""
-        vocab = scores.shape[1]
-        first = (input_ids.shape[1] - self.start) * vocab
-        places = torch.arange(first, first + vocab, device=scores.device)
-        bits = _mix(self.keys[:, None] + places * _GAMMA) >> 11 & (1 << 53) - 1
-        uniform = bits.double().add_(0.5).div_(2**53)
-        noisy = scores - uniform.log_().neg_().log_().float()
-        if self.plain is not None:
-            drawn = self.plain.scores.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
-            self.log_probs.append(drawn - self.plain.scores.logsumexp(1))
-        return noisy
-
-
-_GAMMA, _FIRST, _SECOND = (
-    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)  # as int64
-
-
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    """Apply splitmix64's output function (rows/shards.py) to int64, in place; products wrap around."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        z.bitwise_xor_(z >> shift & (1 << 64 - shift) - 1).mul_(factor)
-    return z
-
-
-def row_keys(seed: str, rows: range) -> torch.Tensor:
-    """Return a key for the noise of each row of a generation: int64 [rows]."""
-    digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest() for row in rows)
-    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
-
-
-def cut_after_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the ids up to and with the first of `ends`."""
-    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids)) + 1]

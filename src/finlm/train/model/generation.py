@@ -1,0 +1,403 @@
+"""Generate answers to many prompts at once: a static cache, a CUDA graph of one token of all rows, rows refilled.
+
+What a row of the batch reads and writes next is decided by tensors on the device: its tokens so far, those of its
+answer, whether that has ended. So one graph, captured once, serves every length, and the host launches nothing else.
+Every CHECKED tokens the host looks which answers have ended and gives their rows to the next prompts. The answers to a
+prompt share its forward pass, of all its tokens but the last, which is the first that a step reads.
+
+On GPUs of 8.0 and newer attention reads each row to its own length (token_attention.py); elsewhere
+scaled_dot_product_attention takes a mask.
+
+A drawn token is a function of (key of the row, token, scores), whatever rows are generated together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, TopPLogitsWarper
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from finlm.plan.memory import PROMPT_TOKENS
+from finlm.recipe.models import traits
+
+Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+NAME = "finlm_generation"
+CHECKED = 16  # tokens on a GPU between two looks at which answers have ended, each of which waits for the GPU
+WIDEST_HEAD = 256  # numbers of a head that the kernel takes
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are chosen: by temperature and nucleus, or the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The ids of an answer, with its end, and their log-probabilities before the nucleus cut any off."""
+
+    ids: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """most: tokens of an answer; ends: ids that end it; rows: answers at once; room: tokens of prompt and answer."""
+
+    most: int
+    ends: Sequence[int]
+    rows: int
+    room: int
+    vocab_size: int
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    keys: torch.Tensor | None = None,
+    drawing: Drawing = Drawing(),
+    compiled: bool = False,
+) -> list[Answer]:
+    """Return an answer to each prompt, none of which is empty: drawn by keys, int64 [prompts], or the likeliest.
+
+    model: a causal model of transformers in evaluation mode, or one with peft's adapters.
+    compiled: its layers are compiled for the token; takes effect on a GPU.
+    """
+    with torch.no_grad():
+        return _Batch(model, prompts, limits, keys, drawing, compiled).run()
+
+
+class _LayerCache:
+    """Keys and values of one layer, [rows, heads, room, head], made when the first ones come."""
+
+    def __init__(self, batch: _Batch) -> None:
+        self.batch = batch
+        self.both: list[torch.Tensor] = []
+
+    def update(self, *both: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of a token of each row; return those of all tokens: [rows, heads, room, head]."""
+        rows, lengths = self.batch.rows, self.batch.lengths
+        for cache, new in zip(self._made_for(both[:2]), both, strict=False):
+            cache[rows, :, lengths] = new[:, :, 0]
+        return self.both[0], self.both[1]
+
+    def write_prompts(self, both: Sequence[torch.Tensor], rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Copy the keys and values of prompts, each [prompts, heads, tokens, head], to rows; sources: whose."""
+        for cache, new in zip(self._made_for(both), both, strict=True):
+            cache[rows, :, : new.shape[2]] = new[sources]
+
+    def _made_for(self, both: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.both:
+            rows, room = len(self.batch.rows), self.batch.limits.room
+            self.both = [new.new_zeros(rows, new.shape[1], room, new.shape[3]) for new in both]
+        return self.both
+
+
+@dataclass
+class _PromptCache:
+    """What transformers' layers take for a cache while prompts are computed: copies them to their rows."""
+
+    layers: Sequence[_LayerCache]
+    rows: torch.Tensor
+    sources: torch.Tensor
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the keys and values of a layer, each [prompts, heads, tokens, head], and return them."""
+        self.layers[layer].write_prompts((key, value), self.rows, self.sources)
+        return key, value
+
+
+class _Batch:
+    """The rows that are generated together, and the prompts that wait for one."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+        keys: torch.Tensor | None,
+        drawing: Drawing,
+        compiled: bool,
+    ) -> None:
+        self.model, self.prompts, self.limits, self.given_keys = model, prompts, limits, keys
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.decoder, device = inner.model, inner.model.embed_tokens.weight.device
+        self.is_static = device.type == "cuda" and _is_static(inner.config)
+        count = min(limits.rows, len(prompts))
+        self.rows = torch.arange(count, device=device)
+        self.lengths = torch.zeros_like(self.rows)  # tokens in the cache, and where the next one is written
+        self.tokens = torch.zeros_like(self.rows)  # of the answer
+        self.ids = torch.zeros_like(self.rows)  # that the next step reads
+        self.is_live = torch.zeros_like(self.rows, dtype=torch.bool)
+        self.asked = torch.zeros_like(self.rows)  # tokens of the prompt in the cache
+        self.sources = self.rows.clone()  # the row whose cache each row reads its prompt from
+        self.keys = None if keys is None else torch.zeros_like(self.rows)
+        self.ends = torch.tensor(list(limits.ends), dtype=torch.int64, device=device)
+        # A row that has ended goes on writing behind its answer, in the last column at most.
+        self.answers = torch.zeros(count, limits.most + 1, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(count, limits.most + 1, device=device)
+        self.caches = [_LayerCache(self) for _ in self.decoder.layers]
+        self.choose: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(choose, drawing=drawing)
+        self.run_layer = _run_layer
+        if self.is_static and compiled:
+            self.run_layer = torch.compile(_run_layer, dynamic=False)
+        if self.is_static:
+            self.choose = torch.compile(self.choose, dynamic=False)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> list[Answer]:
+        """Return an answer to each prompt."""
+        waiting = deque(range(len(self.prompts)))
+        holders: dict[int, int] = {}  # prompt by row
+        answers: dict[int, Answer] = {}
+        with _attention(self.decoder, self._forward_layer):
+            while waiting or holders:
+                free = [row for row in range(len(self.rows)) if row not in holders][: len(waiting)]
+                if free and len(free) >= min(len(waiting), len(self.rows) // 8):  # prompts pay when they are many
+                    new = {row: waiting.popleft() for row in free}
+                    self._admit(new)
+                    holders |= new
+                for _ in range(CHECKED if self.is_static else 1):
+                    self._step()
+                live = self.is_live.tolist()
+                ended = [row for row in holders if not live[row]]
+                answers |= {holders.pop(row): answer for row, answer in self._read(ended)}
+        return [answers[place] for place in range(len(self.prompts))]
+
+    def _read(self, rows: list[int]) -> Iterator[tuple[int, Answer]]:
+        """Yield (row, answer) of rows that have ended."""
+        if rows:
+            counts, ids, log_probs = (each[rows].tolist() for each in (self.tokens, self.answers, self.log_probs))
+            for place, row in enumerate(rows):
+                yield row, Answer(ids[place][: counts[place]], log_probs[place][: counts[place]])
+
+    def _admit(self, new: Mapping[int, int]) -> None:
+        """Give rows to prompts (prompt by row): compute each prompt once, and set what the first step reads."""
+        sharing = defaultdict[tuple[int, ...], list[int]](list)
+        for row, place in new.items():
+            sharing[tuple(self.prompts[place])].append(row)
+        every, most = list(sharing), max(1, PROMPT_TOKENS // max(map(len, sharing)))
+        for part in (every[start : start + most] for start in range(0, len(every), most)):
+            self._compute_prompts(part, [sharing[prompt] for prompt in part])
+        rows = self._tensor(list(new))
+        asked = [self.prompts[place] for place in new.values()]
+        self.ids[rows] = self._tensor([prompt[-1] for prompt in asked])
+        self.lengths[rows] = self.asked[rows] = self._tensor([len(prompt) - 1 for prompt in asked])
+        self.sources[torch.isin(self.sources, rows)] = -1  # whose prompt is overwritten: each has a copy
+        self.sources.copy_(torch.where(self.sources < 0, self.rows, self.sources))
+        self.sources[rows] = self._tensor([sharing[tuple(prompt)][0] for prompt in asked])
+        self.tokens[rows] = 0
+        self.is_live[rows] = True
+        if self.keys is not None and self.given_keys is not None:
+            self.keys[rows] = self.given_keys[list(new.values())].to(self.keys.device)
+
+    def _compute_prompts(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[list[int]]) -> None:
+        """Write the keys and values of all tokens of prompts but the last to the rows of each prompt.
+
+        Shorter prompts are filled up on the right, where none of their tokens looks; answers overwrite it.
+        """
+        longest = max(2, *map(len, prompts)) - 1  # a token at least: the caches are made here
+        ids = self._tensor([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts])
+        places = [place for place, sharing in enumerate(rows) for _ in sharing]
+        cache = _PromptCache(
+            self.caches, self._tensor([row for sharing in rows for row in sharing]), self._tensor(places)
+        )
+        self._forward(ids, torch.arange(longest, device=ids.device)[None], cache, None)
+
+    def _step(self) -> None:
+        """Generate a token of each row."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self._advance()
+        if self.is_static:  # the graph is of the steps that follow: capturing runs nothing
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._advance()
+
+    def _advance(self) -> None:
+        """Run the model on the last token of each row, and choose the next one."""
+        reach = torch.where(self.is_live, self.lengths + 1, 1)
+        bounds = reach.int(), self.asked.int(), self.sources.int()
+        logits = self._forward(self.ids[:, None], self.lengths[:, None], self.caches[0], bounds)
+        ids, log_probs = self.choose(logits[:, -1, : self.limits.vocab_size], self.keys, self.tokens)
+        self.answers[self.rows, self.tokens] = ids
+        self.log_probs[self.rows, self.tokens] = log_probs
+        self.ids.copy_(ids)
+        self.tokens.add_(self.is_live)
+        has_ended = (ids[:, None] == self.ends).any(1) | (self.tokens >= self.limits.most)
+        self.is_live.logical_and_(~has_ended)
+        # A row that has ended writes where no prompt is: others may read theirs from it.
+        self.lengths.copy_(torch.where(self.is_live, reach, self.limits.room - 1))
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, bounds: Bounds) -> Any:
+        """Return the logits of the last token of each row of ids; bounds: what _attend reads."""
+        for module in _attention_modules(self.decoder):  # not as an argument: some types do not hand further ones down
+            module.generation_bounds = bounds
+        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return self.model(input_ids=ids, position_ids=positions, **given).logits
+
+    def _forward_layer(self, layer: Any, number: int, *arguments: Any, **named: Any) -> Any:
+        """Run a layer of the decoder: with its own part of the cache, so that all layers share a compiled function."""
+        if isinstance(named["past_key_values"], _PromptCache):
+            return type(layer).forward(layer, *arguments, **named)
+        return self.run_layer(layer, *arguments, **named | {"past_key_values": self.caches[number]})
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=self.rows.device)
+
+
+def _run_layer(layer: Any, *arguments: Any, **named: Any) -> Any:
+    return type(layer).forward(layer, *arguments, **named)
+
+
+@contextmanager
+def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Make the decoder's layers run through forward(layer, number, ...) and attend by _attend within the block."""
+    AttentionInterface.register(NAME, _attend)
+    former = decoder.config._attn_implementation, [layer.__dict__.get("forward") for layer in decoder.layers]
+    decoder.config._attn_implementation = NAME
+    for number, layer in enumerate(decoder.layers):
+        layer.forward = partial(forward, layer, number)
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation = former[0]
+        for module in _attention_modules(decoder):
+            module.__dict__.pop("generation_bounds", None)
+        for layer, own in zip(decoder.layers, former[1], strict=True):
+            del layer.forward
+            if own is not None:
+                layer.forward = own
+
+
+def _attention_modules(decoder: Any) -> Iterator[Any]:
+    """Yield the attention block of each layer."""
+    for layer in decoder.layers:
+        yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
+
+
+def _is_static(config: Any) -> bool:
+    """Return whether a forward pass never looks at values on the GPU: no experts, no RoPE that depends on length."""
+    values = config.to_dict()
+    kinds = {str(rope.get("rope_type", rope.get("type"))) for rope in traits.ropes(values)}
+    return not kinds & set(traits.LIMITED_ROPE) and not any(values.get(key) for key in traits.EXPERTS)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from prompts to themselves, causally, or from a token of each row to the tokens before it.
+
+    query, key, value: [rows, heads, tokens, head]. module.generation_bounds: int32 [rows] each, what a token of each
+    row sees (token_attention.attend), or None for prompts. Return ([rows, tokens, heads, head], None).
+    """
+    bounds = module.generation_bounds
+    rows, heads, tokens, size = query.shape
+    groups = heads // key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    if bounds is not None and _has_kernel(query):
+        from finlm.train.model import token_attention  # needs Triton, which comes with torch for GPUs
+
+        window = sliding_window or key.shape[2]
+        return token_attention.attend(query, key, value, bounds, scale, softcap or 0.0, window), None
+    mask = _visible(tokens, key.shape[2], None if bounds is None else bounds[0], sliding_window, query.device)
+    if softcap:
+        scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
+        scores = torch.where(mask, softcap * torch.tanh(scores / softcap), -torch.inf)
+        out = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ repeat_kv(value, groups)
+        return out.transpose(1, 2), None
+    if bounds is not None:  # the query heads that share keys are its queries: nothing is repeated
+        shared = query.reshape(rows, key.shape[1], groups, size)
+        out = functional.scaled_dot_product_attention(shared, key, value, mask, scale=scale)
+        return out.reshape(rows, 1, heads, size), None
+    is_plain = sliding_window is None or tokens <= sliding_window
+    given: dict[str, Any] = {"is_causal": True} if is_plain else {"attn_mask": mask}
+    k, v = (repeat_kv(part, groups) for part in (key, value))
+    return functional.scaled_dot_product_attention(query, k, v, scale=scale, **given).transpose(1, 2), None
+
+
+def _has_kernel(query: torch.Tensor) -> bool:
+    """Return whether token_attention takes these queries."""
+    is_short = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= WIDEST_HEAD
+    return query.is_cuda and is_short and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _visible(
+    tokens: int, seen: int, reach: torch.Tensor | None, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Return which of `seen` keys each query sees: bool [rows or 1, 1, tokens, seen]."""
+    places = torch.arange(seen, device=device)
+    ends = torch.arange(1, tokens + 1, device=device)[None] if reach is None else reach[:, None]
+    mask = places < ends[..., None]
+    if window is not None:
+        mask &= places >= ends[..., None] - window
+    return mask[:, None]
+
+
+def choose(
+    logits: torch.Tensor, keys: torch.Tensor | None, tokens: torch.Tensor, drawing: Drawing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, their log-probabilities) of each row: drawn by keys, int64 [rows], or the likeliest without.
+
+    logits: [rows, vocabulary]; tokens: number of the token in each row's answer, int64 [rows].
+    """
+    scores = plain = logits.float() / drawing.temperature
+    if keys is not None:
+        if drawing.top_p < 1:
+            scores = TopPLogitsWarper(drawing.top_p)(None, scores)
+        scores = scores + noise(keys, tokens, logits.shape[1])
+    ids = scores.argmax(1)
+    return ids, plain.gather(1, ids[:, None])[:, 0] - plain.logsumexp(1)
+
+
+def noise(keys: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return Gumbel noise, fp32 [rows, vocab_size]: the largest of scores with it is drawn as softmax(scores) says.
+
+    It is a hash of (key, token, entry of the vocabulary), but for rounding equal on every device; torch's generators
+    give a row what its place in the batch gets. keys, tokens: int64 [rows].
+    """
+    places = tokens[:, None] * vocab_size + torch.arange(vocab_size, device=keys.device)
+    bits = _mix(keys[:, None] + places * _GAMMA) >> 32 & (1 << 32) - 1
+    uniform = bits.float().add_(0.5).mul_(2**-32)
+    return -torch.log1p(-uniform).neg_().log_()  # precise where it is large: small numbers keep all their bits
+
+
+_GAMMA, _FIRST, _SECOND = (
+    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # as int64
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """Apply splitmix64's output function (rows/shards.py) to int64, in place; products wrap around."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        z.bitwise_xor_(z >> shift & (1 << 64 - shift) - 1).mul_(factor)
+    return z
+
+
+def row_keys(seed: str, rows: range) -> torch.Tensor:
+    """Return a key for the noise of each row of a generation: int64 [rows]."""
+    digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest() for row in rows)
+    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])

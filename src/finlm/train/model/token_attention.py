@@ -1,0 +1,121 @@
+"""Attention of one token of each row to the tokens before it, a Triton kernel for GPUs of 8.0 and newer.
+
+A program computes the query heads of a row that share a key head. It reads keys and values to the row's own length, so
+one launch, and one CUDA graph, serves every length. The answers to a prompt read the prompt from one row's cache: the
+programs of neighbouring rows find it in the GPU's L2, and memory is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+
+BLOCK = 64  # keys that a program reads at once
+
+
+@triton.jit
+def _read(
+    q,
+    state,
+    keys,
+    values,
+    row,
+    head,
+    begin,
+    end,
+    size,
+    room,
+    kv_heads,
+    scale: tl.constexpr,
+    cap: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Go on with the softmax `state` (maximum, sum, output) over the keys `begin` to `end` of a row's cache."""
+    most, total, out = state
+    width = tl.arange(0, D)
+    base = (row * kv_heads + head).to(tl.int64) * room * size
+    for start in range(begin, end, B):
+        places = start + tl.arange(0, B)
+        at = base + places[:, None] * size + width[None, :]
+        seen = (places < end)[:, None] & (width < size)[None, :]
+        k = tl.load(keys + at, mask=seen, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if cap > 0:
+            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+        scores = tl.where((places < end)[None, :], scores, float("-inf"))
+        now = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp(scores - now[:, None])
+        shrunk = tl.exp(most - now)
+        v = tl.load(values + at, mask=seen, other=0.0)
+        out = out * shrunk[:, None] + tl.dot(weights.to(v.dtype), v)
+        total = total * shrunk + tl.sum(weights, 1)
+        most = now
+    return most, total, out
+
+
+@triton.jit
+def _attend(
+    queries,
+    keys,
+    values,
+    outputs,
+    reach,
+    prompts,
+    sources,
+    window,
+    size,
+    room,
+    kv_heads,
+    groups,
+    scale: tl.constexpr,
+    cap: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    member, width = tl.arange(0, G), tl.arange(0, D)
+    at = ((row * kv_heads + head) * groups + member)[:, None] * size + width[None, :]
+    inside = (member < groups)[:, None] & (width < size)[None, :]
+    q = tl.load(queries + at, mask=inside, other=0.0)
+    end = tl.load(reach + row)
+    begin = tl.maximum(end - window, 0)
+    shared = tl.minimum(tl.load(prompts + row), end)
+    state = (tl.full([G], float("-inf"), tl.float32), tl.zeros([G], tl.float32), tl.zeros([G, D], tl.float32))
+    source = tl.load(sources + row)
+    state = _read(q, state, keys, values, source, head, begin, shared, size, room, kv_heads, scale, cap, D, B)
+    own = tl.maximum(begin, shared)
+    state = _read(q, state, keys, values, row, head, own, end, size, room, kv_heads, scale, cap, D, B)
+    tl.store(outputs + at, (state[2] / state[1][:, None]).to(outputs.dtype.element_ty), mask=inside)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    cap: float,
+    window: int,
+) -> torch.Tensor:
+    """Return the attention of a token of each row: [rows, 1, heads, head].
+
+    query: [rows, heads, 1, head]; key, value: caches [rows, key heads, room, head], contiguous.
+    bounds: each row's visible tokens, the tokens of its prompt, and the row that the prompt is read from, int32 [rows].
+    cap: soft cap of the scores, 0 for none; window: visible tokens at most.
+    """
+    rows, heads, _, size = query.shape
+    kv_heads, room = key.shape[1:3]
+    groups = heads // kv_heads
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    sizes = (
+        max(16, triton.next_power_of_2(groups)),
+        triton.next_power_of_2(size),
+        BLOCK,
+    )  # a product has 16 rows or more
+    given = window, size, room, kv_heads, groups, scale, cap
+    _attend[(rows, kv_heads)](query, key, value, out, *bounds, *given, *sizes, num_warps=4, num_stages=2)
+    return out.view(rows, 1, heads, size)
