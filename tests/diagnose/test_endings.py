@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +20,9 @@ from helpers import finlm
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 TRACEBACK = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
+IN_LIBRARY = (
+    TRACEBACK + '  File "/opt/env/lib/python3.10/site-packages/somelib/core.py", line 11, in run\n    self.go()\n'
+)
 STEP = "{{'loss': 1.{0}, 'epoch': 0.{0}}}\n"
 
 
@@ -36,8 +40,8 @@ def findings(tmp_path: Path) -> Of:
 
 
 ENDINGS = [
-    TRACEBACK + "jinja2.exceptions.UndefinedError: 'messages' is undefined\n",
-    TRACEBACK + "urllib3.exceptions.LocationParseError: Failed to parse: x\n",
+    TRACEBACK + "h5py.exceptions.UndefinedError: 'phase' is undefined\n",
+    TRACEBACK + "fmt3.exceptions.LocationParseError: Failed to parse: x\n",
     TRACEBACK + "sqlite3.OperationalError: database is locked\n",
     TRACEBACK + "StopIteration\n",
     TRACEBACK + "queue.Empty\n",
@@ -245,7 +249,7 @@ def test_what_the_scheduler_did_afterwards_explains_no_exception(findings: Of) -
 
 
 LAST_WORDS = [
-    "free(): invalid pointer",
+    "terminate called without an active exception",
     "docker: Error response from daemon: OCI runtime create failed: no such device",
     "mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.",
     "  Warning  FailedScheduling  30s  default-scheduler  0/12 nodes are available: 12 Insufficient nvidia.com/gpu.",
@@ -365,11 +369,48 @@ WORDINGS = [
         "package_versions",
     ),
     ("httpx.ConnectError: [Errno 101] Network is unreachable", "hub_access"),
-    ("NameError: name 'phase' is not defined", "unknown"),
+    ("NameError: name 'phase' is not defined", "name_undefined"),
     ("ValueError: no-op", "unknown"),
     ("TypeError: 'NoneType' object is not subscriptable", "unknown"),
     ("AttributeError: 'NoneType' object has no attribute 'shape'", "unknown"),
 ]
+
+
+IPYTHON = "TypeError      Traceback (most recent call last)\nFile ~/env/site-packages/tool/loop.py:2, in run(a)\n"
+
+
+def test_a_frame_of_a_notebook_tells_a_library_from_a_users_own_code(findings: Of) -> None:
+    line = "---> 2 step(phase=1)\n\nTypeError: step() got an unexpected keyword argument 'phase'\n"
+    assert findings(IPYTHON + line)[0].cause == "package_versions"
+    assert findings(IPYTHON.replace("site-packages/", "") + line)[0].cause == "unknown"
+
+
+def test_a_program_run_from_a_clone_of_its_repository_is_no_users_own_code(findings: Of) -> None:
+    cloned = TRACEBACK.replace("/data/work/train.py", "/root/LLaMA-Factory/src/llamafactory/hparams/parser.py")
+    line = "ValueError: `neat_packing` is only supported in sft.\n"
+    assert findings(cloned + line)[0].cause == "bad_arguments"
+
+
+def test_a_thread_that_loses_its_connection_while_the_process_ends_is_no_failure(findings: Of) -> None:
+    thread = "Exception in thread Thread-1 (_pin_memory_loop):\n" + TRACEBACK
+    assert not findings(WELL + thread + "ConnectionResetError: [Errno 104] Connection reset by peer\n")
+
+
+# Lines that programs print, by the cause that they name; "any" must not be silent, "none" is healthy.
+ROWS = (Path(__file__).with_name("wordings.tsv")).read_text("utf-8").splitlines()
+
+
+@pytest.mark.parametrize("cause", sorted({row.partition("\t")[0] for row in ROWS}))
+def test_the_wordings_of_a_cause_are_named(cause: str, findings: Of) -> None:
+    wrong = []
+    for text in (row.partition("\t")[2].replace("\\n", "\n") for row in ROWS if row.startswith(cause + "\t")):
+        raised = re.match(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Failed|Empty)\b", text) and cause != "none"
+        first = [
+            found.cause for found in findings(("loading\n" + IN_LIBRARY if raised else "loading\n") + text + "\n")
+        ][:1]
+        if first != [cause] and not (cause == "any" and first) and (cause != "none" or first):
+            wrong.append((text, first))
+    assert not wrong
 
 
 @pytest.mark.parametrize(("line", "cause"), WORDINGS, ids=range(len(WORDINGS)))
