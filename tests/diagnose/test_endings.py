@@ -413,6 +413,20 @@ def test_the_wordings_of_a_cause_are_named(cause: str, findings: Of) -> None:
     assert not wrong
 
 
+def test_a_title_leaves_out_what_the_log_does_not_give(findings: Of) -> None:
+    (found, *_) = findings(TRACEBACK + "FileNotFoundError: [Errno 2] No such file or directory: 'ffmpeg'\n")
+    assert (found.cause, found.title) == (
+        "package_missing",
+        "A Python package is not installed where the run was started",
+    )
+
+
+def test_a_replica_that_its_launcher_names_before_a_line_is_no_part_of_it(findings: Of) -> None:
+    lines = [*TRACEBACK.splitlines(), "NameError: name 'phase' is not defined"]
+    (found,) = findings("".join(f"trainer/{rank} {line}\n" for line in lines for rank in (0, 1)))
+    assert (found.cause, found.rank) == ("name_undefined", 0)
+
+
 @pytest.mark.parametrize(("line", "cause"), WORDINGS, ids=range(len(WORDINGS)))
 def test_a_wording_that_strangers_logs_held_is_named(line: str, cause: str, findings: Of) -> None:
     assert findings((TRACEBACK if "Error: " in line else "") + line + "\n")[0].cause == cause

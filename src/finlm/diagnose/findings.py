@@ -241,7 +241,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
             level = pattern.level if signature.id != "unknown" else "unknown"
             if pattern.lasting or not _harmless(hit, log, level):
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
-                facts = {name: value.format(**facts) for name, value in pattern.says} | facts
+                facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts
                 yield _Candidate(signature, pattern, hit, facts, match.end() - match.start())
 
 
@@ -286,7 +286,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
     return Finding(
         cause=signature.id,
         fatal=True,
-        title=_fill_sentence(title, facts) or title,
+        title=_fill_sentence(title, facts) or re.sub(r" ?[(（]\{\w+\}[)）]", "", title),
         explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in _SENTENCE.split(explain)))),
         evidence="\n".join(_evidence(candidate, own if level == "unknown" else ())),
         file=hit.source,

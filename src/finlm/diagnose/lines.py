@@ -16,6 +16,7 @@ _PREFIX = re.compile(
         \[?(?:default|rank\s?)?(?P<rank>\d+)\]:?(?:\[rank\d+\]:?)?(?=[\s\[]|\w)(?!\])   # [rank3]:  [default3]:  [3]:
       | \[?std(?:err|out)(?:\]|:(?=\s))                                                # accelerate test, wrappers
       | (?P<task>\d{1,4}):(?=\s)                                                        # srun --label
+      | [A-Za-z][\w-]*/(?P<replica>\d{1,3})(?=\s)                                        # torchx
       | \((?P<actor>\w+)\s+pid=\d+(?:,\s*ip=(?P<ip>[\w.:-]+))?\)                        # Ray, vLLM
       | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
       | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
@@ -74,7 +75,7 @@ def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
     nccl = _NCCL_HOST.match(text)
     host = said.get("ip") or said.get("host") or said.get("tag") or said.get("pod") or (nccl["host"] if nccl else "")
     named = _RANK.search(text)
-    rank = said.get("rank") or said.get("task") or (named and (named[1] or named[2]))
+    rank = said.get("rank") or said.get("task") or said.get("replica") or (named and (named[1] or named[2]))
     return host, int(rank) if rank else None
 
 
