@@ -235,8 +235,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if (pattern.hosted and not hit.host) or (pattern.library and not IN_LIBRARY.search(frame_before(hit))):
                 continue
-            lines_after = sum(bool(line.strip()) for line in log.rest(hit.last).splitlines())
-            if pattern.last is not None and lines_after > pattern.last:
+            if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
             if pattern.lasting or not _harmless(hit, log, level):
