@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,9 +19,6 @@ from helpers import finlm
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 TRACEBACK = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
-IN_LIBRARY = (
-    TRACEBACK + '  File "/opt/env/lib/python3.10/site-packages/somelib/core.py", line 11, in run\n    self.go()\n'
-)
 STEP = "{{'loss': 1.{0}, 'epoch': 0.{0}}}\n"
 
 
@@ -394,23 +390,6 @@ def test_a_program_run_from_a_clone_of_its_repository_is_no_users_own_code(findi
 def test_a_thread_that_loses_its_connection_while_the_process_ends_is_no_failure(findings: Of) -> None:
     thread = "Exception in thread Thread-1 (_pin_memory_loop):\n" + TRACEBACK
     assert not findings(WELL + thread + "ConnectionResetError: [Errno 104] Connection reset by peer\n")
-
-
-# Lines that programs print, by the cause that they name; "any" must not be silent, "none" is healthy.
-ROWS = (Path(__file__).with_name("wordings.tsv")).read_text("utf-8").splitlines()
-
-
-@pytest.mark.parametrize("cause", sorted({row.partition("\t")[0] for row in ROWS}))
-def test_the_wordings_of_a_cause_are_named(cause: str, findings: Of) -> None:
-    wrong = []
-    for text in (row.partition("\t")[2].replace("\\n", "\n") for row in ROWS if row.startswith(cause + "\t")):
-        raised = re.match(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Failed|Empty)\b", text) and cause != "none"
-        first = [
-            found.cause for found in findings(("loading\n" + IN_LIBRARY if raised else "loading\n") + text + "\n")
-        ][:1]
-        if first != [cause] and not (cause == "any" and first) and (cause != "none" or first):
-            wrong.append((text, first))
-    assert not wrong
 
 
 def test_a_title_leaves_out_what_the_log_does_not_give(findings: Of) -> None:
