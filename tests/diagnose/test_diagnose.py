@@ -41,6 +41,26 @@ def test_our_own_logs_are_diagnosed(log: Path) -> None:
     assert causes(log)[:1] == ([] if wanted == "none" else [wanted])
 
 
+# Lines that programs print, by the cause that they name; "any" must not be silent, "none" is healthy.
+ROWS = [row.split("\t") for row in Path(__file__).with_name("wordings.tsv").read_text("utf-8").splitlines()]
+RAISED = (
+    'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
+    '  File "/opt/env/lib/python3.10/site-packages/somelib/core.py", line 11, in run\n    self.go()\n'
+)
+
+
+@pytest.mark.parametrize("cause", sorted({row[0] for row in ROWS}))
+def test_the_wordings_of_a_cause_are_named(cause: str, tmp_path: Path) -> None:
+    wrong, log = [], tmp_path / "x.log"
+    for text in (row[1].replace("\\n", "\n") for row in ROWS if row[0] == cause):
+        raised = re.match(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Failed|Empty)\b", text) and cause != "none"
+        log.write_text(f"loading\n{RAISED if raised else ''}{text}\n", encoding="utf-8")
+        first = causes(log)[:1]
+        if first != [cause] and not (cause == "any" and first) and (cause != "none" or first):
+            wrong.append((text, first))
+    assert not wrong
+
+
 @pytest.mark.parametrize("kept", [read.TAIL_BYTES, 300])
 def test_what_follows_a_hit_is_found_by_one_search_of_the_tail(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "TAIL_BYTES", kept)

@@ -36,8 +36,8 @@ def findings(tmp_path: Path) -> Of:
 
 
 ENDINGS = [
-    TRACEBACK + "jinja2.exceptions.UndefinedError: 'messages' is undefined\n",
-    TRACEBACK + "urllib3.exceptions.LocationParseError: Failed to parse: x\n",
+    TRACEBACK + "h5py.exceptions.UndefinedError: 'phase' is undefined\n",
+    TRACEBACK + "fmt3.exceptions.LocationParseError: Failed to parse: x\n",
     TRACEBACK + "sqlite3.OperationalError: database is locked\n",
     TRACEBACK + "StopIteration\n",
     TRACEBACK + "queue.Empty\n",
@@ -245,7 +245,7 @@ def test_what_the_scheduler_did_afterwards_explains_no_exception(findings: Of) -
 
 
 LAST_WORDS = [
-    "free(): invalid pointer",
+    "terminate called without an active exception",
     "docker: Error response from daemon: OCI runtime create failed: no such device",
     "mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.",
     "  Warning  FailedScheduling  30s  default-scheduler  0/12 nodes are available: 12 Insufficient nvidia.com/gpu.",
@@ -365,11 +365,45 @@ WORDINGS = [
         "package_versions",
     ),
     ("httpx.ConnectError: [Errno 101] Network is unreachable", "hub_access"),
-    ("NameError: name 'phase' is not defined", "unknown"),
+    ("NameError: name 'phase' is not defined", "name_undefined"),
     ("ValueError: no-op", "unknown"),
     ("TypeError: 'NoneType' object is not subscriptable", "unknown"),
     ("AttributeError: 'NoneType' object has no attribute 'shape'", "unknown"),
 ]
+
+
+IPYTHON = "TypeError      Traceback (most recent call last)\nFile ~/env/site-packages/tool/loop.py:2, in run(a)\n"
+
+
+def test_a_frame_of_a_notebook_tells_a_library_from_a_users_own_code(findings: Of) -> None:
+    line = "---> 2 step(phase=1)\n\nTypeError: step() got an unexpected keyword argument 'phase'\n"
+    assert findings(IPYTHON + line)[0].cause == "package_versions"
+    assert findings(IPYTHON.replace("site-packages/", "") + line)[0].cause == "unknown"
+
+
+def test_a_program_run_from_a_clone_of_its_repository_is_no_users_own_code(findings: Of) -> None:
+    cloned = TRACEBACK.replace("/data/work/train.py", "/root/LLaMA-Factory/src/llamafactory/hparams/parser.py")
+    line = "ValueError: `neat_packing` is only supported in sft.\n"
+    assert findings(cloned + line)[0].cause == "bad_arguments"
+
+
+def test_a_thread_that_loses_its_connection_while_the_process_ends_is_no_failure(findings: Of) -> None:
+    thread = "Exception in thread Thread-1 (_pin_memory_loop):\n" + TRACEBACK
+    assert not findings(WELL + thread + "ConnectionResetError: [Errno 104] Connection reset by peer\n")
+
+
+def test_a_title_leaves_out_what_the_log_does_not_give(findings: Of) -> None:
+    (found, *_) = findings(TRACEBACK + "FileNotFoundError: [Errno 2] No such file or directory: 'ffmpeg'\n")
+    assert (found.cause, found.title) == (
+        "package_missing",
+        "A Python package is not installed where the run was started",
+    )
+
+
+def test_a_replica_that_its_launcher_names_before_a_line_is_no_part_of_it(findings: Of) -> None:
+    lines = [*TRACEBACK.splitlines(), "NameError: name 'phase' is not defined"]
+    (found,) = findings("".join(f"trainer/{rank} {line}\n" for line in lines for rank in (0, 1)))
+    assert (found.cause, found.rank) == ("name_undefined", 0)
 
 
 @pytest.mark.parametrize(("line", "cause"), WORDINGS, ids=range(len(WORDINGS)))

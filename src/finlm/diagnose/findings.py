@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from finlm.diagnose.fixes import Program, program_of
-from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, clean, kind, moment, speaker
+from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, IN_LIBRARY, LAST_WORDS, clean, kind, moment, speaker
 from finlm.diagnose.read import Hit, Log
 from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
 
@@ -233,15 +233,14 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if pattern.lacks and (not having or not hit.host or hit.host in having):
                 continue
-            if (pattern.hosted and not hit.host) or (pattern.library and "-packages" not in frame_before(hit)):
+            if (pattern.hosted and not hit.host) or (pattern.library and not IN_LIBRARY.search(frame_before(hit))):
                 continue
-            lines_after = sum(bool(line.strip()) for line in log.rest(hit.last).splitlines())
-            if pattern.last is not None and lines_after > pattern.last:
+            if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
             level = pattern.level if signature.id != "unknown" else "unknown"
             if pattern.lasting or not _harmless(hit, log, level):
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
-                facts = {name: value.format(**facts) for name, value in pattern.says} | facts
+                facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts
                 yield _Candidate(signature, pattern, hit, facts, match.end() - match.start())
 
 
@@ -253,7 +252,8 @@ def _harmless(hit: Hit, log: Log, level: str) -> bool:
         return True  # connections close at the end of a healthy run too; a rank that failed also prints an error
     if level == "hint" or warning:
         return steps > 0 or ended_well
-    if level == "unknown" and IGNORED.search(_lines_before(log, hit)):
+    may_be_late = level == "unknown" or (level == "echo" and log.last_match(ENDED_WELL) >= 0)
+    if may_be_late and IGNORED.search(_lines_before(log, hit)):  # of a thread or object while the process ends
         return True
     if level != "cause" and log.last_match(SERVES) > max(hit.last, log.last_match(DIED)):
         return True  # one request failed, and the server answers the next
@@ -285,7 +285,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
     return Finding(
         cause=signature.id,
         fatal=True,
-        title=_fill_sentence(title, facts) or title,
+        title=_fill_sentence(title, facts) or re.sub(r" ?[(（]\{\w+\}[)）]", "", title),
         explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in _SENTENCE.split(explain)))),
         evidence="\n".join(_evidence(candidate, own if level == "unknown" else ())),
         file=hit.source,
@@ -305,13 +305,12 @@ def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:
     """The line with its frame and the rest of its message; for an unknown cause up to four other lines too."""
     raised, hit = candidate.raised, candidate.hit
     evidence = [hit.text.strip()[:400]]
-    frame = raised.frame if raised else frame_before(hit)
-    lines = [frame] if frame else []
+    lines = [raised.frame if raised else frame_before(hit)]
     if raised:
         lines += [line.strip()[:400] for line in raised.message[:4] if line.strip()]
     lines += [text for _, _, text in sorted({(c.hit.source, c.hit.line, c.hit.text.strip()[:400]) for c in others})][:5]
     for line in lines:
-        if line not in evidence:
+        if line and line not in evidence:
             evidence.append(line)
     return evidence[:6]
 

@@ -16,6 +16,7 @@ _PREFIX = re.compile(
         \[?(?:default|rank\s?)?(?P<rank>\d+)\]:?(?:\[rank\d+\]:?)?(?=[\s\[]|\w)(?!\])   # [rank3]:  [default3]:  [3]:
       | \[?std(?:err|out)(?:\]|:(?=\s))                                                # accelerate test, wrappers
       | (?P<task>\d{1,4}):(?=\s)                                                        # srun --label
+      | [A-Za-z][\w-]*/(?P<replica>\d{1,3})(?=\s)                                        # torchx
       | \((?P<actor>\w+)\s+pid=\d+(?:,\s*ip=(?P<ip>[\w.:-]+))?\)                        # Ray, vLLM
       | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
       | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
@@ -35,9 +36,17 @@ _RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
 _DATE = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _GLOG = re.compile(r"(?:^|[\s\[])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,6})")
 
-FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<at>\d+)(?:, in (?P<function>.+))?$')
+FRAME = re.compile(r'^\s*File (?:"[^"]+", line \d+(?:,? in .+)?|[^"\s]\S*:\d+, in .+)$')  # Python's, IPython's
+# A frame of an installed package, or of a program that is run from a clone of its repository.
+IN_LIBRARY = re.compile(
+    r"-packages/|/(?:llamafactory|llmtuner|swift|axolotl|verl|openrlhf|torchtune|megatron|nemo\w*|deepspeed|transformers|"
+    r"accelerate|peft|trl|vllm|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan)/",
+    re.IGNORECASE,
+)
 _BOX = re.compile(r"^\s*[│┃|]\s*(?:❱\s*)?\d*\s*[│┃|]")  # of rich's tracebacks
-_CODE = re.compile(r"^    +(?:from [\w.]+ import |raise |return |assert |import \w)")
+_CODE = re.compile(
+    r"^    +(?:from [\w.]+ import |raise |return |assert |import \w)|^-+> \[?\d+|^ +\d+ (?:    |def |raise |return )"
+)
 _PIP = re.compile(
     r"^\s*(?:Requirement already satisfied|Collecting \S|Downloading \S+\.(?:whl|tar|metadata)|Using cached |"
     r"Attempting uninstall|Installing collected|Successfully (?:un)?installed|WARNING: Ignoring invalid distribution|"
@@ -66,7 +75,7 @@ def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
     nccl = _NCCL_HOST.match(text)
     host = said.get("ip") or said.get("host") or said.get("tag") or said.get("pod") or (nccl["host"] if nccl else "")
     named = _RANK.search(text)
-    rank = said.get("rank") or said.get("task") or (named and (named[1] or named[2]))
+    rank = said.get("rank") or said.get("task") or said.get("replica") or (named and (named[1] or named[2]))
     return host, int(rank) if rank else None
 
 
@@ -137,9 +146,32 @@ def ends_launch(text: str) -> str:
 
 
 # The last words of a log that no exception ends: level names, and what shells, launchers and allocators print.
+_SHELL_ENDS = (
+    r"^(?:\^C|(?:[Ss]egmentation fault|Bus error|Aborted!?|Alarm clock|Broken pipe|User defined signal \d|Quit|FAILED|"
+    r"Floating point exception|Trace/breakpoint trap|Stopped|Fatal|Killed)(?: \(core dumped\))?\.?)$|"
+    r"^(?:zsh|fish|bash|ksh): .*(?:abort|bus error|illegal|floating|segmentation|terminated|killed)|^/usr/bin/env: |"
+    r"[Tt]erminated by signal|[Ee]xited with non-zero|exec format error|^exec \S+: |^qsub: |^npm ERR!|"
+    r": No such file or directory$|closed by remote host|Connection to \S+ (?:port \d+: )?(?:closed|Broken)"
+)
+_RUNTIME_ENDS = (
+    r"terminate called|uncaught exception|pure virtual|double free|double-linked|Assertion .+ failed|^panic: |"
+    r"^goroutine \d+ \[|^Exception in thread \"|Check failed: |"
+    r"SIG(?:SEGV|ABRT|BUS|FPE|ILL|KILL|QUIT)\b.{0,20}(?:received|caught)|^(?:[a-z_]\w*\.)+[A-Z]\w+(?:: |$)|"
+    r"^[A-Z]\w*(?:NotFound|Missing|Invalid|Exceeded|Refused|Denied|Failed|Failure): "
+)
+_SCHEDULER_ENDS = (
+    r"^srun: (?:Terminating|Force)|PBS: job killed|MPI_A(?:bort|BORT)|has exited due to process|marked (?:as )?dead|"
+    r"^[Jj]ob \S+ (?:has )?(?:failed|aborted)|FailedMount|OutOf(?:cpu|memory|nvidia|pods)|Docker daemon|"
+    r"failed to mount|module\(s\) are unknown|Unable to locate a modulefile"
+)
 LAST_WORDS = re.compile(
     r"(?:^|[\s\[|:(])(?:ERROR|FATAL|CRITICAL|PANIC)\b|^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|"
-    r": (?:fatal|error): |\b[Aa]bort(?:ed|ing)\b|command not found|[Tt]raining (?:failed|aborted)|_InactiveRpcError|"
-    r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable|uncaught exception)"
+    r": (?:fatal|error): |command not found|_InactiveRpcError|(?:^|[.:!] )[Aa]bort(?:ing|ed)\b(?! \w+:)|"
+    r"\b(?:is|was|been|[Jj]ob|[Rr]un|[Tt]raining|[Pp]rocess|[Ee]xecution) [Aa]bort(?:ed|ing)\b|"
+    r"\b(?:[Tt]raining|[Ff]ine-?[Tt]un(?:e|ing)|[Jj]ob|[Pp]rocess|[Rr]un|[Ww]orker|[Rr]ank \d+) (?:has |was |been )*"
+    r"(?:failed|killed|crashed|died)|"
+    r"(?:训练|任务|进程|程序|运行|执行|加载|启动).{0,4}(?:失败|出错|异常|崩溃|被杀)|^(?:错误|报错|异常|失败)[:：]|"
+    r"^(?!.*(?:warn|Warn|WARN)).*(?:unrecoverable|not responding|[Ss]ervice [Uu]navailable)|"
+    + "|".join((_SHELL_ENDS, _RUNTIME_ENDS, _SCHEDULER_ENDS))
 )
 GOES_ON_AFTER = re.compile(r"\bINFO\b|\b200 OK\b|(?i:\bdone\b|complete|finished|success|saved)")
