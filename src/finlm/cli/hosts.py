@@ -156,6 +156,7 @@ def resolve(options: argparse.Namespace) -> None:
         # Of new and admit it may be no directory: a model of the Hub, a model_type.
         "model": lambda text: text if options.command in ("new", "admit") else model_directory(text),
         "logs": lambda text: text if text == "-" else str(run_directory(text)),
+        **dict.fromkeys(("file", "tools"), _existing_file),
     }
     for name, way in ways.items():
         value = getattr(options, name, None)
@@ -183,9 +184,25 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
         raise UserError(
             f"there is no run {text}",
             evidence=f"{where}/ has {', '.join(names[:_SHOWN]) or 'no runs'}",
-            fix="`finlm runs` lists them; `latest` is the newest",
+            fix=_how_to_train(path) or "`finlm runs` lists them; `latest` is the newest",
         )
     return where / meant[0] if meant else path
+
+
+def _how_to_train(named: Path) -> str:
+    """Return the command that makes a run of what is named if that is a recipe, else ""."""
+    try:
+        is_recipe = named.name != LATEST and named.parts[:1] != (RUNS.name,) and recipe_file(named)
+    except UserError:
+        return ""
+    return f"`finlm train {named}` makes one" if is_recipe else ""
+
+
+def _existing_file(path: Path) -> Path:
+    """Return the path. Raises UserError, before torch is loaded, where there is no file."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}", fix="give a file that is there")
+    return path
 
 
 def _start_time(run: RunDir) -> float:
@@ -198,7 +215,8 @@ def model_directory(text: str | Path) -> Path:
     path = run_directory(text)
     if not path.exists():
         fix = "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
-        raise UserError(f"{text} holds no model", evidence=f"there is no {path.absolute()}", fix=fix)
+        trains = _how_to_train(path)
+        raise UserError(f"{text} holds no model", evidence=f"there is no {path.absolute()}", fix=trains or fix)
     return path
 
 
