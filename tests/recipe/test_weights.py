@@ -399,3 +399,13 @@ def test_without_its_package_a_model_of_modelscope_can_be_put_there_by_hand(
     wanted = recipe.load(SFT, OF_MODELSCOPE).recipe
     weights.fetch_weights(wanted)
     weights.check_model(wanted)
+
+
+def test_a_recipe_is_written_for_a_model_of_modelscope(
+    modelscope: list[tuple[str, str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["new", "mine", "--model", "modelscope:org/tiny", "--revision", "master", "--stage", "sft"]
+    assert main.main(line) == 0, capsys.readouterr().err
+    path = Path(capsys.readouterr().out.split()[0])
+    assert "init_from: modelscope:org/tiny" in path.read_text(encoding="utf-8")
+    assert recipe.load(path).recipe.model.init_from == "models/org/tiny@master" and len(modelscope) == 1
