@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from finlm.base import language, screen
 
+OF_DATA = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".txt", ".csv")  # how names of data end
+
 
 class _Help(argparse.HelpFormatter):
     """Help in the language of messages."""
@@ -67,6 +69,8 @@ def _of_recipe(words: str, given: list[str]) -> str:
     place = given.index(first) if first in given else 0
     if place > 1 and given[place - 2] == "--set" and "=" not in given[place - 1]:
         return f"write --set {given[place - 1]}={first}"
+    if first.endswith(OF_DATA):
+        return f"write --set data.sources={first}"
     if not first.startswith("--"):
         return f"write --set {first}" if re.match(r"[a-z_]+[\w.\[\]]*=", first) else ""
     name, _, value = first.removeprefix("--").partition("=")

@@ -331,7 +331,7 @@ def _sentence(items: list[Any], location: Location) -> str:
     if kind == "model_type" and (names := list(_model_at(location).model_fields)):
         return f"should be {expected}, got {value!r}; known here: {', '.join(names)}"
     if said := other_programs()["values"].get(dotted_key(location), {}).get(str(value)):
-        return f"{value!r} is called {said} here"
+        return f"{value!r} is here: {said}"
     close = difflib.get_close_matches(str(value), list(_choices(items)), n=1)
     meant = f"; did you mean {close[0]!r}?" if isinstance(value, str) and close else ""
     return f"should be {expected}, got {value!r}{meant} ({_description(location)})"
@@ -415,6 +415,8 @@ def _did_you_mean(location: Location) -> str:
     if reason := other_programs()["needless"].get(foreign):
         return f"; leave it out: {reason}"
     model = _model_at(location[:-1])
+    if name.partition(":")[0] in model.model_fields and ":" in name:
+        return "; write a blank after the colon"
     close = difflib.get_close_matches(name, list(model.model_fields), n=1)
     keys = dict(all_keys(Recipe, ()))
     elsewhere = [dotted for dotted, last in keys.items() if last == name]
