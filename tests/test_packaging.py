@@ -101,6 +101,7 @@ def test_every_import_is_of_a_declared_package() -> None:
         "wandb",
         "trackio",
         "gguf",
+        "modelscope_hub",
         "ray",
         "ahocorasick",  # of pyahocorasick
         "yaml",

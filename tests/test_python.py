@@ -56,6 +56,27 @@ def test_a_run_is_opened_by_its_directory(finished: tuple[RunDir, str]) -> None:
     assert run.history.points("loss")[-1][0] == 20
 
 
+def test_the_notebook_runs_and_is_kept_without_outputs(
+    finished: tuple[RunDir, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = json.loads((ROOT / "docs/python.ipynb").read_text(encoding="utf-8"))
+    assert (book["nbformat"], len({cell["id"] for cell in book["cells"]})) == (4, len(book["cells"]))
+    (tmp_path / "runs").symlink_to(finished[0].path.parent)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    printed = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            exec("".join(cell["source"]), names)
+            printed[cell["id"]] = capsys.readouterr().out
+    assert printed["recipe"] == "quickstart 500 0.002\n"
+    assert "optim.lr instead of optim.learning_rate" in printed["mistakes"]
+    assert [line.split()[0] for line in printed["plans"].splitlines()] == ["A100-80G", "H100-80G", "H200"]
+    assert printed["run"] == "quickstart finished 20 steps\n" and printed["losses"].count("#") > 100
+    assert " -> " in printed["held-out"]
+
+
 def test_what_cannot_be_read_is_a_mistake_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the recipe"):
         finlm.load_recipe(tmp_path / "none.yaml")

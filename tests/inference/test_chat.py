@@ -134,6 +134,56 @@ def test_a_pipe_gets_one_answer_a_line_and_commands_none(
     assert chat.run(assistant) == 130
 
 
+FUNCTION = {"name": "revenue", "description": "营业收入", "parameters": {"type": "object", "properties": {}}}
+WITH_TOOLS = "{% if tools %}tools: {{ tools | tojson }} {% endif %}" + TEMPLATE
+
+
+def test_tools_reach_the_template_and_a_line_is_what_one_answers(
+    assistant: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(assistant, tmp_path / "caller"))
+    (directory / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
+    (tmp_path / "tools.json").write_text(json.dumps([FUNCTION]), encoding="utf-8")
+    prompts = []
+    answer = chat.Talker._tokens
+
+    def tokens(self: Talker, prompt: list[int], *sampling: float) -> Iterator[int]:
+        prompts.append(self.opened.tokenizer.decode(prompt))
+        return answer(self, prompt, *sampling)
+
+    monkeypatch.setattr(chat.Talker, "_tokens", tokens)
+    monkeypatch.setattr("sys.stdin", Keys("甲公司的营业收入？\n/what\n/tool 3亿元\n"))
+    line = ["chat", str(directory), "--temperature", "0", "--tokens", "4", "--tools", str(tmp_path / "tools.json")]
+    assert main.main(line) == 0
+    assert capsys.readouterr().err.count("/tool TEXT gives the model") == 2
+    assert len(prompts) == 2 and all('"name": "revenue"' in prompt and '"function"' in prompt for prompt in prompts)
+    assert "user: 甲公司的营业收入？" in prompts[1] and "tool: 3亿元" in prompts[1]
+
+
+def test_a_call_is_shown_and_kept_with_its_control_tokens(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = opened.tokenizer("你好", add_special_tokens=False)["input_ids"]
+    call = [opened.tokenizer.bos_token_id, *written]
+    monkeypatch.setattr(Talker, "_tokens", lambda *_: iter([*call, opened.eos_ids[0]]))
+    assert not Talker(opened).ask([said("收入？")], 0.0, 9).text.startswith("<s>")
+    monkeypatch.setattr(opened.tokenizer, "chat_template", WITH_TOOLS)
+    assert Talker(opened, tools=[{"type": "function", "function": FUNCTION}]).ask([said("收入？")], 0.0, 9).text == (
+        opened.tokenizer.decode(call)
+    )
+
+
+def test_tools_that_no_template_or_file_has_are_a_mistake(
+    assistant: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tools.json"
+    for text, says in (("[]", "lists no function"), ("[{}]", "functions with names"), ("{", "is not JSON")):
+        file.write_text(text, encoding="utf-8")
+        assert main.main(["chat", str(assistant), "--tools", str(file)]) == 2
+        assert says in capsys.readouterr().err
+    file.write_text(json.dumps([FUNCTION]), encoding="utf-8")
+    assert main.main(["chat", str(assistant), "--tools", str(file)]) == 2
+    assert "writes no tools" in capsys.readouterr().err
+
+
 def test_a_base_model_is_sent_to_sample(finished: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["chat", str(finished[0].export)]) == 2
     assert "finlm sample" in capsys.readouterr().err

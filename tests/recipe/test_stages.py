@@ -103,6 +103,9 @@ def test_a_row_of_a_pair_is_counted_once_and_its_reference_asked_once() -> None:
     minutes = float(said.rsplit(" ", 2)[1])
     assert (plan.days or 0) * 86400 == pytest.approx(steps + 60 * minutes, rel=0.01)
     assert 0.2 < 60 * minutes / steps < 0.4  # a forward pass of three
+    orpo = make(RECIPES / "mistral-7b-deita/dpo.yaml", "dpo.loss=orpo")
+    assert not any(reason.startswith("reference") for reason in orpo.reasons)
+    assert (orpo.days or 0) * 86400 == pytest.approx(steps, rel=0.01) and orpo.gpu_bytes == plan.gpu_bytes
 
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -312,3 +316,96 @@ def test_recipes_and_models_of_the_hub_are_not_looked_for(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     for named in ("mistralai/Mistral-7B-v0.1", "gpt2", str(QUICKSTART)):
         check(named)
+
+
+SFT = QUICKSTART.parent / "sft.yaml"
+OF_MODELSCOPE = ("model.init_from=modelscope:org/tiny", "model.revision=master")
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """A stand-in for the package modelscope-hub that serves one model; what was asked of it. Works in tmp_path."""
+    served, asked = whole(tmp_path / "served"), list[tuple[str, str, str]]()
+
+    class HubError(Exception):
+        pass
+
+    class HubApi:
+        def download_repo(
+            self, repo_id: str, repo_type: str, *, revision: str, local_dir: str, allow_patterns: list[str]
+        ) -> Path:
+            Path(local_dir).mkdir(parents=True, exist_ok=True)
+            if repo_id != "org/tiny":
+                raise HubError("404: no such model\nRequest: GET ...")
+            asked.append((repo_type, revision, local_dir))
+            for path in served.iterdir():
+                if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                    shutil.copy(path, local_dir)
+            return Path(local_dir)
+
+    monkeypatch.setitem(sys.modules, "modelscope_hub", SimpleNamespace(HubApi=HubApi, HubError=HubError))
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_a_model_of_modelscope_is_planned_by_its_config_and_its_weights_are_fetched_once(
+    modelscope: list[tuple[str, str, str]],
+) -> None:
+    directory = Path("models/org/tiny@master")
+    wanted = recipe.load(SFT, OF_MODELSCOPE).recipe
+    assert recipe.load(SFT, OF_MODELSCOPE).recipe == wanted, "nothing is asked again"
+    assert modelscope == [("model", "master", str(directory))]
+    assert wanted.model.init_from == str(directory) and wanted.model.hidden_size == 64
+    assert wanted.tokenizer.path == str(directory / "tokenizer.json")
+    assert not list(directory.glob("*.safetensors")) and not list(weights.missing_start(wanted))
+    weights.check_model(wanted)  # of what is to be fetched, nothing is missing
+    weights.fetch_weights(wanted)
+    weights.fetch_weights(wanted)
+    assert len(modelscope) == 2
+    weights.check_model(wanted)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    weights.fetch_weights(wanted)
+    assert len(modelscope) == 3 and weights.check(directory, LLAMA) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("model.init_from=modelscope:org/none", "model.revision=master"), "404: no such model"),
+        (OF_MODELSCOPE[:1], "needs model.revision"),
+        (("model.init_from=modelscope:tiny", "model.revision=master"), "is not modelscope:ORG/NAME"),
+        ((OF_MODELSCOPE[0], "model.revision=a/b"), "a/b is none of ModelScope"),
+    ],
+)
+def test_what_modelscope_does_not_give_is_told(
+    modelscope: list[tuple[str, str, str]], overrides: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe.load(SFT, overrides)
+    assert says in caught.value.problem + caught.value.evidence and caught.value.fix
+    assert not modelscope and not list(Path("models").rglob("*@*"))
+
+
+def test_without_its_package_a_model_of_modelscope_can_be_put_there_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="needs the package modelscope-hub") as caught:
+        recipe.load(SFT, OF_MODELSCOPE)
+    assert "put the model's files into models/org/tiny@master" in caught.value.fix
+    whole(Path("models/org/tiny@master"))
+    wanted = recipe.load(SFT, OF_MODELSCOPE).recipe
+    weights.fetch_weights(wanted)
+    weights.check_model(wanted)
+
+
+def test_a_recipe_is_written_for_a_model_of_modelscope(
+    modelscope: list[tuple[str, str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["new", "mine", "--model", "modelscope:org/tiny", "--revision", "master", "--stage", "sft"]
+    assert main.main(line) == 0, capsys.readouterr().err
+    path = Path(capsys.readouterr().out.split()[0])
+    assert "init_from: modelscope:org/tiny" in path.read_text(encoding="utf-8")
+    assert recipe.load(path).recipe.model.init_from == "models/org/tiny@master" and len(modelscope) == 1

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import list_runs
+from finlm.cli.parser import OF_DATA
 
 if TYPE_CHECKING:
     from finlm.recipe.cluster import Cluster
@@ -139,6 +140,7 @@ LATEST = "latest"
 RUNS = Path("runs")
 _TIME = re.compile(r"-\d{8}-\d{6}(\.\d+)?")
 _SHOWN = 6
+_OF_MODELS = ("config.json", "plan.json", "manifest.json")  # of a model directory, a run, a checkpoint
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -156,6 +158,7 @@ def resolve(options: argparse.Namespace) -> None:
         # Of new and admit it may be no directory: a model of the Hub, a model_type.
         "model": lambda text: text if options.command in ("new", "admit") else model_directory(text),
         "logs": lambda text: text if text == "-" else str(run_directory(text)),
+        **dict.fromkeys(("file", "tools"), _existing_file),
     }
     for name, way in ways.items():
         value = getattr(options, name, None)
@@ -183,9 +186,25 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
         raise UserError(
             f"there is no run {text}",
             evidence=f"{where}/ has {', '.join(names[:_SHOWN]) or 'no runs'}",
-            fix="`finlm runs` lists them; `latest` is the newest",
+            fix=_how_to_train(path) or "`finlm runs` lists them; `latest` is the newest",
         )
     return where / meant[0] if meant else path
+
+
+def _how_to_train(named: Path) -> str:
+    """Return the command that makes a run of what is named if that is a recipe, else ""."""
+    try:
+        is_recipe = named.name != LATEST and named.parts[:1] != (RUNS.name,) and recipe_file(named)
+    except UserError:
+        return ""
+    return f"`finlm train {named}` makes one" if is_recipe else ""
+
+
+def _existing_file(path: Path) -> Path:
+    """Return the path. Raises UserError, before torch is loaded, where there is no file."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}", fix="give a file that is there")
+    return path
 
 
 def _start_time(run: RunDir) -> float:
@@ -196,9 +215,12 @@ def _start_time(run: RunDir) -> float:
 def model_directory(text: str | Path) -> Path:
     """Return the run or model directory of a name. Raises UserError, before torch is loaded, where there is none."""
     path = run_directory(text)
-    if not path.exists():
+    is_model = path.parent.name == "checkpoints" or any((path / name).is_file() for name in _OF_MODELS)
+    if not path.is_dir() or not is_model:
         fix = "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
-        raise UserError(f"{text} holds no model", evidence=f"there is no {path.absolute()}", fix=fix)
+        trains = "" if path.exists() else _how_to_train(path)
+        evidence = "no config.json in it" if path.exists() else f"there is no {path.absolute()}"
+        raise UserError(f"{text} holds no model", evidence=evidence, fix=trains or fix)
     return path
 
 
@@ -220,6 +242,9 @@ def recipe_file(text: str | Path) -> Path:
     path = Path(text)
     if path.name == LATEST or path.parts[:1] == (RUNS.name,):  # else `quickstart` would be its newest run
         path = run_directory(path)
+    if path.is_file() and path.name.endswith(OF_DATA):
+        fix = f"a recipe names it: finlm train quickstart --set data.sources={path}"
+        raise UserError(f"{path} is a file of data, not a recipe", fix=fix)
     if path.is_file():
         return path
     if path.is_dir() and any(path.glob("*.yaml")):

@@ -16,13 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finlm.base import language, rundir, runs, screen
+from finlm.base import files, language, rundir, runs, screen
 from finlm.base.errors import UserError
 from finlm.cli import hosts as cli_hosts
 from finlm.cli import options as cli_options
 from finlm.cli import recipes
 
 if TYPE_CHECKING:
+    from finlm.dialogues import templates
     from finlm.record.compare import Comparison
 
 
@@ -141,6 +142,8 @@ def _train(options: argparse.Namespace) -> int:
     from finlm.runs import lineage
 
     loaded = derive.load_toy(options.recipe, options.set) if options.toy else recipes.load(options)
+    if not options.dry_run:
+        weights.fetch_weights(loaded.recipe)
     weights.check_model(loaded.recipe)
     recipes.check_template(loaded.recipe)
     hosts = cli_hosts.to_train(options, loaded.recipe)
@@ -290,11 +293,25 @@ def _import_gguf(options: argparse.Namespace) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     """Run `finlm chat`: talk to a model in the terminal; return the exit code."""
+    tools = None if options.tools is None else _read_tools(options.tools)
     from finlm.inference import chat
 
-    return chat.run(
-        options.checkpoint, options.system, options.temperature, options.top_p, options.tokens, options.seed
-    )
+    sampling = (options.temperature, options.top_p)
+    return chat.run(options.checkpoint, options.system, sampling, options.tokens, options.seed, tools)
+
+
+def _read_tools(path: Path) -> templates.Tools:
+    """Return the functions that a JSON file lists, as a row's `tools` does. Raises UserError when it lists none."""
+    from finlm.dialogues import templates
+
+    try:
+        if tools := templates.read_tools({"tools": files.read_json(path)}):
+            return tools
+        reason = "it lists no function"
+    except templates.Refused as error:
+        reason = str(error)
+    fix = "write a list of {type: function, function: {name, description, parameters}}, as OpenAI's API has it"
+    raise UserError(f"{path} lists no tools", evidence=reason, fix=fix)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -270,6 +270,7 @@ def _add_models(add: _Add) -> None:
     command = add("chat", help="talk to a model in the terminal")
     command.add_argument("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     command.add_argument("--system", help="system message")
+    command.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions that the model may call")
     command.add_argument(
         "--temperature", type=_number(0), default=0.7, help="0 = always the likeliest (default: %(default)s)"
     )

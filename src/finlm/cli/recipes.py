@@ -222,17 +222,18 @@ def new(options: argparse.Namespace) -> int:
 
 
 def write_for_model(name: str, model: str, revision: str | None, stage: str, recipes: Path) -> Path:
-    """Write a first recipe for a model directory or a model of the Hub; return its path. Raises UserError.
+    """Write a first recipe for a model directory, or a model of a hub; return its path. Raises UserError.
 
     Shape, RoPE and tokenizer are the model's; data, batch, learning rate and hardware are a beginning for the author to
     change.
     """
-    from finlm.recipe import derive, parents, recipe
+    from finlm.recipe import derive, parents, recipe, weights
     from finlm.tokens import pretrained
 
     path = derive.new_path(name, f"{stage}.yaml", recipes)
-    shape = parents.shape_of(model, revision)
-    directory = Path(model) if Path(model).is_dir() else pretrained.snapshot(model, revision)
+    place = weights.fetch_description(model, revision)
+    shape = parents.shape_of(place, revision)
+    directory = Path(place) if Path(place).is_dir() else pretrained.snapshot(place, revision)
     tokenizer = pretrained.open_tokenizer(directory)
     rows = min(_ROW_TOKENS, parents.context_tokens(directory))
     lines = [

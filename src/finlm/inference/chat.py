@@ -4,6 +4,8 @@ Lines come from a terminal or a pipe, answers go to stdout, everything else to s
 gives one answer a question. Ctrl-C ends an answer, what was said of it stays in the conversation; at the prompt, twice
 Ctrl-C or Ctrl-D ends the chat. Control characters of the model cannot reach the terminal.
 
+Tools go into the template; a call is shown as the model writes it, and the line "/tool TEXT" is the tool's answer.
+
 Keys and values of the conversation are kept between turns, as far as the token ids begin alike. Sampling is temperature
 and nucleus (Holtzman et al. 2020). One conversation at a time, no batching: evals/answering.py batches. `finlm self-qa`
 asks the same way when the recipe names no endpoint; a server (vLLM, llama.cpp) is the way to many.
@@ -12,7 +14,7 @@ asks the same way when the recipe names no endpoint; a server (vLLM, llama.cpp) 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,25 +29,28 @@ from finlm.inference.open import Opened, open_model
 from finlm.selfqa.endpoint import Conversation, Refused, Reply
 
 HELP = "/reset begins a new conversation, /exit ends the chat, Ctrl-C ends an answer"
+TOOL_HELP = "/tool TEXT gives the model what the tool that it has called answers"
 _DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # Unicode's embeddings, overrides, isolates
 
 
 def run(
     checkpoint: Path,
     system: str | None = None,
-    temperature: float = 0.7,
-    top_p: float = 0.9,
+    sampling: tuple[float, float] = (0.7, 0.9),
     max_tokens: int = 512,
     seed: int = 0,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    Prints answers on stdout, hints on stderr. temperature, top_p, max_tokens: of the sampling. Raises UserError for a
-    model that cannot chat.
+    Prints answers on stdout, hints on stderr. sampling: (temperature, top_p). tools: that the model may call, as
+    OpenAI's API has them. Raises UserError for a model that cannot chat, or not with tools.
     """
     opened = open_model(checkpoint)
-    talker = Talker(opened, seed)
+    talker = Talker(opened, seed, tools)
     screen.say(f"{opened.name}, {opened.context:,} tokens of context. {HELP}.")
+    if tools:
+        screen.say(TOOL_HELP)
     begin = [{"role": "system", "content": system}] if system else []
     messages, interrupted = list(begin), False
     while True:
@@ -63,14 +68,14 @@ def run(
         if line == "/reset":
             messages = list(begin)
             screen.say("(a new conversation)")
-        elif line.startswith("/"):
-            screen.say(HELP)
+        elif line.startswith("/") and not (tools and line.startswith("/tool ")):
+            screen.say(TOOL_HELP if tools else HELP)
         elif line:
-            messages.append({"role": "user", "content": line})
+            is_result = bool(tools) and line.startswith("/tool ")
+            said = line.removeprefix("/tool ") if is_result else line
+            messages.append({"role": "tool" if is_result else "user", "content": said})
             try:
-                messages.append(
-                    {"role": "assistant", "content": _answer(talker, messages, (temperature, top_p), max_tokens)}
-                )
+                messages.append({"role": "assistant", "content": _answer(talker, messages, sampling, max_tokens)})
             except UserError as error:  # no room left, say; the conversation can be begun anew
                 messages.pop()
                 screen.fail(error)
@@ -122,14 +127,19 @@ def _harmless(text: str) -> str:
 class Talker:
     """Answers the messages of one conversation. Raises UserError for a model without a chat template."""
 
-    def __init__(self, opened: Opened, seed: int = 0) -> None:
-        """Begin without a conversation. Raises UserError for a model without a chat template."""
+    def __init__(self, opened: Opened, seed: int = 0, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Begin without a conversation. Raises UserError without a chat template, or with one that writes no tools."""
         if not opened.tokenizer.chat_template:
             raise UserError(
                 f"{opened.name} has no chat template: it continues text and has not learnt to answer",
                 fix="use `finlm sample` with it, or train it further with a recipe of stage sft",
             )
-        self.opened = opened
+        if tools and "tool" not in opened.tokenizer.chat_template:
+            raise UserError(
+                f"the chat template of {opened.name} writes no tools: the model would not see them",
+                fix="leave out --tools, or train with a template that writes them (chat.template)",
+            )
+        self.opened, self.tools = opened, tools
         # The last one; its finish_reason is "stop" when the model ended by itself, "length" when it was cut off.
         self.reply: Reply | None = None
         self.reused_tokens = 0  # of the last prompt, not computed again
@@ -154,7 +164,9 @@ class Talker:
         """
         tokenizer = self.opened.tokenizer
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=self.tools and list(self.tools), tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise UserError(
                 f"the chat template of {self.opened.name} does not take this conversation",
@@ -175,17 +187,21 @@ class Talker:
                 reason = "stop"
                 break
             written.append(token)
-            text = tokenizer.decode(written, skip_special_tokens=True)
+            text = self._text(written)
             # An unfinished character of several byte tokens shows as U+FFFD until its last byte is there.
             if not text.endswith("\ufffd") and len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
             if len(written) == room:
                 break
-        text = tokenizer.decode(written, skip_special_tokens=True)
+        text = self._text(written)
         if len(text) > len(shown):
             yield text[len(shown) :]
         self.reply = Reply(text, reason, len(prompt), len(written))
+
+    def _text(self, written: list[int]) -> str:
+        """Return what the ids say, without control tokens unless one may begin a call of a tool."""
+        return str(self.opened.tokenizer.decode(written, skip_special_tokens=not self.tools))
 
     def _tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
         """Yield sampled ids without end. _seen always lists the ids whose keys are cached, wherever this is left."""

@@ -309,9 +309,11 @@ def card_text(trained: Trained, directory: Path) -> str:
         lines += [recipe.description, ""]
     step, context = step_of(trained.checkpoint), trained.model.config.max_position_embeddings
     start = parents.start_recorded(trained.run, recipe)
+    is_orpo = recipe.dpo is not None and recipe.dpo.loss == "orpo"
+    kind = "Trained on preferences (ORPO)" if is_orpo else _STAGES[recipe.stage]
     lines += [
         f"{plan.parameters:,} parameters, {context:,} tokens of context, {plan.precision}. "
-        f"{_STAGES[recipe.stage]} with finlm: {step:,} steps of {plan.tokens_per_step:,} tokens"
+        f"{kind} with finlm: {step:,} steps of {plan.tokens_per_step:,} tokens"
         + (f", starting from {start}." if start else "."),
         "",
         "The licence of the weights follows from their training data and parent model and is yours to state.",

@@ -264,8 +264,8 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
 def _with_reference(
     made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
 ) -> Plan:
-    """Return the plan with the time in which DPO's reference scores all pairs; unchanged for other stages."""
-    if recipe.stage != "dpo" or made.days is None:
+    """Return the plan with the time in which DPO's reference scores all pairs; unchanged where none is asked."""
+    if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
     seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
     reason = f"reference: {pairs:,} pairs are asked once before the first step, {seconds / 60:.1f} minutes"

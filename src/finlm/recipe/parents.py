@@ -382,7 +382,7 @@ def config_path(init_from: str, revision: str | None) -> Path:
         raise UserError(
             f"model.init_from: there is no model in {init_from}",
             evidence=f"no {path}",
-            fix="give a directory with config.json, a recipe (*.yaml), or for a model of the Hub also model.revision",
+            fix="give a directory with config.json, runs/RUN, a recipe (*.yaml), or a Hub model with model.revision",
         )
     # A commit never changes: what was fetched of it needs no network, and no look at whether there is one.
     with suppress(ValueError):  # the id is none; told below

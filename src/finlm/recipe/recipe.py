@@ -28,7 +28,7 @@ from ruamel.yaml.reader import ReaderError
 from finlm.base import language, screen
 from finlm.base.errors import UserError
 from finlm.base.units import parse_count
-from finlm.recipe import parents, reference, rules
+from finlm.recipe import parents, reference, rules, weights
 from finlm.recipe.reference import Location
 from finlm.recipe.rules import SAME_LOSS, is_within
 from finlm.recipe.schema import Recipe
@@ -74,7 +74,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     _expand_home(document)
     model, of_run = document.values.get("model"), file.with_name("plan.json").is_file()
     if isinstance(model, dict) and isinstance(model.get("init_from"), str):
-        model["init_from"] = parents.export_of("model.init_from", model["init_from"])
+        named = weights.fetch_description(model["init_from"], model.get("revision"))
+        model["init_from"] = parents.export_of("model.init_from", named)
     problems: list[str] = []
     mistaken, inherited = parents.inherit(document.values, parent or load, of_run=of_run)
     mistaken += [] if of_run else _fill_in_terms(document.values.get("grpo"), parent or load)

@@ -328,6 +328,10 @@ def _sentence(items: list[Any], location: Location) -> str:
     if kind == "value_error":
         return str(items[0]["msg"]).removeprefix("Value error, ")
     expected = " or ".join(dict.fromkeys(_expected_value(item) for item in items))
+    if kind == "model_type" and (names := list(_model_at(location).model_fields)):
+        return f"should be {expected}, got {value!r}; known here: {', '.join(names)}"
+    if said := other_programs()["values"].get(dotted_key(location), {}).get(str(value)):
+        return f"{value!r} is here: {said}"
     close = difflib.get_close_matches(str(value), list(_choices(items)), n=1)
     meant = f"; did you mean {close[0]!r}?" if isinstance(value, str) and close else ""
     return f"should be {expected}, got {value!r}{meant} ({_description(location)})"
@@ -366,6 +370,15 @@ def _is_number(text: str) -> bool:
         return False
 
 
+def _model_at(location: Location) -> type[Section]:
+    """Return the section at a location, or the last one on the way there."""
+    model: type[Section] = Recipe
+    for part in location:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _section(model.model_fields[part].annotation) or model
+    return model
+
+
 def _description(location: Location) -> str:
     """Return the description of the last known key of a location, without its full stop."""
     model: type[Section] | None = Recipe
@@ -380,14 +393,14 @@ def _description(location: Location) -> str:
 @functools.cache
 def other_names() -> dict[str, str]:
     """Return the key of a recipe for every name that it has in other programs."""
-    return {name: key for key, names in _other_programs()[0].items() for name in names}
+    return {name: key for key, names in other_programs()["keys"].items() for name in names}
 
 
 @functools.cache
-def _other_programs() -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return ({key: its names in other programs}, {key of other programs: why it is needless here})."""
-    table = YAML(typ="safe").load(Path(__file__).with_name("other_names.yaml"))
-    return table["keys"], table["needless"]
+def other_programs() -> dict[str, dict[str, Any]]:
+    """Return other_names.yaml: `keys` and `values` by ours, `needless` by the name in other programs."""
+    table: dict[str, dict[str, Any]] = YAML(typ="safe").load(Path(__file__).with_name("other_names.yaml"))
+    return table
 
 
 def _did_you_mean(location: Location) -> str:
@@ -399,14 +412,13 @@ def _did_you_mean(location: Location) -> str:
     foreign = name.replace("-", "_").casefold()
     if key := other_names().get(foreign):
         return f"; here it is {key} ({_description(tuple(key.split('.')))})"
-    if reason := _other_programs()[1].get(foreign):
+    if reason := other_programs()["needless"].get(foreign):
         return f"; leave it out: {reason}"
-    model: type[Section] | None = Recipe
-    for part in location[:-1]:
-        if isinstance(part, str) and model is not None and part in model.model_fields:
-            model = _section(model.model_fields[part].annotation)
-    close = difflib.get_close_matches(name, list(model.model_fields) if model else [], n=1)
-    keys = dict(_all_keys(Recipe, ()))
+    model = _model_at(location[:-1])
+    if name.partition(":")[0] in model.model_fields and ":" in name:
+        return "; write a blank after the colon"
+    close = difflib.get_close_matches(name, list(model.model_fields), n=1)
+    keys = dict(all_keys(Recipe, ()))
     elsewhere = [dotted for dotted, last in keys.items() if last == name]
     if close and not (elsewhere and len(location) == 1):
         return f"; did you mean {dotted_key((*location[:-1], close[0]))}?"
@@ -415,17 +427,17 @@ def _did_you_mean(location: Location) -> str:
     ]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
-    return f"; known here: {', '.join(model.model_fields)}" if model else ""
+    return f"; known here: {', '.join(model.model_fields)}"
 
 
-def _all_keys(model: type[BaseModel], prefix: Location) -> Iterator[tuple[str, str]]:
+def all_keys(model: type[BaseModel], prefix: Location) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, last name) of every key below a section."""
     for name, info in model.model_fields.items():
         section = _section(info.annotation)
         if section is None:
             yield dotted_key((*prefix, name)), name
         else:
-            yield from _all_keys(section, (*prefix, name))
+            yield from all_keys(section, (*prefix, name))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ class Model(Section):
 
     init_from: str | None = Field(
         None,
-        description="Where the weights start: a Hugging Face directory or id, a run (its export), or a recipe: its "
-        "newest finished run that was trained as the recipe is written.",
+        description="Where the weights start: a Hugging Face directory or id, modelscope:ORG/NAME, a run (its export), "
+        "or a recipe: its newest finished run that was trained as the recipe is written.",
     )
-    revision: str | None = Field(None, description="Commit of init_from when it is a Hub id.")
+    revision: str | None = Field(None, description="Commit of init_from when it is a Hub id or of ModelScope.")
     config: dict[str, Any] | None = Field(
         None,
         description="Keys of config.json that have no key here, model_type among them; absent = the config.json of "

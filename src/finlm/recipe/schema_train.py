@@ -80,11 +80,15 @@ Coefficient = Annotated[float, Field(ge=0)]
 
 
 class Dpo(Section):
-    """Direct preference optimization (arXiv 2305.18290)."""
+    """Direct preference optimization (arXiv 2305.18290), or ORPO (arXiv 2403.07691)."""
 
-    beta: Annotated[float, Field(gt=0)] = Field(0.1, description="How strongly the policy is held to its start.")
-    loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sigmoid_norm"] = Field(
-        "sigmoid", description="Loss of a pair, by trl's names; sigmoid is the paper's."
+    beta: Annotated[float, Field(gt=0)] = Field(
+        0.1, description="How strongly the policy is held to its start; of orpo the weight of the odds ratio."
+    )
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sigmoid_norm", "orpo"] = Field(
+        "sigmoid",
+        description="Loss of a pair, by trl's names; sigmoid is DPO's paper's. orpo: SFT on the chosen answer and the "
+        "odds ratio of both, without a reference.",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Share of pairs labelled the wrong way round; robust only."

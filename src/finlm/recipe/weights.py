@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files, runs
+from finlm.base import files, runs, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.recipe import parents
@@ -26,6 +28,65 @@ _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
 _FIX = "download or copy the model again, and compare the sizes of its files"
 VLLM = ">=0.22,<=0.31"  # that trl 1.16 takes (trl/import_utils.py)
+_MODELSCOPE = re.compile(r"modelscope:([\w.-]+)/([\w.-]+)")
+_FETCHED = re.compile(r"models/([\w.-]+)/([\w.-]+)@([\w.-]+)")  # organization, name, revision
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # what a plan reads: shape, tokenizer, template
+
+
+def fetch_description(init_from: str, revision: str | None) -> str:
+    """Return models/ORG/NAME@REVISION for modelscope:ORG/NAME, with all but the weights; another name as it is.
+
+    Raises UserError without a revision, without the package modelscope-hub, and where ModelScope gives nothing.
+    """
+    if not init_from.startswith("modelscope:"):
+        return init_from
+    named = _MODELSCOPE.fullmatch(init_from)
+    if named is None or revision is None:
+        problem = "needs model.revision" if named else "is not modelscope:ORG/NAME"
+        raise UserError(f"model.init_from: {init_from} {problem}", fix="add model.revision: a commit, a tag or master")
+    directory = f"models/{named[1]}/{named[2]}@{revision}"
+    if not (Path(directory) / "config.json").is_file():
+        _fetch(directory, _SMALL)
+    return directory
+
+
+def fetch_weights(recipe: Recipe) -> None:
+    """Fetch the weights of a model of ModelScope that are not here or cut short. Raises UserError."""
+    directory = Path(recipe.model.init_from or "-")
+    if not _FETCHED.fullmatch(str(directory)):
+        return
+    with suppress(UserError):
+        check_weights(recipe)
+        if any(directory.glob("*.safetensors")):
+            return
+    _fetch(str(directory), (*_SMALL, "*.safetensors"))
+
+
+def _fetch(directory: str, patterns: Sequence[str]) -> None:
+    """Fetch the files of these patterns into models/ORG/NAME@REVISION. Raises UserError."""
+    match = _FETCHED.fullmatch(directory)
+    if match is None:
+        raise UserError(f"model.revision: {directory.partition('@')[2]} is none of ModelScope", fix="write a commit")
+    model = f"{match[1]}/{match[2]}"
+    by_hand = f"or put the model's files into {directory}"
+    try:
+        import modelscope_hub  # optional, and asked for by a recipe alone
+    except ImportError:
+        raise UserError(
+            f"model.init_from: modelscope:{model} needs the package modelscope-hub",
+            fix=f"{screen.relative(Path(sys.executable))} -m pip install modelscope-hub, {by_hand}",
+        ) from None
+    screen.say(f"fetching {model} from ModelScope into {directory}")
+    try:
+        modelscope_hub.HubApi().download_repo(
+            model, "model", revision=match[3], local_dir=directory, allow_patterns=list(patterns)
+        )
+    except (modelscope_hub.HubError, OSError) as error:
+        with suppress(OSError):
+            Path(directory).rmdir()  # where nothing came, nothing is left
+        problem = f"model.init_from: cannot fetch {model} from ModelScope"
+        said, fix = str(error).partition("\n")[0], f"check id, model.revision and network, {by_hand}"
+        raise UserError(problem, evidence=said, fix=fix) from None
 
 
 def check_model(recipe: Recipe) -> None:
@@ -41,10 +102,16 @@ def check_model(recipe: Recipe) -> None:
             fix=f"pip install 'vllm{VLLM}' into .venv on every host, or leave grpo.engine out",
         )
     init_from = recipe.model.init_from
-    if init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from):
+    is_directory = init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from)
+    if init_from is not None and is_directory and not _is_unfetched(init_from):
         fix = "put config.json and *.safetensors there, or name another directory or a model of the Hub"
         _check_directory("model.init_from", init_from, fix)
     check_layers(recipe)
+
+
+def _is_unfetched(directory: str) -> bool:
+    """Return whether a directory is of a model of ModelScope whose weights `finlm train` fetches."""
+    return _FETCHED.fullmatch(directory) is not None and not any(Path(directory).glob("*.safetensors"))
 
 
 def check_weights(recipe: Recipe) -> None:
@@ -58,6 +125,8 @@ def missing_start(recipe: Recipe) -> Iterator[str]:
     """Yield a warning when model.init_from names no weights that are here, nor a model of the Hub at a commit."""
     named, revision = recipe.model.init_from, recipe.model.revision
     if named is None or parents.is_recipe(named):
+        return
+    if _is_unfetched(named):
         return
     if Path(named).is_dir():
         if not any(Path(named).glob("*.safetensors")):

@@ -17,7 +17,9 @@ from finlm.inference import export
 from finlm.inference.open import load_trained
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
-from finlm.train.post import start
+from finlm.rows.dialogues import read_pairs
+from finlm.rows.shards import Order, Shards
+from finlm.train.post import preferences, start
 
 import dialogues
 from helpers import ROOT
@@ -118,6 +120,52 @@ def test_dpo_of_adapters_has_the_start_as_its_reference(made: Any, ranks: Ranks)
     rows = ranks.train(run)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[-1]["margin"] > 0.2
     assert isinstance(load_trained(run.complete_checkpoints()[-1][1]).model, torch.nn.Module)
+
+
+def orpo_of_the_paper(model: Any, pair: Any, weight: float) -> float:
+    """Equations 3, 4, 6 and 7 of arXiv 2403.07691 in plain torch, from the logits of transformers' own model."""
+    likelihoods = []
+    for answer in (pair["chosen_ids"], pair["rejected_ids"]):
+        ids = torch.tensor([*pair["prompt_ids"], *answer])
+        logits = model(ids[None]).logits[0, -len(answer) - 1 : -1].double()
+        likelihoods.append(logits.log_softmax(dim=1).gather(1, ids[-len(answer) :, None]).mean().exp())
+    (chosen, odds), (_, other) = ((p, p / (1 - p)) for p in likelihoods)
+    return float(-torch.log(chosen) - weight * torch.log(torch.sigmoid(torch.log(odds / other))))
+
+
+def test_orpo_has_the_loss_of_its_paper_learns_and_resumes(model: Path, made: Any, ranks: Ranks) -> None:
+    run = made("dpo", "dpo={loss: orpo, beta: 0.5}", "batch.micro_batch=4")
+    rows = ranks.train(run)
+    pairs = list(read_pairs(Shards(run.shards).split("train")))
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    order = Order(len(pairs), 7)[torch.arange(16).numpy()].tolist()
+    with torch.no_grad():
+        wanted = [orpo_of_the_paper(plain, pairs[number], 0.5) for number in order]
+    assert rows[0]["loss"] == pytest.approx(sum(wanted) / 16, abs=1e-4)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5 and rows[-1]["accuracy"] == 1.0
+    evals = list(run.read_events("eval"))
+    assert evals[-1]["loss"] < evals[0]["loss"] and evals[-1]["margin"] > evals[0]["margin"]
+    shutil.rmtree(run.checkpoint(8))
+    again = ranks.train(run)[8:]
+    for key in ("loss", "margin", "rows_crc"):
+        assert [row[key] for row in again] == [row[key] for row in rows[4:]]
+
+
+def test_orpo_of_adapters_and_at_zero_3_learns_the_same_way(made: Any, ranks: Ranks) -> None:
+    settings = ("dpo={loss: orpo, beta: 0.5}", "lora={rank: 4, alpha: 16}", "optim.lr=2.0e-2", "train.steps=4")
+    whole = ranks.train(made("dpo", *settings, "batch.micro_batch=2"))
+    apart = ranks.train(made("dpo", *settings, "batch.micro_batch=8", "zero.stage=3"))
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    for key in ("loss", "margin", "reward_chosen"):
+        assert [row[key] for row in apart] == pytest.approx([row[key] for row in whole], abs=1e-3)
+
+
+def test_the_odds_of_an_answer_that_is_certain_have_a_finite_gradient() -> None:
+    means = torch.tensor([[0.0, -30.0], [-1e-8, -1.0]], requires_grad=True)
+    odds = preferences.log_odds(means)
+    torch.nn.functional.logsigmoid(odds[:, 0] - odds[:, 1]).sum().backward()
+    assert means.grad is not None and torch.isfinite(odds).all() and torch.isfinite(means.grad).all()
+    assert odds[1, 1].item() == pytest.approx(math.log(math.exp(-1) / (1 - math.exp(-1))), abs=1e-6)
 
 
 def test_a_reward_model_orders_the_pairs_and_reports_its_range(judge: tuple[RunDir, Path]) -> None:

@@ -31,6 +31,7 @@ from finlm.recipe.schema_data import Source
 # "share": a share of the documents is held out; the embedded corpus brings a held-out file of its own instead.
 Split = Literal["train", "held_out", "share"]
 Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
+_NOT_READ = (".csv", ".tsv", ".xls", ".xlsx", ".pdf", ".doc", ".docx")
 _SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
 _LOOKED_AT = 10_000  # entries of a directory that was given instead of its files
 READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
@@ -86,7 +87,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         raise UserError(
             f"{key}: no file matches {source.path}",
             evidence=_similar_names(str(source.path)),
-            fix=f"correct {key}.path",
+            fix="download it and name the file" if "://" in str(source.path) else f"correct {key}.path",
         )
     by_format: dict[Format, list[Path]] = {}
     for path in paths:
@@ -292,10 +293,16 @@ def safe_name(name: str) -> str:
 
 
 def _format(path: Path, source: Source) -> Format:
-    """Return the format of a file: the recipe's, or that of its suffix (default jsonl)."""
+    """Return the format of a file: the recipe's, or that of its suffix (default jsonl). Raises UserError."""
     if source.format != "auto":
         return source.format
     name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    if name.endswith(_NOT_READ):
+        raise UserError(
+            f"finlm does not read {path}",
+            evidence="it reads JSON lines, .txt, .parquet and .arrow, the first two also as .gz and .zst",
+            fix="convert it to JSON lines, a document or a dialogue a line",
+        )
     return _SUFFIXES.get(Path(name).suffix, "jsonl")
 
 

@@ -4,9 +4,9 @@ Pair p of the run is pair Order[p] of the data, so resuming is a seek; a step ta
 micro-steps, then ranks. A batch is padded to its longest sequence. trl's metrics become keys of the step's row.
 
 DPO's reference is the start itself, asked once before the first step and remembered as two numbers a pair, so no second
-model is held. After a resume it is asked again, before the checkpoint is loaded. A reward model is the start's body
-with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to steady the critic
-of PPO; sentences were more accurate there (report, section on RLHF).
+model is held. After a resume it is asked again, before the checkpoint is loaded. ORPO asks none. A reward model is the
+start's body with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to
+steady the critic of PPO; sentences were more accurate there (report, section on RLHF).
 """
 
 from __future__ import annotations
@@ -217,6 +217,48 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return torch.stack(logps.chunk(2), dim=1)
 
 
+class OddsTrainer(PreferenceTrainer):
+    """ORPO (arXiv 2403.07691): the answer's own loss and the odds of the chosen over the rejected one, no reference.
+
+    trl's ORPOTrainer learns the prompt too, and averages the loss over a micro-batch's tokens; here as in the paper.
+    """
+
+    def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-odds of the answers, [pairs, (chosen, rejected)]; loss of the held-out pairs is equation 7."""
+        return log_odds(self._means(self.model_wrapped, batch))
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
+        """Return the mean loss of the pairs and note trl's metrics of them; collective. Replaces DPO's."""
+        means = self._means(model, inputs)
+        odds = log_odds(means)
+        chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)
+        noted = {
+            "rewards/accuracies": (chosen > rejected).float(),
+            "rewards/margins": chosen - rejected,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+        }
+        for name, values in noted.items():
+            self._metrics["train"][name].append(values.mean().item())
+        ratio = torch.nn.functional.logsigmoid(odds[:, 0] - odds[:, 1])
+        return -(means[:, 0] + float(self.beta) * ratio).mean()
+
+    def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
+        """Put the head that is trained into the model; no reference is asked."""
+        start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
+        return dataset
+
+    def _means(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean log-probability of an answer's tokens: [pairs, (chosen, rejected)]."""
+        return self._logps(model, batch) / torch.stack(batch["completion_mask"].sum(dim=1).chunk(2), dim=1)
+
+
+def log_odds(means: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)) of mean log-probabilities log p, where p is at most 1 - 1e-6: odds stay finite."""
+    means = means.clamp(max=-1e-6)
+    return means - torch.log(-torch.expm1(means))
+
+
 class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
     """RewardTrainer over the run's pairs."""
 
@@ -278,7 +320,7 @@ def make(r: Rank) -> PairTrainer:
             DPOConfig,
             r,
             beta=dpo.beta,
-            loss_type=[dpo.loss],
+            loss_type=["sigmoid" if dpo.loss == "orpo" else dpo.loss],  # trl's DPO does not know orpo
             label_smoothing=dpo.label_smoothing,
             precompute_ref_log_probs=True,
             max_length=None,
@@ -293,4 +335,5 @@ def make(r: Rank) -> PairTrainer:
     given = {"args": settings, "train_dataset": rows, "processing_class": padding_tokenizer(r)}
     if r.recipe.dpo is None:
         return JudgeTrainer(r, model, **given)
-    return PreferenceTrainer(r, model, **given, peft_config=lora.lora_config(r.recipe))
+    kind = OddsTrainer if r.recipe.dpo.loss == "orpo" else PreferenceTrainer
+    return kind(r, model, **given, peft_config=lora.lora_config(r.recipe))
