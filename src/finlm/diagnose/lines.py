@@ -19,6 +19,7 @@ _PREFIX = re.compile(
       | [A-Za-z][\w-]*/(?P<replica>\d{1,3})(?=\s)                                        # torchx
       | \((?P<actor>\w+)\s+pid=\d+(?:,\s*ip=(?P<ip>[\w.:-]+))?\)                        # Ray, vLLM
       | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
+      | >(?=\s)                                                                         # quoted
       | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
       | (?!python|pip|gcc|g\+\+|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
         (?P<host>(?:[\dx]{1,3}\.){3}[\dx]{1,3}|[A-Za-z][\w-]*[-\d][\w.-]*):(?=\s)         # pdsh

@@ -75,8 +75,12 @@ def generate(
     model: a causal model of transformers in evaluation mode, or one with peft's adapters.
     compiled: its layers are compiled for the token; takes effect on a GPU.
     """
-    with torch.no_grad():
-        return _Batch(model, prompts, limits, keys, drawing, compiled).run()
+    batch = _Batch(model, prompts, limits, keys, drawing, compiled)
+    try:
+        with torch.no_grad():
+            return batch.run()
+    finally:
+        batch.close()
 
 
 class _LayerCache:
@@ -175,6 +179,12 @@ class _Batch:
                 ended = [row for row in holders if not live[row]]
                 answers |= {holders.pop(row): answer for row, answer in self._read(ended)}
         return [answers[place] for place in range(len(self.prompts))]
+
+    def close(self) -> None:
+        """Give the memory back: caches and batch refer to each other, and Python would find that out much later."""
+        self.graph = None
+        for cache in self.caches:
+            cache.both.clear()
 
     def _read(self, rows: list[int]) -> Iterator[tuple[int, Answer]]:
         """Yield (row, answer) of rows that have ended."""
