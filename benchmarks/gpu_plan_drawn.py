@@ -269,6 +269,8 @@ def toy(values: draw.Values) -> draw.Values:
     if lora := values.get("lora"):
         found["lora"] = lora | {"quantize": "none", "rank": 4}
     batch, train = {"sequence_length": 128, "tokens_per_step": 1024}, {"steps": 10_000, "cpu_ranks": 1}
+    if grpo := values.get("grpo"):
+        found["grpo"] = grpo | {"max_new_tokens": 16}
     shape_ = TOY | {key: values["model"][key] for key in ("tie_embeddings", "config") if key in values["model"]}
     return found | {"model": shape_, "batch": batch, "train": train, "zero": {"stage": 1, "offload_optimizer": "none"}}
 
