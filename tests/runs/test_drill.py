@@ -78,17 +78,18 @@ def stop(*_):
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
 write(kind="start", step=0)
-for step in range(1, 10_000):
+for step in range(1, 1000):
     write(kind="step", step=step)
     write(kind="checkpoint", step=step)
     time.sleep(0.05)
 """
 DRILLS = """
-import sys
+import signal, sys
 from pathlib import Path
 from finlm.recipe.cluster import Cluster, Host
 from finlm.runs import drill
 drill.POLL_SECONDS = 0.05
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
 runs, hosts = Path(sys.argv[2]), Cluster((Host("localhost", 1),))
 train = [sys.executable, "-c", sys.argv[1], str(runs)]
 drill.drill(drill.Drill(train, "toy", hosts, runs, ["connection-cut"], 600, 0.3), drill.show)
@@ -106,7 +107,10 @@ def test_a_drill_that_is_interrupted_ends_its_training_and_shows_what_it_has_see
         heard = process.stderr.readline()  # the first fault: it cannot be caused here
         assert "connection-cut on localhost: not done: LookupError: no agent here" in heard
         process.send_signal(how)
-        said, _ = process.communicate(timeout=30)
+        try:
+            said, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert "connection-cut (not done)" in said and "%, 0 faults" in said
     assert [row["kind"] for row in RunDir(tmp_path / "runs/toy-1").read_events()][-1] == "end"
 
