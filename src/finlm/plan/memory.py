@@ -221,8 +221,7 @@ def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> 
 def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """Return bytes beside the states while a rank generates answers, by item; empty where it generates none.
 
-    Keys and values of every token of the rows, and the most that prompts, PROMPT_TOKENS of them at a time, or a token
-    of all rows need beside.
+    Keys and values of the rows, and what prompts, PROMPT_TOKENS of them at a time, or a token of all rows need beside.
     """
     rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
     if not rows:
