@@ -34,6 +34,7 @@ CPU_ZERO3_BYTES = int(0.25 * GIB)  # more with ZeRO-3, measured on CPU
 CPU_FRAGMENTATION = 0.8  # of what comes and goes: glibc keeps freed blocks, eager fp32 attention copies; measured
 CACHE = {False: 0.04, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
 CACHE_OFFLOADED = 0.08  # the same on one GPU where the optimizer of all weights is on the host: 2 to 14 % there
+TABLES, SMALL_TABLE = 5, 1 << 28  # bytes kept a byte above the second, of embedding and head that stream: one H100
 FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
 WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
@@ -263,8 +264,10 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     is_offloaded = layout.offload_optimizer != "none" and layout.zero_stage < 3 and layout.trainable is None
     cache = CACHE_OFFLOADED if is_offloaded and layout.world_size == 1 else CACHE[layout.world_size > 1]
     cache += 0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0
-    fragmentation = int(cache * sum(items.values()))
-    return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": fragmentation}
+    kept = int(cache * sum(items.values()))
+    if is_offloaded and layout.offload_optimizer == "stream" and not shape.tied:
+        kept += TABLES * max(0, layout.element_bytes * shape.embedding_parameters - SMALL_TABLE)
+    return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": kept}
 
 
 def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
@@ -293,11 +296,8 @@ def share(parameters: int, layout: Layout, from_stage: int) -> int:
 
 def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     """Return the bytes of weights and optimizer states on a rank's device, by item."""
-    e, own, on_device = (
-        layout.element_bytes,
-        share(trained_parameters(shape, layout), layout, 1),
-        layout.offload_param == "none",
-    )
+    e, on_device = layout.element_bytes, layout.offload_param == "none"
+    own = share(trained_parameters(shape, layout), layout, 1)
     of_weight = e if layout.weight_bytes is None else layout.weight_bytes
     weights = int(of_weight * share(shape.parameters, layout, 3))
     if layout.trainable is not None:
