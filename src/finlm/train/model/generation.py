@@ -313,21 +313,18 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from prompts to themselves, causally, or from a token of each row to the tokens before it.
 
     query, key, value: [rows, heads, tokens, head]. module.generation_bounds: int32 [rows] each, what a token of each
-    row sees (token_attention.attend), or None for prompts. Return ([rows, tokens, heads, head], None).
+    row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window and softcap, of the layers
+    that have them. Return ([rows, tokens, heads, head], None).
     """
-    bounds = module.generation_bounds
+    bounds, sliding_window, softcap = module.generation_bounds, given.get("sliding_window"), given.get("softcap")
     rows, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
-    scale = size**-0.5 if scaling is None else scaling
+    scale = size**-0.5 if given.get("scaling") is None else given["scaling"]
     if bounds is not None and _has_kernel(query):
         from finlm.train.model import token_attention  # needs Triton, which comes with torch for GPUs
 
@@ -344,9 +341,10 @@ def _attend(
         out = functional.scaled_dot_product_attention(shared, key, value, mask, scale=scale)
         return out.reshape(rows, 1, heads, size), None
     is_plain = sliding_window is None or tokens <= sliding_window
-    given: dict[str, Any] = {"is_causal": True} if is_plain else {"attn_mask": mask}
     k, v = (repeat_kv(part, groups) for part in (key, value))
-    return functional.scaled_dot_product_attention(query, k, v, scale=scale, **given).transpose(1, 2), None
+    seen = None if is_plain else mask
+    out = functional.scaled_dot_product_attention(query, k, v, seen, is_causal=is_plain, scale=scale)
+    return out.transpose(1, 2), None
 
 
 def _has_kernel(query: torch.Tensor) -> bool:

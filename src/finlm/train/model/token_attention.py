@@ -111,11 +111,8 @@ def attend(
     groups = heads // kv_heads
     query = query.contiguous()
     out = torch.empty_like(query)
-    sizes = (
-        max(16, triton.next_power_of_2(groups)),
-        triton.next_power_of_2(size),
-        BLOCK,
-    )  # a product has 16 rows or more
+    queries = max(16, triton.next_power_of_2(groups))  # the fewest that a product takes
+    sizes = queries, triton.next_power_of_2(size), BLOCK
     given = window, size, room, kv_heads, groups, scale, cap
     _attend[(rows, kv_heads)](query, key, value, out, *bounds, *given, *sizes, num_warps=4, num_stages=2)
     return out.view(rows, 1, heads, size)
