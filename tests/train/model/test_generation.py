@@ -64,7 +64,8 @@ def test_answers_do_not_depend_on_how_many_are_generated_at_once() -> None:
     assert len(lengths) > 1, "some end early, and their rows are given to others"
     likeliest = generate(model, 4, None)
     check(model, likeliest, None)
-    assert likeliest[0] == likeliest[5] == likeliest[6] != likeliest[1] == likeliest[4]
+    said = [answer.ids for answer in likeliest]  # log-probabilities may differ by rounding
+    assert said[0] == said[5] == said[6] != said[1] == said[4]
     assert all(len(answer.ids) == MOST for answer in generate(model, 4, ends=[]))
 
 
