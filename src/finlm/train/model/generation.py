@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from finlm.plan.memory import PROMPT_TOKENS
 from finlm.recipe.models import traits
+from finlm.train.model import causal_lm
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 NAME = "finlm_generation"
@@ -136,7 +137,7 @@ class _Batch:
         compiled: bool,
     ) -> None:
         self.model, self.prompts, self.limits, self.given_keys = model, prompts, limits, keys
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = causal_lm.base_model(model)
         self.decoder, device = inner.model, inner.model.embed_tokens.weight.device
         self.is_static = device.type == "cuda" and _is_static(inner.config)
         count = min(limits.rows, len(prompts))
