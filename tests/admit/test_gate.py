@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from finlm.admit import cells, command, record, table
@@ -18,7 +19,9 @@ from finlm.plan.plan import Plan
 from finlm.recipe import cluster, parents, recipe, shape
 from finlm.recipe.models import traits
 from finlm.recipe.schema import Recipe
+from finlm.train import batches
 from finlm.train.model import kernels
+from train.test_documents import varlen_by_definition
 
 from helpers import QUICKSTART
 
@@ -84,8 +87,18 @@ def test_a_window_counts_and_what_ignores_it_fails(monkeypatch: pytest.MonkeyPat
 
 
 def test_documents_that_see_each_other_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.batches, "mask_arguments", lambda *_: {})
+    monkeypatch.setattr(kernels.batches, "document_positions", lambda _bounds, shape: torch.arange(shape[1])[None])
     assert cells.CELLS["packed rows"](case("qwen3")).startswith("documents of a row see each other")
+
+
+@pytest.mark.parametrize("model_type", [name for name in SHIPPED if not traits.shipped()[name].failing])
+def test_documents_are_apart_under_the_attention_of_gpus(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
+    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    at = case(model_type)
+    plain = cells.plain_attention(at.small)
+    monkeypatch.setattr(cells, "plain_attention", lambda _config: plain if plain == "eager" else batches.NAME)
+    assert cells.CELLS["packed rows"](at) == ""
 
 
 def test_a_bias_that_is_dropped_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_row_of_documents_has_their_losses_and_gradients(
     assert len(alone.get_input_embeddings().weight) == VOCABULARY
 
 
-def cut(
+def varlen_by_definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *_: object, **named: Any
 ) -> torch.Tensor:
     """torch's varlen_attn, which needs a GPU, by its definition. q, k, v: [tokens, heads, head]."""
@@ -72,7 +72,7 @@ def cut(
 def test_bounds_and_windows_reach_the_kernel_through_transformers(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "varlen_attn", cut)
+    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
     batches.AttentionInterface.register(batches.NAME, batches._attend)
     shown = "null" if window is None else window
     model = built(f"model.config={{model_type: mistral, sliding_window: {shown}}}", "model.kv_heads=1")
@@ -81,3 +81,28 @@ def test_bounds_and_windows_reach_the_kernel_through_transformers(
     masked = model(inputs, labels, bounds).item()
     model.config._attn_implementation = batches.NAME
     assert model(inputs, labels, bounds).item() == pytest.approx(masked, rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_read_the_bounds_of_each_step_without_compiling_again(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
+    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    (_, masked), (_, compiled) = pair(), pair(compiled=True, recompute=recompute)
+    compiled.config._attn_implementation = batches.NAME
+    graphs = []
+    for documents in (numbered(), numbered()[::-1].copy()):
+        arguments = *batch(), torch.from_numpy(batches.document_bounds(documents))
+        losses = [model(*arguments) for model in (masked, compiled)]
+        for model, loss in zip((masked, compiled), losses, strict=True):
+            model.zero_grad()
+            (loss / 100).backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+        for one, other in zip(compiled.parameters(), masked.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]

@@ -142,17 +142,11 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return filled
 
 
-def mask_arguments(bounds: torch.Tensor | None, shape: torch.Size, implementation: str) -> dict[str, torch.Tensor]:
-    """Return the keyword arguments with which the model attends within documents; {} when bounds is None.
-
-    bounds: int32 on the model's device. shape: of the inputs, [batch, sequence]. implementation: the model's attention.
-    """
-    if bounds is None:
-        return {}
+def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return each token's position in its document, int32 of shape [batch, sequence]; bounds: document_bounds()."""
     places = torch.arange(shape.numel(), dtype=bounds.dtype, device=bounds.device)
     starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
-    positions = {"position_ids": (places - starts).view(shape)}
-    return positions | {"document_bounds": bounds} if implementation == NAME else positions
+    return (places - starts).view(shape)
 
 
 def attention_implementation(device: str, dtype: torch.dtype) -> str:
@@ -170,19 +164,19 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    document_bounds: torch.Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within the bounds, to the last sliding_window tokens where the layer has a window.
+    """Compute causal attention within documents, to the last sliding_window tokens where the layer has a window.
 
-    query, key, value: [batch, heads, sequence, head]. Return ([batch, sequence, heads, head], None).
+    query, key, value: [batch, heads, sequence, head]. module.document_bounds: document_bounds(), on the same device.
+    Return ([batch, sequence, heads, head], None).
     """
     batch, _heads, sequence, _head = query.shape
     groups = query.shape[1] // key.shape[1]
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
-    limits = (document_bounds, document_bounds, sequence, sequence)
+    limits = (module.document_bounds, module.document_bounds, sequence, sequence)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out: torch.Tensor = varlen_attn(q, k, v, *limits, scale=scaling, window_size=window)  # type: ignore[assignment]
     return out.view(batch, sequence, *out.shape[1:]), None

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from finlm.plan.memory import PROMPT_TOKENS
 from finlm.recipe.models import traits
 from finlm.train.model import causal_lm
+from finlm.train.model.kernels import attention_modules
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 NAME = "finlm_generation"
@@ -256,7 +257,7 @@ class _Batch:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, bounds: Bounds) -> Any:
         """Return the logits of the last token of each row of ids; bounds: what _attend reads."""
-        for module in _attention_modules(self.decoder):  # not as an argument: some types do not hand further ones down
+        for module in attention_modules(self.decoder):  # not as an argument: some types do not hand further ones down
             module.generation_bounds = bounds
         given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         return self.model(input_ids=ids, position_ids=positions, **given).logits
@@ -287,18 +288,12 @@ def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         decoder.config._attn_implementation = former[0]
-        for module in _attention_modules(decoder):
+        for module in attention_modules(decoder):
             module.__dict__.pop("generation_bounds", None)
         for layer, own in zip(decoder.layers, former[1], strict=True):
             del layer.forward
             if own is not None:
                 layer.forward = own
-
-
-def _attention_modules(decoder: Any) -> Iterator[Any]:
-    """Yield the attention block of each layer."""
-    for layer in decoder.layers:
-        yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 
 
 def _is_static(config: Any) -> bool:

@@ -192,11 +192,20 @@ def _summed_loss(
     **_: Any,  # what peft hands on
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return what the head's forward returns for the model's last hidden states; the model's new forward."""
-    within = batches.mask_arguments(bounds, input_ids.shape, model.config._attn_implementation)
-    if not within:
-        within = {"position_ids": plain_positions(input_ids)}
-    hidden = model.model(input_ids=input_ids, use_cache=False, **within).last_hidden_state
+    if bounds is None:
+        positions = plain_positions(input_ids)
+    else:
+        positions = batches.document_positions(bounds, input_ids.shape)
+        for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
+            module.document_bounds = bounds
+    hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
+
+
+def attention_modules(decoder: Any) -> Iterator[Any]:
+    """Yield the attention block of each layer."""
+    for layer in decoder.layers:
+        yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
