@@ -23,6 +23,7 @@ from ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
 os.environ["FINLM_LANG"] = "en"  # whatever the machine speaks
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that spin for a core that others use made a test 20 times as long
 os.environ["XDG_CONFIG_HOME"] = f"{tempfile.gettempdir()}/finlm-tests-{os.getpid()}"  # no user's GPUs
 # The longest first, so that no worker is left with one of them at the end, and hosts that wait beside ranks that train.
 FIRST = ("test_docs.py", "cluster", "test_train_command.py", "train/test_training.py", "train/zero/test_checkpoint.py")

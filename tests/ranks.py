@@ -11,10 +11,12 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from finlm.train.__main__ import STAGES
 
 HERE = Path(__file__).resolve().parent
 END_SECONDS = 4.0  # from the failure of one rank to the end of the others
+LIMIT_SECONDS = 400.0  # for ranks to end, also those that compile DeepSpeed's Adam first; below a test's own limit
 
 
 class Ranks:
@@ -49,7 +52,11 @@ class Ranks:
         """
         stage = getattr(recipe.load(run.recipe).recipe, "stage", "pretrain")
         request = {"run": str(run.path), "world_size": Plan.read(run.plan).world_size, "stage": stage, "fault": fault}
-        return list(self._ask(request))
+        try:
+            return list(self._ask(request))
+        except BaseException:  # also of a test that ran out of time: the answer would be taken for the next one's
+            self._kill()
+            raise
 
     def _ask(self, request: dict[str, Any]) -> Any:
         if self._process is None:
@@ -58,13 +65,33 @@ class Ranks:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PATH": path, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
+            )
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
+        assert select.select([self._process.stdout], [], [], LIMIT_SECONDS)[0], self._stacks(Path(request["run"]))
         answer = self._process.stdout.readline()
         assert answer, f"the process of the ranks ended with {self._process.wait()}"
         return json.loads(answer)
+
+    def _stacks(self, run: Path) -> str:
+        """Where ranks that do not end are: the ends of their logs, to which each writes its stack on SIGUSR1."""
+        assert self._process
+        for pid in processes.children(self._process.pid):
+            processes.send_signal(pid, signal.SIGUSR1)
+        time.sleep(2)
+        logs = [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(RunDir(run).logs.glob("*.log"))]
+        return "\n".join([f"the ranks of {run} have not ended after {LIMIT_SECONDS:.0f} s", *logs])
+
+    def _kill(self) -> None:
+        """Kill the process and its ranks; the next request starts another one."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
 
     def __enter__(self) -> Ranks:
         return self

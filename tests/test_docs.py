@@ -93,12 +93,12 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_quickstart_learns(shell: Shell, checkout: Path) -> None:
-    """The first command of the README, for 100 of its 250 steps: in full it is a third of the time of all tests."""
-    result = shell("bash scripts/pretrain_run.sh --new --set train.steps=100", timeout=2300)
+    """The first command of the README, for 50 of its 250 steps: in full it is a third of the time of all tests."""
+    result = shell("bash scripts/pretrain_run.sh --new --set train.steps=50", timeout=2300)
     assert result.returncode == 0, result.stderr[-3000:]
     run = open_run(checkout / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
     first, *_, last = (event["loss"] for event in run.read_events("eval"))
-    assert last < 0.6 * first
+    assert last < 0.65 * first
     assert run.report.exists()
 
 

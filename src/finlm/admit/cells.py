@@ -257,7 +257,7 @@ def _kept(config: Any, layers: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # tensor itself would hold the graph that holds it
 
     inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
     model.eval()  # a dropout of 0 keeps a mask, which no compiled layer does

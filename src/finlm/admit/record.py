@@ -151,7 +151,7 @@ def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # tensor itself would hold the graph that holds it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = module(states)
