@@ -158,7 +158,7 @@ def attention_implementation(device: str, dtype: torch.dtype) -> str:
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
