@@ -70,6 +70,13 @@ def test_names_that_a_shell_would_read_are_refused(tmp_path: Path) -> None:
         assert "hostfile.txt:1: " in caught.value.evidence and "is not a host name" in caught.value.evidence
 
 
+def test_a_user_and_a_port_are_told_where_they_belong(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        cluster.load(write(tmp_path, "root@a:2222 slots=1\nb:22 slots=1\n"))
+    user_and_port, port = caught.value.evidence.splitlines()
+    assert "hosts: {a: {user: root, port: 2222}}" in user_and_port and "hosts: {b: {port: 22}}" in port
+
+
 def test_include_and_exclude_are_deepspeeds(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=4\nb slots=4\nc slots=2\n")
 

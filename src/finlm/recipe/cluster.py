@@ -193,7 +193,7 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
         if match is None:
             mistakes.append(f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}")
         elif _NAME.fullmatch(match[1]) is None:
-            mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name (user and port: the recipe's hosts:)")
+            mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name{_advise_access(match[1])}")
         elif match[1] in slots:
             mistakes.append(f"{path}:{number}: {match[1]} appears twice (line {first[match[1]]}); one line a host")
         elif int(match[2]) == 0:
@@ -206,6 +206,15 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
     if not slots:
         raise UserError(f"the hostfile {path} names no host", fix="write one line a host: `name slots=N`")
     return slots, spares
+
+
+def _advise_access(text: str) -> str:
+    """Return where the user and port of a `user@name:port` belong; "" for text of another form."""
+    match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
+    if match is None:
+        return ""
+    access = ", ".join(f"{key}: {value}" for key, value in (("user", match[1]), ("port", match[3])) if value)
+    return f": write {match[2]} here, and in the recipe `hosts: {{{match[2]}: {{{access}}}}}`"
 
 
 def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
