@@ -149,6 +149,7 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("deepseek_v3", "self_attn.q_a_proj.weight has a size of"),
         ("qwen3_next", "which do not know where a document of a packed row ends"),
         ("glm4_moe", "layers of several kinds"),
+        ("gemma4_assistant", "has no default configuration"),
     ],
 )
 def test_what_is_no_decoder_of_this_kind_is_refused_in_a_sentence(named: str, why: str) -> None:

@@ -89,6 +89,7 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
             "once one exceeds 64",
         ),
         ({"layer_types": ["linear_attention"] * 36}, "it would leak into the next; they need flash-linear-attention"),
+        ({"layer_types": ["chunked_attention"] * 36}, "36 layers of chunked_attention, which do not know where"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq)"),
         ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),

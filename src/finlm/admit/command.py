@@ -69,7 +69,8 @@ def admit(model: str) -> Verdict:
 def read_config(model: str) -> tuple[traits.Config, Path | None]:
     """Return (config.json, directory) of a model directory, or (default configuration, None) of a model_type.
 
-    The default is transformers', with every dropout 0 and without null keys. Raises UserError when `model` is neither.
+    The default is transformers', with every dropout 0 and without null keys. Raises UserError when `model` is neither,
+    or a type whose class refuses its own defaults.
     """
     path = Path(model)
     if (path / "config.json").is_file():
@@ -80,7 +81,14 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
             evidence=f"no {path / 'config.json'}, and no model_type of transformers {transformers.__version__}",
             fix="give a directory with config.json, or a model_type such as qwen3",
         )
-    own = record.whole_config(model).to_dict()
+    try:
+        own = record.whole_config(model).to_dict()
+    except Exception as error:  # of transformers' classes there are many kinds
+        raise UserError(
+            f"transformers' {model} has no default configuration",
+            evidence=" ".join(str(error).split())[:200],
+            fix="give a directory with config.json",
+        ) from None
     heads = own.get("num_attention_heads")
     if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
         like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads}

@@ -364,8 +364,8 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
     if other:
         yield (
             f"layer_types: {len(other)} layers of {other[0]}, which do not know where a document of a packed row ends: "
-            "it would leak into the next; they need flash-linear-attention, which finlm does not drive"
-        )
+            "it would leak into the next"
+        ) + ("; they need flash-linear-attention, which finlm does not drive" if "linear_attention" in other else "")
     for rope in traits.ropes(config):
         kind = rope.get("rope_type", rope.get("type", "default"))
         longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
