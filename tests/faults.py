@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -34,6 +35,11 @@ def nan_loss(rank: int, micro_steps: list[int]) -> None:
         return loss * math.nan if is_due else loss
 
     kernels._summed_loss = faulty
+
+
+def without_inductor() -> None:
+    """Importing torch's code generator fails."""
+    sys.modules["torch._inductor.compile_fx"] = None  # type: ignore[assignment]
 
 
 def flipped_bit(rank: int, first: int, path: str) -> None:

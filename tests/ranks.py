@@ -116,14 +116,11 @@ def serve() -> None:
 
 
 def warm_up() -> None:
-    """Import what DeepSpeed's optimizer would in every rank: torch._dynamo and functorch.compile, 3 CPU seconds."""
+    """Import the trainer and what its ranks would import otherwise."""
     import gc
 
     gc.disable()
-    import torch
-
-    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    importlib.import_module("finlm.train.pretrain")
     gc.freeze()  # the ranks share these pages, and need not look for garbage there
     gc.enable()
 

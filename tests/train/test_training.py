@@ -22,6 +22,7 @@ from finlm.plan.plan import Plan
 from finlm.recipe import recipe
 from finlm.train.model import products
 
+from helpers import logs
 from ranks import Ranks
 
 # The first optimizer on the CPU waits for DeepSpeed's compiler: 50 s alone, minutes beside other tests.
@@ -118,6 +119,11 @@ def test_two_runs_give_bit_identical_losses(make_run: Any, ranks: Ranks, expecte
     run = make_run()
     assert [row["loss"] for row in ranks.train(run)] == expected
     assert run.host_lock("localhost").exists()  # every rank holds it
+
+
+def test_a_rank_that_does_not_compile_does_not_import_inductor(make_run: Any, ranks: Ranks) -> None:
+    run = make_run("train.steps=4", "optim.warmup_steps=2", ranks=1)
+    assert ranks.codes(run, "without_inductor") == [0], logs(run)
 
 
 def test_micro_batch_accumulation_and_world_size_do_not_change_loss_or_gradient(make_run: Any, ranks: Ranks) -> None:

@@ -202,7 +202,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     importlib.import_module("finlm.train.pretrain")
-    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")  # DeepSpeed's optimizers, 3 seconds of a rank
     for line in sys.stdin:
         path, world_size = json.loads(line)
         print(json.dumps(fork_ranks(path, world_size)), file=answers, flush=True)

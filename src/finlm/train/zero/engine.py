@@ -10,19 +10,26 @@ gradients after every micro-batch. The numbers are those without offload, to the
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed
 
 from finlm.plan.plan import ON_HOST, STREAM_SETS, Plan, group_members, is_contiguous, optimizer_group
 from finlm.train.model import products
+
+with mock.patch.object(compiler, "compile", lambda: lambda function: function):
+    # Every engine imports Muon, which no recipe asks for. Its decorators import inductor: 1.4 CPU s of a rank's start.
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 ALIGNED = 64  # elements: groups of a multiple of them are read in wide words
 
