@@ -30,7 +30,7 @@ Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
 
 
 def _look_before_launch(t: pipeline.Training) -> Known:
-    """Return the known state of the steps before launch.
+    """Return {step: (state, words)} of the steps before launch whose state is known.
 
     Sets shards, plan, ds_config, resumed and init_from of t where they can be known without doing the steps.
     """
@@ -99,7 +99,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
 
 
 def _look_after_launch(t: pipeline.Training) -> Known:
-    """Return the known state of the steps from `train` to `expectations`."""
+    """Return {step: (state, words)} of the steps from `train` to `expectations` whose state is known."""
     known: Known = {}
     if t.is_trained:
         known["train"] = DONE, f"{t.plan.steps:,} steps"

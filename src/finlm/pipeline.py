@@ -298,7 +298,7 @@ def check_hosts(t: Training) -> None:
 
 
 def open_run(t: Training) -> None:
-    """Set t.run to the unfinished run, or to a new one, which may continue another run."""
+    """Set t.run to the unfinished run, or make a new run directory, which may continue another run."""
     if t.resumed is not None:
         t.run = t.resumed
         return

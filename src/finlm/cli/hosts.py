@@ -167,7 +167,10 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
-    """Return the run of a short name, else the path as it is. Raises UserError where the name may be several runs."""
+    """Return the run of a short name, else the path as it is.
+
+    Raises UserError where the name may be several runs, and, with must_exist or for `latest`, where there is none.
+    """
     path = Path(text)
     where = path.parent if path.parent != Path() else RUNS
     if path.exists() or (len(path.parts) > 1 and not where.is_dir()):
@@ -225,7 +228,10 @@ def model_directory(text: str | Path) -> Path:
 
 
 def recipe_or_run(text: str | Path) -> Path:
-    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's."""
+    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's.
+
+    Raises UserError where there is neither.
+    """
     try:
         path = recipe_file(text)
     except UserError:

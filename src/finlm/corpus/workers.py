@@ -148,7 +148,7 @@ def map_in_order(
 
 
 def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
-    """Submit a task and return what it is awaited by.
+    """Submit a task and return the Pending to wait for.
 
     Raises BrokenProcessPool also when a worker died while others still started.
     """
@@ -224,7 +224,7 @@ class Engine(Protocol):
     """
 
     def start(self, at_most: int) -> AbstractContextManager[Mapper]:
-        """Have at most `at_most` workers during the block."""
+        """Start at most `at_most` workers and yield their Mapper; they end with the block."""
 
 
 class LocalEngine:

@@ -293,7 +293,7 @@ def explain_stall(
     logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
     stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
-    blamed = silent_ranks(stacks, states)
+    blamed = find_blamed_ranks(stacks, states)
     key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
     lines = [progress.words(now)]
     for rank in blamed or stacks:
@@ -384,7 +384,7 @@ def parse_stack(text: str) -> Stack:
     return tuple(stack)
 
 
-def silent_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
+def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
     """Return the ranks to blame for a hang; [] when nothing tells them from the others.
 
     stacks: of each rank, () = no answer. states: the kernel's state letters. Stopped or mute ranks are blamed first,

@@ -181,7 +181,7 @@ class View:
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Update the state by a row and say what is worth it. quiet: the row is history, which only counts."""
+        """Update the state by a row and print the sentence about it, if any. quiet: print nothing of an old row."""
         sentence = self.state.feed(row)
         if quiet:
             self._tenths = self._tenth()

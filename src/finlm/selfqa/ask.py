@@ -197,7 +197,10 @@ def _ask_passages(
 
 
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
-    """Ask for the questions of one passage, and for the answers to those that pass the rules."""
+    """Ask for the questions of one passage and for the answers to those that pass the rules; return all of them.
+
+    A request that was refused or never answered is kept as `failed`. Raises UserError where no request can succeed.
+    """
     row = Asked(passage.document, passage.source, passage.text)
 
     def ask(prompt: str, temperature: float, tokens: int) -> Reply:
@@ -238,7 +241,7 @@ def _is_too_dear(settings: SelfQA, spent: Counter[str]) -> bool:
 
 
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
-    """Run stage 3: prune, and write the output with its account (<output>.json) beside it.
+    """Drop pairs by the rules, write the others to `output` and their counts and costs to <output>.json; print both.
 
     Raises UserError when no pair is left.
     """
