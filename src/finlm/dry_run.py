@@ -123,7 +123,7 @@ def _look_after_launch(t: pipeline.Training) -> Known:
 def adapt(t: pipeline.Training, adapter: str) -> list[str]:
     """Make or find the run directory and write another launcher's files; return the commands to type.
 
-    adapter: torchrun, accelerate, slurm, k8s or ray.
+    adapter: torchrun, accelerate, slurm, k8s or ray. Raises UserError when it cannot express the run.
     """
     if parents.is_recipe(t.recipe.model.init_from):
         pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))

@@ -157,7 +157,7 @@ def _find(text: str) -> str | None:
 
 
 def _find_parts(text: str, main: str, remark: str) -> str | None:
-    """Return a sentence translated clause by clause; None where no clause is known."""
+    """Return a sentence translated clause by clause; None where no clause is known. main, remark: of _split_remark."""
     if "; " in text:
         clauses = text.split("; ")
         return "；".join(map(_part, clauses)) if any(_find(clause) for clause in clauses) else None

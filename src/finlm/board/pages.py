@@ -346,7 +346,10 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 
 
 def diff(board: Board, one: str, other: str) -> Page:
-    """Return the page of the differences of two recipes and of their plans. Raises UserError and Missing."""
+    """Return the page of the differences of two recipes and their plans, empty until both are named.
+
+    Raises UserError and Missing.
+    """
     names = list(_recipes())
     values: dict[str, Any] = {"names": names, "a": one, "b": other, "differences": None}
     if one and other:

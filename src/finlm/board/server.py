@@ -222,7 +222,10 @@ class _Site:
             }
 
     def _check_post(self, request: Request, site: str) -> None:
-        """Raise HTTPException for a POST that does not come from a page of this board."""
+        """Raise HTTPException for a POST without --allow-actions, not from a page of this board, or too large.
+
+        site: the header Sec-Fetch-Site.
+        """
         if not self.settings.board.allow_actions:
             raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
         origin = request.headers.get("origin", "")

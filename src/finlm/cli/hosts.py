@@ -45,7 +45,8 @@ def hostfile(options: argparse.Namespace) -> str | Path | None:
 def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of plan and diff, asking none: the hostfile's, this machine (--local) or the recipe's.
 
-    Raises UserError for a host without a known GPU.
+    Also makes the GPU kinds known that plan's options describe or --calibrate measured. Raises UserError for a hostfile
+    that cannot be used, or a host without a known GPU.
     """
     from finlm.recipe import cluster
 

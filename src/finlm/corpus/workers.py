@@ -135,7 +135,10 @@ class Pool(Protocol):
 def map_in_order(
     executor: Pool | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
 ) -> Iterator[Result]:
-    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process."""
+    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process.
+
+    Raises what a task raises, and BrokenProcessPool when a worker dies.
+    """
     if executor is None:
         yield from map(function, tasks)
         return

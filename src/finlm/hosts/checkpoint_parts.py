@@ -140,7 +140,10 @@ def _try_manifest(
 
 
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
-    """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once."""
+    """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once.
+
+    damaged: files here that are brought again.
+    """
     listed = set(here.files if here is not None else ()) - set(damaged)
     wanted = []
     for part in parts:

@@ -58,7 +58,10 @@ class Progress:
     excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
-        """Set `at` to now; return the seconds of silence before it if that silence was printed, else 0."""
+        """Note that something was finished now, and how long that took if it is the longest time so far.
+
+        Returns the seconds of silence before it if that silence was printed, else 0.
+        """
         silence, reported = self.since(now), self.reported
         if self.stepped and not reported:  # a silence is no measure of what is usual
             self.longest = max(self.longest, silence)
@@ -207,7 +210,10 @@ def _explain_lost_host(
 
 
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
-    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix."""
+    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix.
+
+    words: the progress of the run, for the evidence.
+    """
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
         words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"

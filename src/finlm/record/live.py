@@ -212,7 +212,7 @@ class View:
 
 @contextmanager
 def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
-    """Yield a View of a run of this plan, on stderr, or where results go when it is the command's result."""
+    """Yield a View of a run of this plan, on stderr; is_result: where results go, as it is the command's result."""
     with screen.board(f"{plan.recipe}: training", is_result=is_result) as draw:
         yield View(plan, draw, screen.show if is_result else screen.say)
 

@@ -218,7 +218,10 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
 
 
 def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
-    """Train the recipe that this recipe starts from, if it names any, and return the --set value for its export."""
+    """Train the recipe that this recipe starts from, if it names any, and return the --set value for its export.
+
+    Raises UserError when that training fails.
+    """
     parent = recipes.load(recipe, sets).recipe.model.init_from
     if parent is None or not parents.is_recipe(parent):
         return []
@@ -242,7 +245,7 @@ def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
 
 
 def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
-    """Print the end of the training's log, and return the error."""
+    """Print the end of the training's log, and return the error. code: of `finlm train`."""
     screen.say(runs.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-4000:])
     return UserError(
         f"{recipe} was not trained to its end in {runs}, so there is nothing to compare",
@@ -295,7 +298,7 @@ def _train_and_kill(
 ) -> tuple[str, int] | None:
     """Train until a random moment, then kill it; return (moment, last step), None when the run ended before.
 
-    The moment is a random time after a random step, or after the appearance of a half-written checkpoint.
+    The moment is a random time after a random step; while_saving: after that, when a half-written checkpoint appears.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)

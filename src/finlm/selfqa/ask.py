@@ -324,7 +324,7 @@ class Passage:
 
 
 def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
-    """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
+    """Prepare the recipe's documents and return the drawn passages, in the order of the draw. Raises UserError.
 
     A larger self_qa.documents gives the same passages and further ones.
     """
@@ -352,7 +352,10 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
 
 
 def cut_passage(text: str, longest: int, draw: int) -> str:
-    """Return the text, or of a longer one the part that draw picks, between ends of sentences where possible."""
+    """Return the text, or of one above `longest` characters a part, between ends of sentences where possible.
+
+    draw: a random number that decides where the part begins.
+    """
     if len(text) <= longest:
         return text
     start = draw % (len(text) - longest + 1)
