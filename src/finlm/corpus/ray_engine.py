@@ -87,7 +87,7 @@ def check_host(expected: Expected) -> bool:
 
 @lru_cache(maxsize=4)
 def _check_once(expected: Expected) -> bool:
-    """Do the work of check_host."""
+    """Return and raise what check_host does, once for equal arguments."""
     host = os.uname().nodename
     here = dict(list_packages())
     other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]

@@ -376,7 +376,7 @@ Stack = tuple[tuple[str, int, str], ...]
 
 
 def parse_stack(text: str) -> Stack:
-    """Return the main thread's stack of the last dump in a log's text; () when there is none. It is printed last."""
+    """Return the main thread's stack of the last dump in a log's text, where it comes last; () without a dump."""
     stack: list[tuple[str, int, str]] = []
     inside = False
     for line in text.splitlines():

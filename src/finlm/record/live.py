@@ -181,7 +181,10 @@ class View:
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Update the state by a row and print the sentence about it, if any. quiet: print nothing of an old row."""
+        """Update the state by a row and print the sentence about it, if any; off a terminal a step may print a line.
+
+        quiet: the row is an old one, of which nothing is printed.
+        """
         sentence = self.state.feed(row)
         if quiet:
             self._tenths = self._tenth()

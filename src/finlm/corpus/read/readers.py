@@ -314,7 +314,7 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _tables(item: Input, path: Path, advance: screen.Advance) -> Iterator[Block]:
-    """Yield a parquet or Arrow file as Arrow streams of the needed columns."""
+    """Yield a parquet or Arrow file as Arrow streams of the needed columns; a damaged one ends in a block of `cut`."""
     import pyarrow as pa
 
     first, waiting, size = 1, list[Any](), 0
