@@ -30,7 +30,7 @@ Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
 
 
 def _look_before_launch(t: pipeline.Training) -> Known:
-    """Return the known state of the steps before launch.
+    """Return {step: (state, words)} of the steps before launch whose state is known.
 
     Sets shards, plan, ds_config, resumed and init_from of t where they can be known without doing the steps.
     """
@@ -99,7 +99,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
 
 
 def _look_after_launch(t: pipeline.Training) -> Known:
-    """Return the known state of the steps from `train` to `expectations`."""
+    """Return {step: (state, words)} of the steps from `train` to `expectations` whose state is known."""
     known: Known = {}
     if t.is_trained:
         known["train"] = DONE, f"{t.plan.steps:,} steps"
@@ -123,7 +123,7 @@ def _look_after_launch(t: pipeline.Training) -> Known:
 def adapt(t: pipeline.Training, adapter: str) -> list[str]:
     """Make or find the run directory and write another launcher's files; return the commands to type.
 
-    adapter: torchrun, accelerate, slurm, k8s or ray.
+    adapter: torchrun, accelerate, slurm, k8s or ray. Raises UserError when it cannot express the run.
     """
     if parents.is_recipe(t.recipe.model.init_from):
         pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))

@@ -185,7 +185,7 @@ def train_parent(t: Training) -> None:
 
 
 def _export_or_train(t: Training, key: str, named: str) -> Path:
-    """Return the export of the newest finished run of the recipe that a key names, training it if there is none."""
+    """Return the export of the newest finished run of the recipe that a key names; train it first, or raise Stop."""
     parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:
@@ -298,7 +298,7 @@ def check_hosts(t: Training) -> None:
 
 
 def open_run(t: Training) -> None:
-    """Set t.run to the unfinished run, or to a new one, which may continue another run."""
+    """Set t.run to the unfinished run, or make a directory, which may continue another run. Raises UserError."""
     if t.resumed is not None:
         t.run = t.resumed
         return

@@ -335,7 +335,7 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
         sizes = tuple(len(part) for part in ranges.values())
         whole = packing.Part(0, sum(sizes), sizes)
         parts = [whole]
-    read = read_sources(ranges, parts, length)
+    read = describe_sources(ranges, parts, length)
     if not recipe.data.mixture:
         epochs = run_rows / max(1, len(rows))
         read = [replace(row, tokens=round(row.tokens * epochs), epochs=epochs) for row in read]
@@ -431,7 +431,7 @@ def check_mixture(stages: Sequence[Stage], run_tokens: int) -> None:
         )
 
 
-def read_sources(
+def describe_sources(
     ranges: Mapping[str, range], parts: Sequence[packing.Part], sequence_length: int
 ) -> list[SourceReading]:
     """Return what a run cut into these parts reads of each source. ranges: row ids by source."""

@@ -79,7 +79,7 @@ def test_each_text_is_cleaned_as_if_it_were_alone(name: str, monkeypatch: pytest
 
 def test_rules_do_not_run_on_texts_that_they_cannot_concern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clean, "_FEW", 0)
-    monkeypatch.setattr(normalize, "width_of_punctuation", lambda text: pytest.fail(text))
+    monkeypatch.setattr(normalize, "convert_widths", lambda text: pytest.fail(text))
     cleaner = clean.Cleaner(RULES["all"])
     monkeypatch.setattr(cleaner, "spell", lambda text: pytest.fail(text))
     text = "公司预计净利润同比增长一成，现金分红的比例保持不变。" * 3

@@ -57,7 +57,7 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
         normalise,
         normalize.strip_html,
         normalize.compress_repeats,
-        normalize.width_of_punctuation,
+        normalize.convert_widths,
         normalize.drop_boilerplate,
         normalize.simplify,
     ):
@@ -148,7 +148,7 @@ def test_a_run_is_shortened_whatever_else_stands_in_the_text(symbol: str) -> Non
     ],
 )
 def test_punctuation_becomes_full_width_only_between_chinese(text: str, expected: str) -> None:
-    assert normalize.width_of_punctuation(text) == expected
+    assert normalize.convert_widths(text) == expected
 
 
 def test_traditional_documents_become_simplified_and_names_in_simplified_ones_stay() -> None:

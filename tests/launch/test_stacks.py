@@ -39,17 +39,17 @@ def test_a_real_dump_is_read_to_the_main_threads_stack() -> None:
 
 
 def test_the_odd_one_out_is_silent() -> None:
-    assert watch.silent_ranks({0: WAITS, 1: READS}, {}) == [1]
-    assert watch.silent_ranks({0: WAITS, 1: WAITS, 2: READS, 3: WAITS}, {}) == [2]
+    assert watch.find_blamed_ranks({0: WAITS, 1: READS}, {}) == [1]
+    assert watch.find_blamed_ranks({0: WAITS, 1: WAITS, 2: READS, 3: WAITS}, {}) == [2]
     elsewhere = (("/v/torch/_tensor.py", 1, "item"), ("/r/code/finlm/train/zero/checkpoint.py", 3, "save"))
     item = (("/v/torch/_tensor.py", 1, "item"), ("/r/code/finlm/train/pretrain.py", 150, "log_step"))
-    assert watch.silent_ranks({0: item, 1: elsewhere, 2: item}, {}) == [1]
+    assert watch.find_blamed_ranks({0: item, 1: elsewhere, 2: item}, {}) == [1]
 
 
 def test_a_rank_without_an_answer_or_stopped_is_silent_and_equal_stacks_blame_nobody() -> None:
-    assert watch.silent_ranks({0: WAITS, 1: ()}, {}) == [1]
-    assert watch.silent_ranks({0: (), 1: ()}, {1: "T"}) == [1]
-    assert watch.silent_ranks({0: WAITS, 1: WAITS}, {0: "S", 1: "S"}) == []
+    assert watch.find_blamed_ranks({0: WAITS, 1: ()}, {}) == [1]
+    assert watch.find_blamed_ranks({0: (), 1: ()}, {1: "T"}) == [1]
+    assert watch.find_blamed_ranks({0: WAITS, 1: WAITS}, {0: "S", 1: "S"}) == []
 
 
 class Answering(Session):

@@ -319,7 +319,7 @@ def test_where_the_runs_ended_is_shown_with_four_digits(tmp_path: Path, capsys: 
     for run, loss, rate in ((a, 2.5, 100.0), (b, 2.4, 110.0)):
         run.append_event("eval", step=2, loss=loss, perplexity=1.0, sources={})
         run.append_event("step", step=2, loss=2.0, tokens_per_second=rate)
-    shown = compare.show(compare.runs(a, b), ("a", "b"))
+    shown = compare.format_comparison(compare.runs(a, b), ("a", "b"))
     assert (
         "held-out loss      2.5000 | 2.4000   -4.00 %" in shown and "tokens/s           100 | 110   +10.00 %" in shown
     )

@@ -56,7 +56,7 @@ def test_a_ramp_rises_in_steps_and_budgets_are_tokens() -> None:
     budget = (Stage(tokens={"web": 64_000}), Stage(tokens={"fin_laws": 6400, "web": 6400}))
     parts = packing.parts(RANGES, budget, 1500, 64)
     assert [(part.end, part.rows) for part in parts] == [(1000, (0, 0, 1000)), (1500, (0, 250, 250))]
-    drawn = {row.source: row for row in prepare.read_sources(RANGES, parts, 64)}
+    drawn = {row.source: row for row in prepare.describe_sources(RANGES, parts, 64)}
     assert drawn["fin_laws"].tokens == 16_000 and drawn["fin_laws"].epochs == 2.5
 
 

@@ -109,7 +109,7 @@ class Manifest:
 
     @staticmethod
     def read_if_readable(directory: Path) -> Manifest | None:
-        """Read manifest.json of a checkpoint; None when there is none, or it is not JSON."""
+        """Read manifest.json as `read` does; None when there is none, or it is not JSON."""
         try:
             return Manifest.read(directory)
         except (FileNotFoundError, Unreadable):
@@ -117,7 +117,10 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Read manifest.json of a complete checkpoint. Raises Unreadable when it is not JSON."""
+        """Read manifest.json of a complete checkpoint.
+
+        Raises FileNotFoundError without one, Unreadable when it is not JSON, UserError when finlm did not write it.
+        """
         path = directory / MANIFEST
         try:
             return Manifest.from_json(files.read_json(path), str(path))
@@ -240,7 +243,10 @@ def temporary_path(directory: Path) -> Path:
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Rename step-N's temporary directory to `directory`, manifest last; removes a former step-N; flushed to disk."""
+    """Write the manifest into step-N's temporary directory and rename that to `directory`, flushed to disk.
+
+    A former step-N is removed.
+    """
     saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())
     sync_path(saved)
@@ -266,7 +272,7 @@ def remove_unless(link: Path, target: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint if it exists, renamed first: a kill leaves no half-removed one that counts. No errors.
+    """Remove a checkpoint if it exists, renamed first: a kill leaves no half-removed one that counts.
 
     Of a link to one in memory, remove the link and then what it leads to.
     """

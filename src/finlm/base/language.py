@@ -101,7 +101,7 @@ def _patterns() -> list[_Pattern]:
 
 @functools.cache
 def _compiled(english: str) -> re.Pattern[str]:
-    """Return the expression that a whole sentence with holes matches."""
+    """Return the regular expression of a whole sentence of the catalogue, with a group for each hole."""
     parts = re.split(HOLE.pattern, english)  # fixed text, name, fixed text, ...
     return re.compile(
         "".join(f"(?P<{part}>{_held(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
@@ -109,14 +109,14 @@ def _compiled(english: str) -> re.Pattern[str]:
 
 
 def _held(name: str) -> str:
-    """Return the expression of what a hole may hold: a message, a number, or anything within one clause."""
+    """Return the regular expression of what a hole may hold: a message, a number, or anything within a clause."""
     if name.startswith("_"):
         return ".+"
     return _NUMBERS.get(name, "(?:(?!; ).)+?")
 
 
 def _line(line: str) -> str:
-    """Return a line with its indentation, list mark and columns kept."""
+    """Return a line translated, with its indentation, list mark and columns kept."""
     start = re.match(r"\s*(?:- |# )?", line)
     indent = start[0] if start else ""
     body = line[len(indent) :]
@@ -157,7 +157,7 @@ def _find(text: str) -> str | None:
 
 
 def _find_parts(text: str, main: str, remark: str) -> str | None:
-    """Return a sentence translated clause by clause; None where no clause is known."""
+    """Return a sentence translated clause by clause; None where no clause is known. main, remark: of _split_remark."""
     if "; " in text:
         clauses = text.split("; ")
         return "；".join(map(_part, clauses)) if any(_find(clause) for clause in clauses) else None
@@ -171,7 +171,7 @@ def _find_parts(text: str, main: str, remark: str) -> str | None:
 
 
 def _exact(text: str) -> str | None:
-    """Return the translation of a sentence without holes."""
+    """Return the translation of a sentence without holes; None where it is not known."""
     return _catalogue()["messages"].get(text) or _more.get(text)
 
 

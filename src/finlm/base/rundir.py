@@ -110,7 +110,7 @@ class RunDir:
     def recorded_in_memory(self) -> int:
         """Return the newest step that events.jsonl records a checkpoint in memory of; 0 without one.
 
-        A start or rollback before it takes it back: it was not there any more.
+        A later start or rollback to an earlier step gives 0: the checkpoint was gone by then.
         """
         newest = 0
         for row in self.read_events():

@@ -150,7 +150,7 @@ def newest_checkpoint(run: RunDir) -> Path:
     """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
 
     Prints on stderr when a newer one is passed over: its parts are on other hosts only, or its manifest is damaged.
-    Raises UserError when there is none.
+    Raises UserError when there is none. A checkpoint of another version is returned, for its reader to explain.
     """
     complete = run.complete_checkpoints()
     if not complete:
@@ -215,7 +215,7 @@ def complete_checkpoint(path: Path) -> Path:
 def lock_run(run: RunDir) -> Iterator[None]:
     """Lock the run in the block; a nested call passes. Raises UserError with the pid of another holder.
 
-    Ranks hold .lock-<host> (hold, launch/agent.py), so those of a killed `finlm train` are waited for too.
+    Ranks hold another lock, .lock-<host> (hold); for those of a killed `finlm train` the agent waits.
     """
     own = run.path.resolve()
     if own in _held:

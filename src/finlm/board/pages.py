@@ -96,7 +96,7 @@ def problem(error: UserError) -> Page:
 
 
 def damaged(names: Sequence[str], error: Exception) -> UserError:
-    """Return what to say of runs whose files a reader (see DAMAGED) could not make sense of."""
+    """Return the UserError about runs whose files a reader (see DAMAGED) could not make sense of."""
     return UserError(
         f"{', '.join(names)} holds files that finlm did not write",
         evidence=f"{type(error).__name__}: {error}",
@@ -209,6 +209,7 @@ def _seconds_left(run: RunDir, read: History) -> float | None:
 
 
 def _diagnose(run: RunDir, lang: str) -> Sequence[Any]:
+    """Return the findings of a run's logs; () without logs, or when they cannot be read."""
     logs = tuple((str(path), *_size_and_time(path)) for path in diagnosis.run_logs(run.path))
     return _findings(run.path, lang, logs) if logs else ()
 
@@ -323,7 +324,10 @@ def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
 
 
 def plan(board: Board, ask: Mapping[str, str]) -> Page:
-    """Return what `finlm plan` prints of a recipe with the values of the form. Raises UserError and Missing."""
+    """Return the page of what `finlm plan` prints, of a recipe with the values of the form.
+
+    Raises UserError and Missing.
+    """
     wanted = Wanted.read(board, ask.get("recipe", ""), ask)
     path = find_recipe(wanted.name)
     with _PLANNING:
@@ -342,7 +346,10 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 
 
 def diff(board: Board, one: str, other: str) -> Page:
-    """Return the page of the differences of two recipes and of their plans. Raises Missing."""
+    """Return the page of the differences of two recipes and their plans, empty until both are named.
+
+    Raises UserError and Missing.
+    """
     names = list(_recipes())
     values: dict[str, Any] = {"names": names, "a": one, "b": other, "differences": None}
     if one and other:
@@ -374,14 +381,17 @@ def hosts(board: Board) -> Page:
 
 
 def find_docs(name: str, lang: str) -> Path | None:
-    """Return a page of docs/ in a language, where they are installed."""
+    """Return the path of a page of docs/ in a language; None for another name, or where it is not installed."""
     if name not in _DOCS:
         return None
     return parents.shipped_file(Path("docs") / f"{name}{'.zh-CN' if lang == 'zh' else ''}.md")
 
 
 def chat(board: Board, name: str) -> Page:
-    """Return the page that chats with a run's model. Raises Missing."""
+    """Return the page that chats with a run's model.
+
+    Raises Missing, and UserError without --allow-actions or before the run has exported a model.
+    """
     found = find_run(board, name)
     if not board.allow_actions:
         raise UserError("this board reads only", fix="`finlm board --allow-actions` loads models and talks to them")

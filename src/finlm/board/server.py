@@ -80,7 +80,10 @@ class Settings:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises UserError for a port or a directory that cannot be had."""
+    """Run `finlm board`: print the address and serve the pages until Ctrl-C. Return 0.
+
+    Raises UserError for a port that cannot be listened on, a directory that cannot be read, or a short token.
+    """
     if options.runs.exists() and not (options.runs.is_dir() and os.access(options.runs, os.R_OK | os.X_OK)):
         raise UserError(f"--runs: {options.runs} is no directory that can be read", fix="give a directory of runs")
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
@@ -169,7 +172,10 @@ class _Site:
         self.talk = Talk()
 
     async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Refuse who may not ask, and send the headers that bind the browser."""
+        """Answer a request, or refuse it with an error page when it may not ask (_admit).
+
+        Every response gets the security headers; ?lang= in the address is kept in a cookie.
+        """
         try:
             response = self._admit(request) or await call_next(request)
         except HTTPException as error:
@@ -216,7 +222,10 @@ class _Site:
             }
 
     def _check_post(self, request: Request, site: str) -> None:
-        """Raise HTTPException for a POST that does not come from a page of this board."""
+        """Raise HTTPException for a POST without --allow-actions, not from a page of this board, or too large.
+
+        site: the header Sec-Fetch-Site.
+        """
         if not self.settings.board.allow_actions:
             raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
         origin = request.headers.get("origin", "")
@@ -251,6 +260,7 @@ class _Site:
         return answer
 
     def _render(self, request: Request, made: Page, status: int, lang: str) -> Response:
+        """Return the page as HTML, or 304 when the browser has this one already (ETag)."""
         csrf = self.settings.csrf if status == 200 else ""  # for those alone who were let in
         text = pages.render(made, self.settings.board, lang, csrf)
         mark = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
@@ -297,16 +307,17 @@ class _Site:
         return PlainTextResponse(path.read_text("utf-8"))
 
     async def fork(self, request: Request) -> Response:
-        """Save a fork of a recipe and return its path as JSON."""
+        """Save a fork of a recipe and return {"path"} as JSON, or {"problem"} when it could not be saved."""
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
         return await self._act(lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
-        """Return a model's answer as JSON."""
+        """Return a model's answer as JSON {"text"}, or {"problem"} when there is none."""
         body, name = await request.body(), request.path_params["name"]
         return await self._act(lambda: {"text": self.talk.answer(self.settings.board, name, body)})
 
     async def _act(self, act: Callable[[], dict[str, str]]) -> Response:
+        """Call act in a thread and return its result as JSON; an error becomes {"problem"}, Missing also 404."""
         try:
             return JSONResponse(await run_in_threadpool(act))
         except Missing as error:
@@ -355,6 +366,7 @@ class Talk:
             return export.generate(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
+        """Return the Talker of a model directory, loaded unless it was the last that was asked."""
         from finlm.inference.chat import Talker  # loads torch
         from finlm.inference.open import open_model
 

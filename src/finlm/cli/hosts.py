@@ -45,7 +45,8 @@ def hostfile(options: argparse.Namespace) -> str | Path | None:
 def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of plan and diff, asking none: the hostfile's, this machine (--local) or the recipe's.
 
-    Raises UserError for a host without a known GPU.
+    Also makes the GPU kinds known that plan's options describe or --calibrate measured. Raises UserError for a hostfile
+    that cannot be used, or a host without a known GPU.
     """
     from finlm.recipe import cluster
 
@@ -167,7 +168,10 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
-    """Return the run of a short name, else the path as it is. Raises UserError where the name may be several runs."""
+    """Return the run of a short name, else the path as it is.
+
+    Raises UserError where the name may be several runs, and, with must_exist or for `latest`, where there is none.
+    """
     path = Path(text)
     where = path.parent if path.parent != Path() else RUNS
     if path.exists() or (len(path.parts) > 1 and not where.is_dir()):
@@ -225,7 +229,10 @@ def model_directory(text: str | Path) -> Path:
 
 
 def recipe_or_run(text: str | Path) -> Path:
-    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's."""
+    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's.
+
+    Raises UserError where there is neither.
+    """
     try:
         path = recipe_file(text)
     except UserError:

@@ -134,7 +134,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     """Run `finlm train`, or print its steps (--dry-run) or another launcher's command (--print); return exit code.
 
-    Raises UserError for a recipe, model, template, hosts or --runs that cannot be used, before anything is written.
+    Raises UserError for a recipe, model, template, hosts or --runs that cannot be used, before a run is made.
     """
     from finlm import dry_run, pipeline
     from finlm.recipe import derive, weights
@@ -322,6 +322,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _board(options: argparse.Namespace) -> int:
+    """Run `finlm board`: serve pages in the browser until Ctrl-C. Return 0."""
     from finlm.board import server
 
     return server.run(options)
@@ -405,7 +406,7 @@ def _print_comparison(comparison: Comparison, one: Path | str, other: Path | str
     """Print the comparison, also as JSON when as_json; return 0 when the runs are equal, else 1."""
     from finlm.record import compare
 
-    for line in compare.show(comparison, (str(one), str(other))):
+    for line in compare.format_comparison(comparison, (str(one), str(other))):
         screen.show(line)
     if as_json:
         screen.print_json(comparison.to_json())

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         known = [*commands, *(name for each in (self, *named) for name in each._option_string_actions)]
         known += re.findall(r"'([^']+)'", message.partition("choose from")[2])
         if any("--set" in each._option_string_actions for each in named) and message.startswith("unrecognized"):
-            hint = _of_recipe(message.partition(": ")[2], self._given)
+            hint = _suggest_set(message.partition(": ")[2], self._given)
             message, wrong = (f"{message}; {hint}", None) if hint else (message, wrong)
         close = difflib.get_close_matches(wrong[1].strip("'"), known, n=1) if wrong else []
         said = language.translate(f"{message}; did you mean {close[0]}?" if close else message)
@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {language.translate('error:')} {said}\n")
 
 
-def _of_recipe(words: str, given: list[str]) -> str:
-    """Return how to say what unknown words of a command line say of the recipe, or "" where they say nothing of it.
+def _suggest_set(words: str, given: list[str]) -> str:
+    """Return the advice how to give unknown words of a command line as --set KEY=VALUE; "" where they name no key.
 
     given: the whole line.
     """

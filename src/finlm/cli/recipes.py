@@ -62,7 +62,7 @@ def prepare(options: argparse.Namespace) -> int:
 def lint(options: argparse.Namespace) -> int:
     """Run `finlm lint`: prepare dialogues, print what is learnt and what is wrong.
 
-    Return 1 for an error in labels, else 0.
+    Return 1 for an error in labels, else 0. Raises UserError for a pretraining recipe.
     """
     from finlm import prepare
     from finlm.dialogues import lint
@@ -130,7 +130,7 @@ def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
 
 
 def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
-    """Return (plan, what it means, warnings as sentences). Raises what make_plan raises.
+    """Return (plan, advice about it, warnings as sentences). Raises what make_plan raises.
 
     price: of a GPU's hour, instead of the recipe's.
     """
@@ -147,8 +147,8 @@ def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple
 def plan(options: argparse.Namespace) -> int:
     """Run `finlm plan`: print plan, advice, warnings and the origins of values; with --json one document. Return 0.
 
-    --calibrate measures this machine's GPUs first and keeps the rows, and does no more where no recipe is given. Raises
-    UserError without a recipe, PlanError when nothing fits.
+    --calibrate first measures this machine's GPUs and saves that for later plans; without a recipe it stops there.
+    Raises UserError without a recipe, PlanError when nothing fits.
     """
     from finlm import prepare
     from finlm.plan import gpus, show

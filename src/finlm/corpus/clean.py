@@ -70,7 +70,11 @@ def numeric_table(most: float) -> Filter:
 
 
 def _names_numbers(text: str, digits: int) -> bool:
-    """Return whether half of a table's rows have a name, or one of its first lines names the columns."""
+    """Return whether words name a table's numbers.
+
+    Where half of its lines have a word, there must be enough of them for the digits; else one of the first three lines
+    must have two words, as a head of columns has.
+    """
     words = [len(_LETTERS.findall(line)) for line in text.split("\n") if line]
     named = sum(map(bool, words))
     if 2 * named < len(words):
@@ -245,7 +249,7 @@ def _changes(settings: Clean) -> Iterator[tuple[str, Callable[[str], str]]]:
     if settings.simplified:
         yield "simplified", normalize.simplify
     if settings.punctuation:
-        yield "punctuation", normalize.width_of_punctuation
+        yield "punctuation", normalize.convert_widths
     if settings.mask:
         yield "mask", normalize.make_masker(settings.mask)
 
@@ -278,7 +282,7 @@ Cleaned = tuple[str, str | None]  # (clean text, None), or ("", reason)
 
 
 def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
-    """Return what cleaner(text) returns for each of the texts, which UTF-8 can write."""
+    """Return what cleaner(text) returns for each text, faster than one by one; UTF-8 must be able to write them."""
     if not texts or sum(map(len, texts)) < _FEW:
         return [cleaner(text) for text in texts]
     block = _Block(texts)
@@ -385,7 +389,7 @@ def _in_a_row(marked: Bools, count: int) -> Bools:
 
 
 def _long_numbers(kinds: _Kinds) -> Bools:
-    """Return where seven digits begin that have a blank or a symbol at most after the fourth: bool [characters]."""
+    """Return where four digits and three more begin, with nothing or one character between: bool [characters]."""
     is_digit = kinds.kinds == ord("0")
     four, three = _in_a_row(is_digit, 4), _in_a_row(is_digit, 3)
     after = np.zeros_like(three)

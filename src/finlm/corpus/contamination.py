@@ -187,9 +187,10 @@ class Index:
         return np.concatenate(numbers), np.concatenate(places)
 
     def _shares(self, document: npt.NDArray[np.int64], place: npt.NDArray[np.intp]) -> dict[tuple[int, int], float]:
-        """Return {(document, question): share of the question that the document has}, of shares of at least 15 %.
+        """Return {(document, question): share of its n-grams that the document has}, where it is at least 15 %.
 
-        Options with two fifths of the stem count as the share that makes a hit.
+        document, place: the n-grams as _look_up returns them. With the question's options in the document, two fifths
+        of the stem are enough: the share is then raised to SHARE.
         """
         # Each gram once a document, then once for each part that has it.
         seen = np.unique(document * len(self.unique) + place)

@@ -349,7 +349,10 @@ def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: 
 
 
 def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], dtype: str) -> int:
-    """Return the disk space for the shards in bytes: a fifth more than the measured pairs (bytes, tokens) give."""
+    """Return the disk space for the shards in bytes: a fifth more than the measured pairs (bytes, tokens) give.
+
+    total: the selection's counts. dtype: of the ids.
+    """
     tokens = 1.2 * sum(count for _, count in measured)
     bytes_a_token = sum(size for size, _ in measured) / tokens if tokens else 2
     documents = total["kept"] + total["held_out"]

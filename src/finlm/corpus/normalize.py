@@ -130,7 +130,7 @@ def strip_html(text: str) -> str:
 
 
 def _join_cells(row: re.Match[str]) -> str:
-    """Return a table's row as a line, its cells separated by tabs; unchanged where a cell is a part of a page."""
+    """Return a table's row as a line, its cells separated by tabs; unchanged where the table lays out a page."""
     parts = _CELL.split(row[1])
     cells = [_GAP.sub(" ", _CELL_TAG.sub("", _BLOCK_TAG.sub(" ", part))).strip() for part in parts]
     cells = cells if cells[0] else cells[1:]
@@ -165,7 +165,8 @@ MAY_HAVE_BLANKS = "\xa0|     "  # of what compress_repeats changes, the half tha
 def compress_repeats(text: str) -> str:
     """Shorten runs of more than three equal symbols to three, and of more than four blanks inside a line to four.
 
-    Letters, digits and Chinese characters are never touched: 1000000 and 哈哈哈哈 stay, and so does indentation.
+    No-break spaces become spaces. Letters, digits and Chinese characters are never touched: 1000000 and 哈哈哈哈 stay,
+    and so does indentation.
     """
     if "\xa0" in text:
         text = text.replace("\xa0", " ")
@@ -190,7 +191,7 @@ _WIDE = re.compile("[％＋－＝＜＞＆＃＠＊／＄]")
 _WIDE_SIGNS = str.maketrans("％＋－＝＜＞＆＃＠＊／＄", "%+-=<>&#@*/$")
 
 
-def width_of_punctuation(text: str) -> str:
+def convert_widths(text: str) -> str:
     """Change half-width , ; : ! ? after Chinese and brackets around Chinese to full width, and ％ ＋ － ＝ to ASCII.
 
     1,000 and 3.5% and 12:30 and (600519) keep their marks: a mark changes only where Chinese stands on both sides.

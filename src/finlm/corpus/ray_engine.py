@@ -87,7 +87,7 @@ def check_host(expected: Expected) -> bool:
 
 @lru_cache(maxsize=4)
 def _check_once(expected: Expected) -> bool:
-    """Do the work of check_host."""
+    """Return and raise what check_host does, once for equal arguments."""
     host = os.uname().nodename
     here = dict(list_packages())
     other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]
@@ -213,7 +213,10 @@ class RayEngine:
 
 @contextmanager
 def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
-    """Connect to the Ray cluster and check its hosts; print at the end how many chunks each one did."""
+    """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each one did.
+
+    Raises UserError for a cluster or a host that cannot be used.
+    """
     import ray
 
     import finlm
@@ -272,7 +275,10 @@ class _Connection:
         self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
 
     def check_hosts(self) -> None:
-        """Hold every host with workers to this one, print what there is, and open the Store where one needs it."""
+        """Check every host with workers against this one, print the workers, and start the Store if a host needs it.
+
+        A host needs it that does not share data.cache_dir. Raises UserError for a host that cannot be used.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -324,12 +330,12 @@ class _Connection:
         return workers.map_in_order(self, 2 * self.count, function, tasks)
 
     def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:
-        """Have a worker call function(task)."""
+        """Have a worker call function(task), and return the pending task."""
         order = Order(function, task, workers.files_read(task), workers.files_written(task))
         return _Pending(self, self._work.remote(order, self._expected, self._store), task)
 
     def receive(self, reference: Any, task: object) -> Any:
-        """Wait for a task, write the files that it sends, and return what its function gave."""
+        """Wait for a task, write the files that it sends, and return what its function gave. Raises as _get does."""
         import ray
 
         while not ray.wait([reference], timeout=_LOOK_SECONDS)[0]:

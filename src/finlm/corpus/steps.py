@@ -91,7 +91,7 @@ def _has_files(source: Source) -> bool:
 
 
 def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
-    """Raise UserError for a weight of no source; which sources have no text is known only when they are read."""
+    """Raise UserError for a weight that names no source; which sources have no text is known only when read."""
     weights = {"tokenizer.sample_weights": recipe.tokenizer.sample_weights}
     for number, stage in enumerate(recipe.data.mixture):
         weights |= {f"data.mixture[{number}].{name}": getattr(stage, name) for name in ("weights", "to", "tokens")}

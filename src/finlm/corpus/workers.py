@@ -135,7 +135,10 @@ class Pool(Protocol):
 def map_in_order(
     executor: Pool | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
 ) -> Iterator[Result]:
-    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process."""
+    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process.
+
+    Raises what a task raises, and BrokenProcessPool when a worker dies.
+    """
     if executor is None:
         yield from map(function, tasks)
         return
@@ -148,7 +151,7 @@ def map_in_order(
 
 
 def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
-    """Submit a task and return what it is awaited by.
+    """Submit a task and return the Pending to wait for.
 
     Raises BrokenProcessPool also when a worker died while others still started.
     """
@@ -224,7 +227,7 @@ class Engine(Protocol):
     """
 
     def start(self, at_most: int) -> AbstractContextManager[Mapper]:
-        """Have at most `at_most` workers during the block."""
+        """Start at most `at_most` workers and yield their Mapper; they end with the block."""
 
 
 class LocalEngine:

@@ -92,7 +92,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
         pretrained.copy_files(tokenizer, directory / "tokenizer")
         files.write_text(directory / "chat_template.jinja", encoder.template.source)
-        return _manifest(recipe, directory, tallies, entries, encoder) | {"context_tokens": context_tokens}
+        return _make_manifest(recipe, directory, tallies, entries, encoder) | {"context_tokens": context_tokens}
 
     depends_on = {
         "version": VERSION,
@@ -296,7 +296,7 @@ def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int,
     return result.counts["rows"], result.broken
 
 
-def _manifest(
+def _make_manifest(
     recipe: Recipe,
     directory: Path,
     tallies: Sequence[Tally],

@@ -316,7 +316,7 @@ def encode_preference(
 def _prompt(encoder: Encoder, preference: Preference, limit: int, checked: Sequence[str]) -> Encoded:
     """Encode the prompt after which the model answers, and the right answer behind it, with the mask on the answer.
 
-    Raises LeftOut when the prompt has more than `limit` tokens.
+    Raises LeftOut when the prompt has more than `limit` tokens, Refused without a right answer that a rule needs.
     """
     check_messages([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
     ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]

@@ -77,10 +77,15 @@ def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     Prompts (grpo) have no labels, so only rows are checked. With sft.profile faithful all findings are warnings.
     """
     counts = prepared_counts(shards)
-    problems = [*_rows(shards.manifest, counts)]
+    problems = [*_check_rows(shards.manifest, counts)]
     if recipe.stage != "grpo":
         seen = count_labels(recipe, shards)
-        problems += [*_ends(recipe, seen), *_prompt(seen, counts), *_shares(recipe, seen, counts), *_run(recipe)]
+        problems += [
+            *_check_ends(recipe, seen),
+            *_check_prompt(seen, counts),
+            *_check_shares(recipe, seen, counts),
+            *_check_run(recipe),
+        ]
     is_faithful = recipe.sft is not None and recipe.sft.profile == "faithful"
     findings = [Finding(f.check, "warning" if is_faithful else f.level, f.evidence, f.fix) for f in problems]
     return sorted(findings, key=lambda finding: finding.level)
@@ -138,7 +143,7 @@ def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]
     }
 
 
-def _rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
+def _check_rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Finding]:
     """Yield findings about broken rows, rows left out, unread keys and rows beyond the start model's context."""
     for source, reasons in manifest.get("broken", {}).items():
         rows, total = sum(reasons.values()), manifest["dialogues"][source]["rows"]
@@ -164,8 +169,8 @@ def _list_reasons(reasons: Mapping[str, int]) -> str:
     return "; ".join(f"{count:,} x {reason}" for reason, count in Counter(reasons).most_common(3))
 
 
-def _ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
-    """Yield findings about ends of turns that are not learnt, learnt padding and hidden </s>."""
+def _check_ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
+    """Yield findings about ends of turns that are not learnt, labels on padding, and sft.hide_eos."""
     learnt = seen.dialogues - seen.unlearnt
     if seen.ended < 0.5 * learnt:
         yield _finding("eos-not-learnt", ended=seen.ended, learnt=learnt)
@@ -175,8 +180,8 @@ def _ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
         yield _finding("eos-hidden")
 
 
-def _prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about answers apart from their prompts, and about texts that do not survive encoding."""
+def _check_prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about <s> or </s> between prompt and answer, and about texts that decoding does not give back."""
     if seen.bos_inside or seen.eos_before:
         yield _finding("answer-apart", total=seen.dialogues, bos=seen.bos_inside, eos=seen.eos_before)
     checked = counts.get("checked", 0)
@@ -187,7 +192,7 @@ def _prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
         yield _finding("text-differs", differs=differs, checked=checked)
 
 
-def _shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
+def _check_shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
     """Yield findings about dialogues with nothing or everything learnt, cut answers and exchanges left out."""
     only = recipe.sft is None or recipe.sft.assistant_only_loss
     if seen.unlearnt:
@@ -202,7 +207,7 @@ def _shares(recipe: Recipe, seen: Seen, counts: Mapping[str, int]) -> Iterator[F
         yield _finding("exchanges-left-out", left=left, total=dialogues, why=LEFT_OUT.removeprefix("exchanges "))
 
 
-def _run(recipe: Recipe) -> Iterator[Finding]:
+def _check_run(recipe: Recipe) -> Iterator[Finding]:
     """Yield findings about the recipe's own settings: decay_steps of another run, rows drawn repeatedly."""
     if recipe.optim.decay_steps is not None:
         yield _finding("schedule-of-another-run", steps=recipe.optim.decay_steps)

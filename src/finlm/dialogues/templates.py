@@ -86,12 +86,12 @@ class Template:
         else:
             text = self._text(messages, generation, tools)
             for place in said:
-                _refuse_silence(messages[place], text)
+                _refuse_omissions(messages[place], text)
             spans = [self._span(messages, place, text, tools) for place in said]
         if len(spans) != len(said):
             raise Refused(SWALLOWED)
         for place, (first, last) in zip(said, spans, strict=True):
-            _refuse_silence(messages[place], text[first:last])
+            _refuse_omissions(messages[place], text[first:last])
         return text, spans
 
     def _span(self, messages: Sequence[Message], place: int, text: str, tools: Tools) -> tuple[int, int]:
@@ -128,8 +128,8 @@ class Template:
             raise Refused(f"template: {error}") from None
 
 
-def _refuse_silence(message: Message, text: str) -> None:
-    """Raise Refused where some of what the assistant says, or a tool that it calls, is not in the text; blanks may."""
+def _refuse_omissions(message: Message, text: str) -> None:
+    """Raise Refused where the text lacks some of what the assistant says, but for blanks, or a tool that it calls."""
     content = message["content"]
     if any(call["function"]["name"] not in text for call in message.get("tool_calls", ())):
         raise Refused("the template leaves out a call of a tool")

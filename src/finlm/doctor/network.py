@@ -212,7 +212,7 @@ def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
 
 
 def _check_clocks(facts: AllFacts) -> Iterator[HostFault]:
-    """Yield hosts whose clock is off by more than 1 s, at the least that the times of asking and answering allow.
+    """Yield hosts whose clock surely differs from the reference's by more than 1 s, whatever the answer's delay was.
 
     The reference is the host nearest to the median, of two hosts the first.
     """

@@ -119,7 +119,7 @@ def this_machine(plan: Plan) -> Cluster:
 
 
 def show_table(plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence[Finding]) -> None:
-    """Print a table with a row per host and a column per group of checks; columns without an examination are out."""
+    """Print a table with a row per host and a column per group of checks that was examined on some host."""
     rows = [list(_cells(host.name, facts.get(host.name, HostFacts()), findings, plan)) for host in cluster.hosts]
     shown = [index for index in range(len(COLUMNS)) if any(row[index] != "-" for row in rows)]
     header = ["host", *(list(COLUMNS)[index] for index in shown)]

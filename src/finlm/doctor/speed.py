@@ -176,7 +176,7 @@ def parse(output: str) -> Speeds:
 
 
 def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
-    """Return the links that are dead or slow, each only for the host that has the most of them.
+    """Return a fault for each dead or slow link, under that of its two hosts which has the most of them.
 
     A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts a usual link slower than
     half of hardware.network_gbit is a warning.

@@ -112,7 +112,10 @@ def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
-    """Return the directory beside `directory` that parts are brought to, with the files of a part that is in memory."""
+    """Make the directory beside `directory` that parts are brought to; return it.
+
+    The files of a part that is in memory are copied into it.
+    """
     aside = directory.with_name(f".{directory.name}.copying")
     aside.mkdir(parents=True, exist_ok=True)
     for name in in_memory.files if in_memory else ():
@@ -137,7 +140,10 @@ def _try_manifest(
 
 
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
-    """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once."""
+    """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once.
+
+    damaged: files here that are brought again.
+    """
     listed = set(here.files if here is not None else ()) - set(damaged)
     wanted = []
     for part in parts:

@@ -62,7 +62,8 @@ class SyncTree:
 def code_tree(root: Path) -> SyncTree:
     """Hash a checkout's tracked files and its untracked files that are not ignored.
 
-    Without git: all but .venv, cache and runs. Prints nested repositories, which are left out.
+    Without git: all but .venv, cache and runs. Prints nested repositories, which are left out. Raises UserError when
+    git fails or a file cannot be read.
     """
     names = _list_by_git(root) if (root / ".git").exists() else list(_list_by_walk(root))
     nested = [name for name in names if _is_folder(root, name)]
@@ -93,7 +94,10 @@ def data_tree(path: Path) -> SyncTree:
 
 
 def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
-    """Hash files of a directory, without sync's records. Raises UserError when a file cannot be read."""
+    """Hash these files of a directory, without sync's records and missing ones.
+
+    follow_links: hash what a link leads to, else its target's name. Raises UserError when a file cannot be read.
+    """
     names = [name for name in names if not any(part.startswith(_SYNC_OWN) for part in name.split("/"))]
     try:
         digests = receiver.digests(receiver.text(path), names, follow_links)
@@ -132,7 +136,10 @@ def _list_by_walk(root: Path) -> Iterator[str]:
 
 
 def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield relative names of all files, sorted; a folder reached twice through links comes once, so loops end."""
+    """Yield relative names of all files, sorted by folder; a folder reached twice through links comes once.
+
+    links_to_folders: follow them; else the link itself is yielded. skip: names of folders that are left out.
+    """
     seen = set()
     for folder, folders, names in os.walk(root, followlinks=links_to_folders):
         if os.path.realpath(folder) in seen:
@@ -237,7 +244,7 @@ class Sent:
 def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new: bool) -> list[str]:
     """Return rsync's command line to the host's `path`; the names of the files, ended by NUL, go to its stdin.
 
-    whole: compare contents, without trust in sizes and times.
+    follow_links: send what links lead to. whole: compare contents, without trust in sizes and times.
     """
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
@@ -293,7 +300,10 @@ def _run(
     started: Started = lambda _: None,
     percent: Callable[[int], None] = lambda _: None,
 ) -> bytes:
-    """Run rsync in `path` for these names and return its last 64 KiB of output. Raises UserError with the reason."""
+    """Run rsync in `path` for these names and return its last 64 KiB of output. Raises UserError with the reason.
+
+    started: called with the process. percent: called with each percentage that rsync prints.
+    """
     with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
         listed.write(b"".join(receiver.encode(name) + b"\0" for name in names))
         listed.seek(0)

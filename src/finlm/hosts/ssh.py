@@ -128,7 +128,7 @@ def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list
 
 
 def command(host: str, argv: Sequence[str], *, accept_new: bool = False, alive_count: int = ALIVE_COUNT) -> list[str]:
-    """Return the local command line that runs argv on the host, every argument quoted for the remote shell."""
+    """Return the local command line that runs argv on the host, every argument quoted; the rest as `options` has it."""
     settings = options(accept_new, alive_count=alive_count)
     return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
 
@@ -149,8 +149,8 @@ def run(
 ) -> Result:
     """Run argv on the host with `stdin` as its input, and return its exit code and output.
 
-    Raises UserError when ssh fails, when the program is not there, on the timeout and, with `check`, on exit codes
-    other than 0.
+    Raises UserError when ssh fails, when the program is not there, after timeout_seconds and, with `check`, on exit
+    codes other than 0.
     """
     line = command(host, argv, accept_new=accept_new)
     try:

@@ -183,8 +183,8 @@ def _hello(locked: bool, port: int | None) -> messages.Hello:
 def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> subprocess.Popen[bytes]:
     """Start the launcher of this host's ranks (node.py) in a new session and return its process.
 
-    Links the prepared data into the run directory and writes the host's environment there. Raises OSError, for example
-    on a full disk.
+    Links the prepared data into the run directory and writes the host's environment there. The launcher inherits the
+    descriptor `lock`. Raises OSError, for example on a full disk.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
     named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}

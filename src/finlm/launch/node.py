@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[bytes]]:
-    """Start a process for each device of this host and return them in the order of their ranks."""
+    """Start a process for each device of this host and return them by rank. launch: the JSON above."""
     devices = list(launch["world"].values())
     mine, first = devices[launch["node"]], sum(map(len, devices[: launch["node"]]))
     shared = {

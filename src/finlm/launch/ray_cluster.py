@@ -129,7 +129,10 @@ class _Node:
         self._said.put(None)
 
     def _hear(self, seconds: float, what: str) -> dict[str, Any]:
-        """Return the next message. Raises UserError when the program ended or says nothing for so long."""
+        """Return the next message. Raises UserError when the program ended, or said nothing for `seconds`.
+
+        what: the thing that is waited for, for the error.
+        """
         try:
             said = self._said.get(timeout=seconds)
         except queue.Empty:

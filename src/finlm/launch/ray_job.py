@@ -80,7 +80,7 @@ class Worker:
         return context.get_node_id(), ray.util.get_node_ip_address(), devices[0]
 
     def free_port(self) -> int | str:
-        """Return a free port of this node for the rendezvous."""
+        """Return a free port of this node for the rendezvous, else the reason as text."""
         return processes.free_port(0)
 
     def train(self, run: str, env: dict[str, str]) -> int:

@@ -220,7 +220,7 @@ def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
 def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
     """Add the known cause that the logs show to the failure's `cause` and `fix`, and return the same failure.
 
-    former: bytes of each log before this launch, which are not read. A failure that is certain stays as it is.
+    former: lines of each log from before this launch, which do not count. A failure that is certain stays as it is.
     """
     if failure.is_certain:
         return failure
@@ -271,8 +271,8 @@ class Following:
 def follow(f: Following, seen: int) -> None:
     """Show new events until the run is over, and watch its ranks. seen: bytes of events.jsonl that are old.
 
-    Raises RunFailed, recorded as an incident, when a rank or host fails or nothing is finished for too long, and
-    without a record when the run ended itself. After an interruption it ends this process, or raises HostsBack.
+    Raises RunFailed when a rank or host fails or nothing is finished for too long, which is recorded as an incident, or
+    when the run ended itself, which is not. After an interruption it ends this process, or raises HostsBack.
     """
     run, sessions, limits = f.run, f.sessions, f.limits
     progress, status, next_ping, before = Progress(time.monotonic()), "", 0.0, time.monotonic()
@@ -346,7 +346,10 @@ def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> Run
 
 
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
-    """Show an event and update the progress that the watchdog reads; return the status of an `end` event, else ""."""
+    """Show an event and update the progress that the watchdog reads; return the status of an `end` event, else "".
+
+    An incident also runs launch.notify; a checkpoint asks the ranks to stop when absent hosts answer again.
+    """
     now = time.monotonic()
     if silence := progress.note_finished(now):
         screen.say(f"goes on after {silence:.0f} s")

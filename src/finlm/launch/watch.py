@@ -58,7 +58,10 @@ class Progress:
     excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
-        """Set `at` to now; return the seconds of silence before it if that silence was printed, else 0."""
+        """Note that something was finished now, and how long that took if it is the longest time so far.
+
+        Returns the seconds of silence before it if that silence was printed, else 0.
+        """
         silence, reported = self.since(now), self.reported
         if self.stepped and not reported:  # a silence is no measure of what is usual
             self.longest = max(self.longest, silence)
@@ -207,7 +210,10 @@ def _explain_lost_host(
 
 
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
-    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix."""
+    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix.
+
+    words: the progress of the run, for the evidence.
+    """
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
         words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"
@@ -293,7 +299,7 @@ def explain_stall(
     logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
     stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
-    blamed = silent_ranks(stacks, states)
+    blamed = find_blamed_ranks(stacks, states)
     key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
     lines = [progress.words(now)]
     for rank in blamed or stacks:
@@ -370,7 +376,7 @@ Stack = tuple[tuple[str, int, str], ...]
 
 
 def parse_stack(text: str) -> Stack:
-    """Return the main thread's stack of the last dump in a log's text; () when there is none. It is printed last."""
+    """Return the main thread's stack of the last dump in a log's text, where it comes last; () without a dump."""
     stack: list[tuple[str, int, str]] = []
     inside = False
     for line in text.splitlines():
@@ -384,7 +390,7 @@ def parse_stack(text: str) -> Stack:
     return tuple(stack)
 
 
-def silent_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
+def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
     """Return the ranks to blame for a hang; [] when nothing tells them from the others.
 
     stacks: of each rank, () = no answer. states: the kernel's state letters. Stopped or mute ranks are blamed first,

@@ -118,7 +118,7 @@ def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[str, Any]) -> str:
     """Return why two runs need not have the same losses to the last bit; "" where their records promise it.
 
-    differences: of their fields; starts: the rows that their ranks wrote, where they have started.
+    differences: of their fields. starts: the last `start` row of each run, empty where it has none.
     """
     for difference in differences:
         if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
@@ -131,7 +131,10 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 
 
 def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of recipe, data, code, plan, packages, hardware, environment; starts as in other_bits."""
+    """Yield the differences of recipe, data, code, plan, packages, hardware, environment.
+
+    starts: the last `start` row of each run, whose CPU kernels are compared with the hardware.
+    """
     for found in _mapping("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))
         yield Difference(found.section, found.field, *values)
@@ -177,7 +180,7 @@ def rows(a: History, b: History) -> Difference | None:
     return None
 
 
-def show(comparison: Comparison, names: tuple[str, str]) -> list[str]:
+def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[str]:
     """Return the comparison as lines for a person; names: of the two runs."""
     lines = []
     if comparison.fields:
@@ -320,7 +323,7 @@ def load(runs: Sequence[RunDir]) -> list[Run]:
 
 
 def values(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what side_by_side.html shows."""
+    """Return the values of side_by_side.html by name."""
     return {
         "paths": [run.directory.path.resolve().name for run in runs],
         "names": [run.name for run in runs],

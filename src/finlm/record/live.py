@@ -181,7 +181,10 @@ class View:
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Update the state by a row and say what is worth it. quiet: the row is history, which only counts."""
+        """Update the state by a row and print the sentence about it, if any; off a terminal a step may print a line.
+
+        quiet: the row is an old one, of which nothing is printed.
+        """
         sentence = self.state.feed(row)
         if quiet:
             self._tenths = self._tenth()
@@ -212,7 +215,7 @@ class View:
 
 @contextmanager
 def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
-    """Yield a View of a run of this plan, on stderr, or where results go when it is the command's result."""
+    """Yield a View of a run of this plan, on stderr; is_result: where results go, as it is the command's result."""
     with screen.board(f"{plan.recipe}: training", is_result=is_result) as draw:
         yield View(plan, draw, screen.show if is_result else screen.say)
 

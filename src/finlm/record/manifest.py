@@ -128,7 +128,7 @@ class Continued:
 
 @functools.cache
 def _reader() -> TypeAdapter[Any]:
-    """What reads a manifest; made once, which takes ten times as long as reading."""
+    """Return the adapter that reads a manifest; made once, which takes ten times as long as reading."""
     return TypeAdapter(Manifest)
 
 
@@ -211,7 +211,10 @@ def make(
 
 
 def changes() -> str:
-    """Return the uncommitted changes of finlm's checkout as a diff of at most 1 MiB, without credentials; or ""."""
+    """Return the uncommitted changes of finlm's checkout as a diff without credentials; "" without any.
+
+    After 1 MiB it is cut, and a last line says how long it was.
+    """
     diff = _git(PACKAGE, "diff", "HEAD", "--no-color", "--no-ext-diff") or b""
     text = redact_text(diff[: 2 * MOST_DIFF_BYTES].decode("utf-8", errors="replace"))
     if len(diff) <= MOST_DIFF_BYTES:

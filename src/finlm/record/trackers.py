@@ -187,7 +187,7 @@ def current(rows: Iterator[Row]) -> list[Row]:
 
 
 def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
-    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent.
+    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent, 0 for none.
 
     Raises UserError when another process sends to the same tracker.
     """
@@ -263,7 +263,7 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
 
 
 def how_to_open(run: RunDir, name: str) -> str:
-    """Return the command that opens or uploads a tracker's data."""
+    """Return the command that opens or uploads a tracker's data; "sent" where W&B has it already."""
     if name == "tensorboard":
         return f"tensorboard --logdir {run.path.parent}"
     if name == "wandb":

@@ -199,7 +199,7 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
     Prints each kill on stderr.
     """
     options = [
-        part for setting in [*sets, *_start_training(recipe, sets, scratch / "start")] for part in ("--set", setting)
+        part for setting in [*sets, *_train_parent(recipe, sets, scratch / "start")] for part in ("--set", setting)
     ]
     reference = _train_to_end(recipe, options, scratch / "undisturbed")
     steps = len(_steps(reference))
@@ -217,8 +217,11 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
     return compare_finished(reference, other, killed)
 
 
-def _start_training(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
-    """Train the recipe that this recipe starts from, if it names any, and return the --set value for its export."""
+def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
+    """Train the recipe that this recipe starts from, if it names any, and return the --set value for its export.
+
+    Raises UserError when that training fails.
+    """
     parent = recipes.load(recipe, sets).recipe.model.init_from
     if parent is None or not parents.is_recipe(parent):
         return []
@@ -242,7 +245,7 @@ def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
 
 
 def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
-    """Print the end of the training's log, and return the error."""
+    """Print the end of the training's log, and return the error. code: of `finlm train`."""
     screen.say(runs.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-4000:])
     return UserError(
         f"{recipe} was not trained to its end in {runs}, so there is nothing to compare",
@@ -252,7 +255,7 @@ def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
 
 
 def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[str, int]] = ()) -> Verdict:
-    """Return what differs between two finished runs. found: moment and last step of each kill of the other run."""
+    """Return what differs between two finished runs. killed: moment and last step of each kill of `other`."""
     steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*kill, start) for kill, start in zip(killed, starts, strict=False))
@@ -295,7 +298,7 @@ def _train_and_kill(
 ) -> tuple[str, int] | None:
     """Train until a random moment, then kill it; return (moment, last step), None when the run ended before.
 
-    The moment is a random time after a random step, or after the appearance of a half-written checkpoint.
+    The moment is a random time after a random step; while_saving: after that, when a half-written checkpoint appears.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)

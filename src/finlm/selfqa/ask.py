@@ -197,7 +197,10 @@ def _ask_passages(
 
 
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
-    """Ask for the questions of one passage, and for the answers to those that pass the rules."""
+    """Ask for the questions of one passage and for the answers to those that pass the rules; return all of them.
+
+    A request that was refused or never answered is kept as `failed`. Raises UserError where no request can succeed.
+    """
     row = Asked(passage.document, passage.source, passage.text)
 
     def ask(prompt: str, temperature: float, tokens: int) -> Reply:
@@ -238,7 +241,7 @@ def _is_too_dear(settings: SelfQA, spent: Counter[str]) -> bool:
 
 
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
-    """Run stage 3: prune, and write the output with its account (<output>.json) beside it.
+    """Drop pairs by the rules, write the others to `output` and their counts and costs to <output>.json; print both.
 
     Raises UserError when no pair is left.
     """
@@ -321,7 +324,7 @@ class Passage:
 
 
 def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
-    """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
+    """Prepare the recipe's documents and return the drawn passages, in the order of the draw. Raises UserError.
 
     A larger self_qa.documents gives the same passages and further ones.
     """
@@ -349,7 +352,10 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
 
 
 def cut_passage(text: str, longest: int, draw: int) -> str:
-    """Return the text, or of a longer one the part that draw picks, between ends of sentences where possible."""
+    """Return the text, or of one above `longest` characters a part, between ends of sentences where possible.
+
+    draw: a random number that decides where the part begins.
+    """
     if len(text) <= longest:
         return text
     start = draw % (len(text) - longest + 1)

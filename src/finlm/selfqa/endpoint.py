@@ -111,7 +111,7 @@ def question_reason(question: str) -> str | None:
 
 
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
-    """Return why a pair is dropped, or None when it is kept. finish: the server's finish_reason."""
+    """Return why a question and its answer are dropped, or None when they are kept. finish: the server's reason."""
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
         return "answer cut off"

@@ -91,7 +91,7 @@ def company_count(size_bytes: int) -> int:
 
 
 def archive(size_bytes: int, seed: int, split: str) -> Archive:
-    """Make the half of the world that a corpus of that size is about.
+    """Make the world of a split, with as many companies as a corpus of that size is about.
 
     Raises UserError for a size below 100 KB or an unknown split.
     """
@@ -240,7 +240,7 @@ _FLASHES = tuple(flash for form in _NEWS for flash in [_flash(form)] * form.weig
 
 
 def news(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield flashes without end."""
+    """Yield news flashes without end, as (text, meta)."""
     random = dice.random
     stage = Stage(archive)
     while True:
@@ -303,7 +303,7 @@ def _first_and_last(facts: Facts, others: dict[str, Facts]) -> dict[str, str]:
 
 
 def articles(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield articles without end."""
+    """Yield articles without end, as (text, meta)."""
     stage = Stage(archive)
     while True:
         facts = stage.draw(dice)

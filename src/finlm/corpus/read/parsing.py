@@ -288,7 +288,7 @@ class RowCounts:
 def check_broken_rows(
     directory: Path, inputs: Sequence[RowCounts], allowed: float, keep: Path, formats: Sequence[str] = ()
 ) -> None:
-    """Raise UserError for the first source with more broken rows than `allowed`, and copy those rows into `keep`.
+    """Raise UserError for the first source with a larger share of broken rows than `allowed`; copy them into `keep`.
 
     directory holds the broken.jsonl of these inputs; the copy is broken-<source>.jsonl, removed for sources that pass.
     `formats` lists the accepted rows for the message, where more is asked of a row than a text.

@@ -263,7 +263,7 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _lines(item: Input, path: Path, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
-    """Yield the blocks of a file of lines."""
+    """Yield the blocks of a file of lines; a file that is cut short ends in a block with `cut`."""
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
         for first, data in lines(parts, BLOCK_BYTES):
@@ -314,7 +314,7 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _tables(item: Input, path: Path, advance: screen.Advance) -> Iterator[Block]:
-    """Yield a parquet or Arrow file as Arrow streams of the needed columns."""
+    """Yield a parquet or Arrow file as Arrow streams of the needed columns; a damaged one ends in a block of `cut`."""
     import pyarrow as pa
 
     first, waiting, size = 1, list[Any](), 0

@@ -133,7 +133,7 @@ def expand(pattern: str, split: str = "train") -> list[Path]:
 
 
 def _matching(pattern: str, split: str) -> list[Path]:
-    """Return the files that expand() returns, with names of any encoding."""
+    """Return the files that expand() returns, with names of any encoding. Raises UserError as _glob does."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]

@@ -34,7 +34,7 @@ def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, li
 
 
 def run_program(source: str, arguments: list[str], seconds: float) -> Any:
-    """Run a program from its source and return the JSON document that it prints, or {"failed": why}."""
+    """Run a program from its source, at most `seconds`; return the JSON document that it prints, or {"failed": why}."""
     pipe, errors = subprocess.PIPE, b""
     try:
         with subprocess.Popen([sys.executable, "-", *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as process:

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def find_processes(run: Path, word: str) -> list[int]:
-    """Return the pids of the run's ranks, launcher or agent (by `word`) on this host, sorted."""
+    """Return the pids of the run's processes of a kind on this host, sorted; word: the module that they run (-m)."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

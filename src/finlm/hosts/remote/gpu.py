@@ -131,7 +131,10 @@ def gather_facts(with_torch: bool) -> Facts:
 
 
 def run(*command: str, seconds: float = 30) -> tuple[int, str]:
-    """Return exit code and output of a command, standard error included; 127 and the reason when it gave no answer."""
+    """Return exit code and output of a command, standard error included; 127 and the reason without any.
+
+    That is when it cannot be started, or took longer than `seconds`.
+    """
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(command, stdout=pipe, stderr=to_output, stdin=subprocess.DEVNULL, timeout=seconds)

@@ -292,7 +292,7 @@ def packages() -> dict[str, str | None]:
 
 
 def extensions() -> Extensions:
-    """Find the lock files of builds of C++ extensions, and the compilers that run now."""
+    """Find the lock files of builds of C++ extensions, the compilers that run now, and the ops built already."""
     cache = os.environ.get("XDG_CACHE_HOME") or f"{Path.home()}/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
     paths = sorted({*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")})

@@ -98,7 +98,10 @@ def say(message: dict[str, Any]) -> None:
 
 
 def describe_host() -> dict[str, Any]:
-    """Return Ray's and Python's version, the cores and bytes of memory to use, and both ends of the ssh connection."""
+    """Return {ray, python: versions, workers: how many cores and memory allow, from, at: ends of the ssh connection}.
+
+    "" where Ray is not installed, and for the ends on this machine itself.
+    """
     try:
         from importlib import metadata
 

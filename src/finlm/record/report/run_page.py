@@ -397,7 +397,7 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
 
 
 def write(path: Path, template: str, title: str, charts: Iterable[Chart], **values: Any) -> Path:
-    """Write a self-contained page in the language of messages."""
+    """Write a self-contained page in the language of messages to `path`, and return the path."""
     lang = language.current()
     text = (
         environment(lang=lang)
