@@ -382,10 +382,7 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring at least 5 %, best first; [] without a speed (CPU).
-
-    fastest: returns a recipe's best candidate on a cluster, or None.
-    """
+    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU. fastest: returns a recipe's best candidate."""
     now = chosen.tokens_per_second
     if now is None:
         return []

@@ -388,10 +388,7 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
 
 
 def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the micro-batch of each host where the recipe fixes it; None for auto.
-
-    Raises PlanError when its keys are not the names or GPU kinds of all hosts.
-    """
+    """Return the micro-batch of each host where the recipe fixes it; None for auto. Raises PlanError for unfit keys."""
     wanted = recipe.batch.micro_batch
     if wanted == "auto":
         return None

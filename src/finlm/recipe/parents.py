@@ -272,10 +272,7 @@ def export_of(key: str, named: str) -> str:
 
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
-    """Return what a recipe or model gives its child; None where it is not here and is_needed is False.
-
-    Raises UserError where it is needed and not here, or is none that finlm trains.
-    """
+    """Return what a recipe or model gives its child. Where it is not here, None, or UserError if is_needed."""
     if is_recipe(init_from):
         if not is_needed and not find_shipped(Path(init_from)).exists():
             return None
@@ -377,10 +374,7 @@ def cached_config_path(init_from: str, revision: str | None) -> Path | None:
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
-    """Return the path of config.json of a model directory, or of a Hub model, fetched where its cache lacks it.
-
-    Raises UserError when it is not there or cannot be fetched.
-    """
+    """Return the path of config.json of a model directory, or of a Hub model, fetched if need be. Raises UserError."""
     path = Path(init_from) / "config.json"
     if path.is_file():
         return path

@@ -220,10 +220,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return the incident of a step that DeepSpeed skipped; None when it was applied or no loss is scaled.
-
-        Collective.
-        """
+        """Return the incident of a step that DeepSpeed skipped; None if applied or of a fixed scale. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None
