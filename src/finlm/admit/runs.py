@@ -158,7 +158,10 @@ def _apart(found: list[float], expected: list[float]) -> float:
 
 
 def check_stages(runs: Runs) -> str:
-    """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or "". Raises RuntimeError when ranks fail."""
+    """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not move; "" if all is well.
+
+    Raises RuntimeError when ranks fail.
+    """
     expected = losses(runs.run(0))
     for stage in (1, 3):
         if (off := _apart(losses(runs.run(stage)), expected)) > TOLERANCE:

@@ -86,7 +86,7 @@ def _format_solved(style: Style, example: Question) -> str:
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return texts that FinanceIQ's code lets a model continue: at most 2,048 tokens; drops the longest examples.
+    """Return prompts as FinanceIQ's code makes them, of at most 2,048 tokens: the longest examples are left out first.
 
     A question that is too long even without examples loses the header, as there, and then its beginning.
     """

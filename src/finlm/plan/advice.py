@@ -382,7 +382,7 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU. fastest: returns a recipe's best candidate."""
+    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU. fastest: gives a recipe's best one."""
     now = chosen.tokens_per_second
     if now is None:
         return []

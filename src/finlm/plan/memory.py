@@ -322,7 +322,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
-    """Return bytes beside the states, by item: at the loss, in the last layer's backward, at a full bucket, in the first's."""
+    """Return bytes beside the states by item: at the loss, last layer's backward, full bucket, first layer's."""
     e, size = layout.element_bytes, trained_parameters(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2

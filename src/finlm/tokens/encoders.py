@@ -218,6 +218,7 @@ class Gigatoken:
         return ids, lengths
 
     def _build(self) -> None:
+        """Make the tokenizer anew, and note at how much memory the next time comes."""
         import gigatoken
 
         self._tokenizer: Any = None  # the old one goes before the new one comes

@@ -88,7 +88,7 @@ def _limit_waiting() -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Append file descriptors 1 and 2 to the file `path`, C++ messages too; makes its folders."""
+    """Make standard output and error append to the file `path`, C++ messages too; make its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -114,6 +114,7 @@ class Batches:
         return (*self.rows.read(row_ids), *bounds)
 
     def _order_rows(self, step: int) -> Ids:
+        """Return what row_ids() does, computed anew."""
         count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
         row_ids = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)

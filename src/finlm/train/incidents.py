@@ -145,6 +145,7 @@ class Watch:
         return None if self._is_high else Incident("loss spike", self._height(loss), blame=True)
 
     def _height(self, loss: float) -> str:
+        """Return in words how far a loss is above the recent ones."""
         middle, deviation = _spread(self._losses)
         return (
             f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
@@ -256,6 +257,7 @@ class LossScale:
             self._gradients.watch()
 
     def _advice(self) -> str:
+        """Return in words which keys of the recipe to change."""
         optim, batch = self._recipe.optim, self._recipe.batch
         return (
             f"lower optim.lr ({optim.lr:g}, try {optim.lr / 3:.2g}), lengthen optim.warmup_steps "

@@ -211,6 +211,7 @@ class Watch:
         return begin, statistics.median(last) if len(last) == STEPS else begin
 
     def _words(self, key: str, unit: str) -> str:
+        """Return in words how a measure and the reward changed since the first steps."""
         (first, last), (was, reward) = self._medians(key), self._medians("reward")
         return (
             f"{last:.4g} {unit} in the last {STEPS} steps, {first:.4g} in the first; the reward went from {was:.4g} to "

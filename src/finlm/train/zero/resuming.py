@@ -49,6 +49,7 @@ def newest(c: Checkpoints, at_most: int | None = None) -> tuple[Path, Manifest] 
 def _find_common(c: Checkpoints, at_most: int | None) -> dict[int, Path]:
     """Return directories by step of the checkpoints that all ranks have, also of the run that this run continues.
 
+    at_most: of those only scheduled ones of this step or before.
     Raises UserError when there is none though some rank has one.
     """
     # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
@@ -90,8 +91,8 @@ def _prove_checkpoint(c: Checkpoints, directory: Path) -> tuple[Manifest | None,
 def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
     """Load a proved checkpoint into the engine, cut for its ranks, ZeRO stage and groups, and into c.watch_loaded.
 
-    Restores random generators where this rank saved some among as many ranks. Raises RuntimeError when DeepSpeed does
-    not load it.
+    Records where it had to be cut. Restores random generators where this rank saved some among as many
+    ranks. Raises RuntimeError when DeepSpeed does not load it.
     """
     layout, wanted = manifest.layout, (c.world_size, c.plan.zero_stage, c.plan.offload_optimizer)
     folder, tag = str(directory.parent), directory.name

@@ -271,7 +271,7 @@ class Shards:
         return weights | {name: weights[stored] for name, stored in self.same.items()}
 
     def _frozen_tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers that no optimizer has: whole beside the shards; at stage 3 joined."""
+        """Return parameters and buffers that are not trained, by name; at stage 3 joined from the ranks' pieces."""
         if not self.is_cut:
             return {name: tensor for name, tensor in self.model["module"].items() if name not in self.shapes}
         frozen = {}
