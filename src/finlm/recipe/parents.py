@@ -321,7 +321,7 @@ def find_shipped(path: Path) -> Path:
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and, before that, of this directory."""
+    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and of this directory, which wins."""
     shipped, own = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
     folders = [shipped.parents[1], own] if shipped else [own]
     found = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]

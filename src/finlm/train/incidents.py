@@ -328,7 +328,7 @@ class Stragglers:
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Note the ranks' seconds; return an incident when one was slow for settings.steps, once until another is."""
+        """Note all seconds; return an incident when a rank was slow for settings.steps, unless it was named last."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None

@@ -51,7 +51,10 @@ class Rank:
     started: float
 
     def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
-        """Return read(held-out shards) of each source, as many items as rows have eval.max_tokens_per_source tokens."""
+        """Return the first items of read(held-out shards) of each source.
+
+        At most as many as rows that eval.max_tokens_per_source tokens fill.
+        """
         most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
