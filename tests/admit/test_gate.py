@@ -111,7 +111,7 @@ def test_a_key_whose_other_value_is_planned_wrongly_is_held() -> None:
     at = case("cohere")
     assert at.row.held == {"use_qk_norm": False}
     unheld = dataclasses.replace(at, row=dataclasses.replace(at.row, held={}))
-    assert "parameters planned" in cells.settings(unheld) and cells.hold(unheld).held == at.row.held
+    assert "parameters planned" in cells.check_settings(unheld) and cells.hold(unheld).held == at.row.held
 
 
 def test_logits_times_a_key_that_others_divide_by_are_read_off_the_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,10 @@ def test_the_gpu_option_wins_and_unknown_hosts_are_cpu_ranks(tmp_path: Path) -> 
 def test_hosts_that_nobody_asks_need_a_kind_from_hardware(tmp_path: Path) -> None:
     found = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED)
     with pytest.raises(UserError, match="does not say which GPUs c has") as caught:
-        cluster.add_hardware(found, MIXED)
+        cluster.check_hardware(found, MIXED)
     assert "hardware.hosts: a, b" in caught.value.evidence
     alike = cluster.load(write(tmp_path, "a slots=1\nc slots=4\n"), MIXED, "H200")
-    assert cluster.add_hardware(alike, MIXED) is alike
+    assert cluster.check_hardware(alike, MIXED) is alike
 
 
 def test_every_bad_line_is_named_with_file_and_line(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Case:
         return _gradients(self.plain, loss)
 
     def swapped(self, **changes: Any) -> Any:
-        """The same weights under the swaps of a changed plan."""
+        """Return a model with the plain one's weights, under the swaps of the plan with these fields changed."""
         plan = dataclasses.replace(self.plan, **{"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY} | changes)
         padded = type(self.small)(**self.small.to_dict() | {"vocab_size": plan.padded_vocab_size})
         model = build(padded, plain_attention(self.small), self.plain)
@@ -83,7 +83,7 @@ class Case:
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
-    """A model in fp32 with weights of `like`, or drawn ones; further rows of the vocabulary are 0."""
+    """Return a model in fp32, in training mode, with weights of `like`, or drawn ones; rows beyond `like`'s are 0."""
     torch.manual_seed(0)
     model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def build(config: Any, attention: str, like: Any = None) -> Any:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, labels), some of them ignored: int64 [rows, tokens]."""
+    """Return (inputs, labels), some labels ignored, the same each time: int64 [rows, tokens]."""
     generator = torch.Generator().manual_seed(1)
     inputs, labels = torch.randint(3, VOCABULARY, (2, len(LENGTHS), sum(LENGTHS[0])), generator=generator).unbind(0)
     labels[:, ::5] = IGNORED
@@ -114,7 +114,7 @@ def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.T
 
 
 def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
-    """What differs by more than rounding: the loss, or the gradient of a tensor."""
+    """Return what differs by more than rounding, the loss or the gradient of a tensor; "" for nothing."""
     if not abs(found[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
         return f"loss {found[0]:.6f}, transformers' {expected[0]:.6f}"
     if lost := sorted(expected[1].keys() - found[1].keys()):
@@ -129,8 +129,8 @@ def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float,
     return ""
 
 
-def swap_cell(case: Case, **changes: Any) -> str:
-    """Loss and gradients under a plan's swaps against transformers' eager ones."""
+def check_swap(case: Case, **changes: Any) -> str:
+    """Return how loss or gradients under the swaps of a changed plan differ from transformers' eager ones, or ""."""
     torch._dynamo.reset()
     # The compiler's code generator is not what differs by model, and takes half a minute a graph.
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -139,8 +139,8 @@ def swap_cell(case: Case, **changes: Any) -> str:
         return _differ(_gradients(model, model(*batch())), case.expected)
 
 
-def packed(case: Case) -> str:
-    """Documents of packed rows against each of them alone."""
+def check_packed(case: Case) -> str:
+    """Return how documents of packed rows differ from each of them alone, or ""."""
     inputs, labels = batch()
     alone, model = build(case.small, "eager", case.plain), case.swapped()
     expected = torch.zeros(())
@@ -155,8 +155,8 @@ def packed(case: Case) -> str:
     return f"documents of a row see each other: {problem}" if problem else ""
 
 
-def adapters(case: Case) -> str:
-    """A model with adapters against the weights that they are merged into."""
+def check_adapters(case: Case) -> str:
+    """Return how a model with adapters differs from the weights that they are merged into, or ""."""
     from peft import get_peft_model
 
     recipe = case.recipe.model_copy(update={"lora": Lora(rank=4, alpha=8)})
@@ -187,8 +187,8 @@ def adapters(case: Case) -> str:
     return "" if apart < 1e-4 else f"merged logits are {apart:.1e} away"
 
 
-def four_bits(case: Case) -> str:
-    """A model with matrices in 4 bits against one with the same rounded ones."""
+def check_four_bits(case: Case) -> str:
+    """Return how a model with matrices in 4 bits differs from one with the same rounded ones, or ""."""
     if any("e" in sizes for sizes in case.row.layer.values() if len(sizes) > 2):  # it has experts, no linear layers
         model = case.recipe.model.model_copy(update={"config": case.small.to_dict()})
         asked = {"model": model, "lora": Lora(rank=4, alpha=8, quantize="nf4")}
@@ -204,8 +204,8 @@ def four_bits(case: Case) -> str:
     return "" if apart < 1e-4 else f"logits are {apart:.1e} away from those of the rounded matrices"
 
 
-def counted(case: Case) -> str:
-    """Parameters planned against those of transformers' model, at the model's own size."""
+def check_parameters(case: Case) -> str:
+    """Return how planned parameters and windows differ from transformers' model at its own size, or ""."""
     with torch.device("meta"):
         own = type(case.small)(**{key: value for key, value in case.config.items() if key != "quantization_config"})
         model = causal_class(own)._from_config(own)
@@ -220,15 +220,15 @@ def counted(case: Case) -> str:
     return ""
 
 
-def counted_small(case: Case) -> str:
-    """Parameters planned against those of the small model."""
+def check_small_parameters(case: Case) -> str:
+    """Return how planned parameters differ from those of the small model, or ""."""
     planned = shape.of_config(case.small.to_dict(), VOCABULARY, case.row).parameters
     real = sum(parameter.numel() for parameter in case.plain.parameters())
     return "" if planned == real else f"{planned:,} parameters planned, {real:,} in transformers' model"
 
 
-def activations(case: Case) -> str:
-    """What a layer keeps for the backward pass, planned against tensors that autograd saved, in bf16, not compiled."""
+def check_activations(case: Case) -> str:
+    """Return how the planned bytes that a layer keeps differ from what autograd saves, in bf16, not compiled, or ""."""
     config = copy.deepcopy(case.small)
     sizes = [_kept(config, layers) for layers in (len(case.plain.model.layers), 2 * len(case.plain.model.layers))]
     found = (sizes[1] - sizes[0]) / len(case.plain.model.layers) / (ROWS * batch()[0].shape[1])
@@ -267,8 +267,8 @@ def _kept(config: Any, layers: int) -> int:
     return sum(saved.values())
 
 
-def template(directory: Path) -> str:
-    """Ids and loss spans of a dialogue against those of transformers' tokenizer with the model's own template."""
+def check_template(directory: Path) -> str:
+    """Return how ids or loss spans of a dialogue differ from those of the model's own tokenizer and template, or ""."""
     encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
     theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
     found = encoder.encode(DIALOGUE)
@@ -307,8 +307,8 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
             yield key, value, {**case.config, **change}
 
 
-def settings(case: Case) -> str:
-    """Check the model with each switching key set otherwise, except the keys that its type's row holds."""
+def check_settings(case: Case) -> str:
+    """Return what is wrong when one of the switching keys is set otherwise, except keys that the row holds; or ""."""
     for key, why in unlike(case):
         if key not in case.row.held:
             return why
@@ -320,7 +320,8 @@ def unlike(case: Case) -> Iterator[tuple[str, str]]:
     for key, _, config in other_settings(case):
         try:
             other = case_of(config, case.row, case.recipe, case.plan)
-            problem = next(filter(None, (cell(other) for cell in (swap_cell, counted_small, activations))), "")
+            cells = check_swap, check_small_parameters, check_activations
+            problem = next(filter(None, (cell(other) for cell in cells)), "")
         except Exception as error:  # a class that cannot be built so
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if problem:
@@ -334,17 +335,17 @@ def hold(case: Case) -> traits.TypeRecord:
 
 
 CELLS: dict[str, Callable[[Case], str]] = {
-    "loss": swap_cell,
-    "padded vocabulary": functools.partial(swap_cell, padded_vocab_size=PADDED),
-    "selective recompute": functools.partial(swap_cell, recompute="selective"),
-    "full recompute": functools.partial(swap_cell, recompute="full"),
-    "compiled": functools.partial(swap_cell, compiled=True),
-    "packed rows": packed,
-    "adapters": adapters,
-    "4 bits": four_bits,
-    "parameters": counted,
-    "activations": activations,
-    "other settings": settings,
+    "loss": check_swap,
+    "padded vocabulary": functools.partial(check_swap, padded_vocab_size=PADDED),
+    "selective recompute": functools.partial(check_swap, recompute="selective"),
+    "full recompute": functools.partial(check_swap, recompute="full"),
+    "compiled": functools.partial(check_swap, compiled=True),
+    "packed rows": check_packed,
+    "adapters": check_adapters,
+    "4 bits": check_four_bits,
+    "parameters": check_parameters,
+    "activations": check_activations,
+    "other settings": check_settings,
 }
 
 

@@ -41,7 +41,9 @@ class Verdict:
 
 
 def admit(model: str) -> Verdict:
-    """Look at every cell and print the table.
+    """Look at every cell, print the table and return the verdict.
+
+    The row of a type that is new and passes is kept in the user's file.
 
     Raises UserError for what is no model, or has a structure that no cell can look at.
     """
@@ -97,7 +99,10 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
 
 
 def row_of(model_type: str) -> traits.TypeRecord:
-    """Return the row of a type with `held` filled in. Raises UserError for a type that no cell can check."""
+    """Return the row of a type, with `held` filled in where its class can be built.
+
+    Raises UserError for a type that no cell can check.
+    """
     row = record.record(model_type)
     try:
         with runs.admitted(model_type, row), contextlib.redirect_stderr(io.StringIO()):
@@ -129,7 +134,7 @@ def examine(
         for name, trains in runs.CELLS.items():
             yield name, _look(trains, made)
     if directory is not None and _has_template(directory):
-        yield "template", _look(cells.template, directory)
+        yield "template", _look(cells.check_template, directory)
 
 
 def _has_template(directory: Path) -> bool:
@@ -142,7 +147,7 @@ def _has_template(directory: Path) -> bool:
 
 
 def _look(cell: Callable[[Any], str], at: Any) -> str:
-    """What is wrong in a cell, be it said or raised."""
+    """Return what is wrong in a cell, be it said or raised; "" for nothing."""
     with contextlib.redirect_stderr(io.StringIO()):  # plans, library warnings
         try:
             return cell(at)

@@ -52,7 +52,10 @@ SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_
 
 
 def record(model_type: str) -> TypeRecord:
-    """The row of a type, without its gate's verdict. Raises UserError for a type that finlm's swaps do not know."""
+    """Return the row of a type without the gate's verdict.
+
+    Raises UserError for a type that finlm's swaps do not know.
+    """
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
         raise UserError(
             f"transformers has no causal model of model_type {model_type!r}",
@@ -166,7 +169,7 @@ def own_keys(config: Any) -> Config:
 
 
 def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[str, dict[str, list[str] | None]]]:
-    """(layer, outer, switches) of a TypeRecord."""
+    """Return (layer, outer, switches) of a TypeRecord; `plain` is changed meanwhile."""
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
     for key in keys:
@@ -190,14 +193,14 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
 
 
 def whole_config(model_type: str) -> Any:
-    """transformers' default configuration of a type, with a RoPE that is whole."""
+    """Return transformers' default configuration of a type, with a RoPE that is whole."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
     return kind(**_rope(config))
 
 
 def _rope(config: Any) -> Config:
-    """Keys that replace a default RoPE that lacks what it needs."""
+    """Return keys that replace a default RoPE that lacks what it needs; {} for another."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") == "default" or "factor" in rope:
         return {}
@@ -205,7 +208,7 @@ def _rope(config: Any) -> Config:
 
 
 def small_config(model_type: str, layers: int = 2, **changes: float) -> Any:
-    """A configuration of transformers' class with SIZES."""
+    """Return a configuration of transformers' class with SIZES and these changes."""
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()
     values: dict[str, Any] = {key: SIZES[symbol] for key, symbol in NAMED.items() if key in known}
@@ -264,7 +267,7 @@ def _size(number: int, symbols: dict[str, int], name: str) -> str:
 
 
 def _defaults(model_type: str, other: Any) -> dict[str, Any]:
-    """What the class takes for a key of FIELDS that config.json lacks; None for what follows from other keys."""
+    """Return what the class takes for a key of FIELDS that config.json lacks; None for what follows from other keys."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
     found: dict[str, Any] = {}
@@ -281,13 +284,13 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
 
 
 def _fixed(kind: Any, key: str, value: Any) -> Any:
-    """The value, or None when another number of heads or another width would give another one."""
+    """Return the value, or None when another number of heads or another width would give another one."""
     changed = kind(num_attention_heads=8, hidden_size=2048).to_dict().get(key)
     return value if changed == value else None
 
 
 def _pattern(model_type: str) -> int:
-    """Every so many-th layer sees all before; 0 when none does, or all do."""
+    """Return n where every n-th layer alone sees all before; 0 when none does, or all do; -1 for no such pattern."""
     kinds = getattr(small_config(model_type, LAYERS), "layer_types", None) or []
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     if not full or len(full) == len(kinds):
@@ -298,7 +301,7 @@ def _pattern(model_type: str) -> int:
 
 
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """transformers' configuration of the same model, small."""
+    """Return transformers' configuration of the same model, small."""
     known = row.defaults | dict(config)
     values = dict(config) | {
         "hidden_size": SMALL_HIDDEN,
@@ -334,7 +337,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
 
 
 def _few_layers(config: Config, known: Config, pattern: int) -> Config:
-    """Few layers, with one of each kind."""
+    """Return the keys for few layers, with one of each kind."""
     found: dict[str, Any] = {}
     if known.get("sliding_window"):
         found["sliding_window"] = WINDOW
@@ -350,7 +353,7 @@ def _few_layers(config: Config, known: Config, pattern: int) -> Config:
 
 
 def _shrink_rope(rope: Config, pairs: int) -> Config:
-    """RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
+    """Return RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
     found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
@@ -360,7 +363,7 @@ def _shrink_rope(rope: Config, pairs: int) -> Config:
 
 
 def write(rows: dict[str, TypeRecord], path: Path) -> None:
-    """Write the table, a row a line."""
+    """Write the table to path, a row a line; make its folder."""
     lines = [f" {json.dumps(name)}: {json.dumps(asdict(rows[name]))}" for name in sorted(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

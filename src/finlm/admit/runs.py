@@ -91,7 +91,10 @@ class Runs:
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})
 
     def run(self, stage: int) -> RunDir:
-        """The finished run at a ZeRO stage. Raises RuntimeError with the end of its log when it failed."""
+        """Return the finished run at a ZeRO stage, made at the first call.
+
+        Raises RuntimeError with the end of its log when it failed.
+        """
         if stage not in self.made:
             loaded = recipe.load(RECIPE, self._overrides(stage))
             host = cluster.Host("localhost", RANKS, None, 8 * 2**30)
@@ -135,7 +138,7 @@ class Runs:
 
 @contextmanager
 def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
-    """Within it the row's cells count as passed, also for ranks whose XDG_CONFIG_HOME is the one of this moment."""
+    """Make this process take the type for admitted, by this row, within the block."""
     known = dict(traits.records())
     former, traits.records = traits.records, lambda: known | {model_type: row}  # type: ignore[assignment]
     try:
@@ -145,7 +148,7 @@ def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
 
 
 def losses(run: RunDir) -> list[float]:
-    """Of every step, as recorded last."""
+    """Return the loss of every step, in order, as recorded last."""
     found = {row["step"]: row["loss"] for row in run.read_events("step")}
     return [found[step] for step in sorted(found)]
 
@@ -154,8 +157,11 @@ def _apart(found: list[float], expected: list[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 
-def stages(runs: Runs) -> str:
-    """Losses of ZeRO-1 and ZeRO-3 against ZeRO-0's."""
+def check_stages(runs: Runs) -> str:
+    """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not move; "" if all is well.
+
+    Raises RuntimeError when ranks fail.
+    """
     expected = losses(runs.run(0))
     for stage in (1, 3):
         if (off := _apart(losses(runs.run(stage)), expected)) > TOLERANCE:
@@ -163,7 +169,7 @@ def stages(runs: Runs) -> str:
     return "" if expected[-1] != expected[0] else "the loss does not move"
 
 
-def resume(runs: Runs) -> str:
+def check_resume(runs: Runs) -> str:
     """Train a copy of the run again from its first checkpoint; return "" when the losses are those of the unbroken run.
 
     Else return what differs, in words. Raises RuntimeError when the ranks fail.
@@ -180,8 +186,11 @@ def resume(runs: Runs) -> str:
     return "" if losses(half) == expected else f"losses {losses(half)}, without a stop {expected}"
 
 
-def exported(runs: Runs) -> str:
-    """The export, proved by loading it again, and its config.json against the start's."""
+def check_export(runs: Runs) -> str:
+    """Export a run and return which field of the start's config.json the export changed, or "".
+
+    Raises RuntimeError when the export, loaded again, is not the trained model.
+    """
     from finlm.inference import export
 
     run, out = runs.run(1), runs.scratch / "export"
@@ -191,7 +200,11 @@ def exported(runs: Runs) -> str:
     return f"config.json: {lost[0]} is {there.get(lost[0])}, the start's {here[lost[0]]}" if lost else ""
 
 
-CELLS: dict[str, Callable[[Runs], str]] = {"ZeRO-0, 1 and 3": stages, "resume": resume, "export": exported}
+CELLS: dict[str, Callable[[Runs], str]] = {
+    "ZeRO-0, 1 and 3": check_stages,
+    "resume": check_resume,
+    "export": check_export,
+}
 
 
 def main() -> None:

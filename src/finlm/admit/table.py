@@ -22,7 +22,7 @@ _WORDS = {"en": ("passed", "fails"), "zh": ("通过", "未通过")}
 
 
 def page(lang: str) -> str:
-    """The whole page in one language."""
+    """Return the whole page in one language."""
     rows = traits.shipped()
     names = list(dict.fromkeys(cell for row in rows.values() for cell in row.cells))
     passed, fails = _WORDS[lang]
@@ -37,7 +37,7 @@ def page(lang: str) -> str:
 
 
 def gate(names: Sequence[str]) -> None:
-    """Put types through the gate and write their rows."""
+    """Put types through the gate and write their rows, also those that fail; say on stderr what no cell can check."""
     from finlm.admit import command, record, runs
 
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
@@ -53,7 +53,7 @@ def gate(names: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gate the types that are named, then write or check the pages; 1 when --check finds a stale one."""
+    """Gate the types that are named, then write or check the pages; return 1 when --check finds a stale one, else 0."""
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)

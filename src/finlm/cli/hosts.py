@@ -52,7 +52,7 @@ def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
     _declare_kinds(options)
     if options.hostfile:
-        return cluster.add_hardware(_load(options, options.hostfile, recipe), recipe.hardware)
+        return cluster.check_hardware(_load(options, options.hostfile, recipe), recipe.hardware)
     if options.local:
         return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
     return cluster.from_hardware(recipe.hardware, options.gpu)
@@ -90,7 +90,7 @@ def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
         return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
     hosts = _load(options, path, recipe, options.include, options.exclude)
     if options.adapter:
-        return cluster.add_hardware(hosts, recipe.hardware)
+        return cluster.check_hardware(hosts, recipe.hardware)
     way_out = functools.partial(lineage.way_out, recipe, None if options.new else Path(options.runs))
     if options.gpu:
         gpus.check_reached(gather.gather_hardware(recipe, hosts, options.accept_new), way_out)

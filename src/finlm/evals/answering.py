@@ -86,7 +86,7 @@ def _format_solved(style: Style, example: Question) -> str:
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return texts that FinanceIQ's code lets a model continue: at most 2,048 tokens; drops the longest examples.
+    """Return prompts as FinanceIQ's code makes them, of at most 2,048 tokens: the longest examples are left out first.
 
     A question that is too long even without examples loses the header, as there, and then its beginning.
     """
@@ -248,7 +248,7 @@ def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Ro
 
 
 def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
-    """Compute the keys and values of the shared tokens; None without any."""
+    """Compute and return the keys and values of the shared tokens; None without any."""
     if not shared:
         return None
     ids = torch.tensor([shared], device=opened.device)
@@ -326,7 +326,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], shots: int) -> Answer:
-        """Read a row of the ledger."""
+        """Return the answer in a row of the ledger."""
         return cls(row["answer"], shots, tuple(row.get("scores", ())), row.get("text", ""), "drawn" in row)
 
     def to_json(self, *, is_written: bool) -> Mapping[str, Any]:
@@ -338,7 +338,10 @@ class Answer:
 def answer_questions(
     opened: Opened, suite: Suite, questions: Sequence[Question], mode: Mode, shots: int, ledger: Path
 ) -> list[Answer]:
-    """Return an answer to each question; asks and appends to the ledger what it lacks. Raises UserError."""
+    """Return an answer to each question; asks and appends to the ledger what it lacks.
+
+    Raises UserError for mode chat without a chat template, and when the ledger cannot be written.
+    """
     if mode == "chat" and not opened.tokenizer.chat_template:
         raise UserError(
             f"{opened.name} has no chat template: it continues text",
@@ -393,7 +396,10 @@ def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tupl
 def _generate_answers(
     opened: Opened, asked: list[Prompt], style: Style, way: str
 ) -> Iterator[list[tuple[Prompt, Answer]]]:
-    """Yield batches of prompts with the letters of the answers that the model writes, the longest prompts first."""
+    """Yield batches of prompts with the letters of the answers that the model writes, the longest prompts first.
+
+    way: the key of questions.WAYS by which a written answer is read.
+    """
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
     for start in range(0, len(by_length), size):

@@ -149,7 +149,10 @@ def pass_at(k: int, count: int, right: int) -> float:
 
 
 def is_majority_right(attempts: Sequence[Graded]) -> bool:
-    """Return whether the answer that most attempts name is right; attempts that name none have no vote."""
+    """Return whether the answer that most attempts name is right; attempts that name none have no vote.
+
+    Of equal numbers of votes the answer named first counts. False when no attempt names any.
+    """
     votes = Counter(attempt.named for attempt in attempts if attempt.named is not None)
     if not votes:
         return False

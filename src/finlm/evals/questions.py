@@ -130,7 +130,10 @@ def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic
 
 
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
-    """Read a suite's questions from the folder `data`, or make those of OF_WORLD about `world`. Raises UserError."""
+    """Read a suite's questions from the folder `data`, or make those of OF_WORLD about `world`.
+
+    Raises UserError for a folder or file that is missing, and for a row that is no question of the suite.
+    """
     if name in OF_WORLD:
         assert world is not None
         questions, examples = _make_questions(name, world)
@@ -204,7 +207,7 @@ def _read_file(path: Path, subject: str) -> Iterator[Question]:
 
 
 def _read_cflue(path: Path) -> Iterator[Question]:
-    """Yield the questions of CFLUE's knowledge.json. Raises UserError for another file, naming the row."""
+    """Yield the questions of CFLUE's knowledge.json. Raises UserError for no or another file, naming the row."""
     fix = f"give the folder that holds {CFLUE_FILE} with --data ({FETCH['cflue']})"
     if not path.is_file():
         raise UserError(f"there is no {path}", fix=fix)

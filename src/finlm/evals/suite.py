@@ -226,7 +226,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
-    """Read a suite, get the model's answers, and score them."""
+    """Return a suite's result: its questions are read, answered, with the answers kept in a ledger, and scored."""
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
@@ -406,7 +406,7 @@ STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model lear
 
 
 def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
-    """Compute loss, perplexity and bits per byte of each held-out source of a checkpoint's run.
+    """Return loss, perplexity and bits per byte of each held-out source of a checkpoint's run (batches.evaluate).
 
     Raises UserError when checkpoint is not complete, for a stage whose rows are pairs or prompts, and for a run without
     held-out documents.

@@ -43,8 +43,9 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    Prints answers on stdout, hints on stderr. sampling: (temperature, top_p). tools: that the model may call, as
-    OpenAI's API has them. Raises UserError for a model that cannot chat, or not with tools.
+    Prints answers on stdout, hints and errors of an answer on stderr; where the input is no terminal, such an error
+    ends the chat with its exit code. sampling: (temperature, top_p). tools: that the model may call, as OpenAI's API
+    has them. Raises UserError for a model that cannot chat, or not with tools.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)

@@ -103,7 +103,10 @@ def _complete_config(directory: Path, trained: Trained) -> None:
 
 
 def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return the start's fields under config's, which win; one RoPE's also under its names before transformers 5."""
+    """Return config with the fields that only the config.json of model.init_from has, and RoPE under its old names too.
+
+    rope_theta and rope_scaling, as before transformers 5, are written where all layers have one RoPE.
+    """
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
         start = {key: value for key, value in start.items() if key not in ("rope_theta", "rope_scaling")}
@@ -226,7 +229,7 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 def export_adapters(checkpoint: Path, out: Path) -> Path:
     """Write the adapters of a checkpoint (or of a run's newest) with the tokenizer's files to the new directory out.
 
-    Raises UserError when the run trained every weight, or out exists.
+    Returns out. Raises UserError when the run trained every weight, out exists, or the checkpoint is not complete.
     """
     from finlm.train.model import lora  # loads torchao
 

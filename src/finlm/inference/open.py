@@ -70,7 +70,10 @@ class Opened:
 
 
 def open_model(path: Path, device: torch.device | None = None) -> Opened:
-    """Open the model of a checkpoint, run, export or Hugging Face directory. Raises UserError when there is none."""
+    """Open the model of a checkpoint, run, export or Hugging Face directory, by default on a GPU if there is one.
+
+    Raises UserError when there is none, or one that cannot be loaded or is a reward model.
+    """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = run_of(path)
     if (path / "plan.json").is_file():
@@ -210,7 +213,8 @@ def load_trained(checkpoint: Path) -> Trained:
     """Return the model of runs/<run>/checkpoints/step-N, or of the newest of runs/<run>, on the CPU.
 
     Weights come from the fp32 master copy where ZeRO keeps one and are cast to the run's precision: what the last
-    training step left, not a second rounding of it. Adapters are merged. Raises UserError when it is not complete.
+    training step left, not a second rounding of it. Adapters are merged. Raises UserError when it is not complete,
+    RuntimeError when its weights are not of the model.
     """
     checkpoint = complete_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)
@@ -295,7 +299,10 @@ _LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", 
 
 
 def import_gguf(file: Path, out: Path) -> Path:
-    """Write the model of `file` to the new directory `out` and return it. Raises UserError when the file has none."""
+    """Write the model of the GGUF file `file` to the new directory `out`; return `out`.
+
+    Raises UserError when `out` exists, the package gguf is missing, or the file holds no plain Llama.
+    """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
     if importlib.util.find_spec("gguf") is None:

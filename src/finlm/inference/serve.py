@@ -52,7 +52,11 @@ def model_directory(path: Path) -> Path:
 
 
 def command(directory: Path, host: str, port: int, engine: str) -> list[str]:
-    """Return the server's command line. Raises UserError when its packages are missing."""
+    """Return the server's command line.
+
+    engine: vllm, transformers, or auto: vLLM where it is installed and there is a GPU. Raises UserError
+    when the server's packages are missing.
+    """
     address = ["--host", host, "--port", str(port)]
     vllm = shutil.which("vllm")
     if engine == "vllm" and vllm is None:

@@ -294,7 +294,7 @@ def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
 
 
 def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
-    """Return in words how many ranks a host, or else which hosts, rows or GPUs, would make the recipe fit.
+    """Return in words what would make the recipe fit: fewer ranks a host, else more hosts, shorter rows or other GPUs.
 
     fitting: the candidates of a recipe that fit a cluster. Only what was tried and fits is said.
     """
@@ -382,7 +382,7 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring at least 5 %, best first. fastest: returns a recipe's best candidate."""
+    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU. fastest: gives a recipe's best one."""
     now = chosen.tokens_per_second
     if now is None:
         return []

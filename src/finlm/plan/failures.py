@@ -87,7 +87,7 @@ class Forecast:
 
 
 def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:
-    """Simulate 200 runs of so many seconds of wall time and return the share of it that trains.
+    """Simulate 200 runs of so many seconds of wall time and return the shares of it that train.
 
     Raises UserError for hosts that fail sooner than their ranks come up.
     """

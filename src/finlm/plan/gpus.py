@@ -177,7 +177,10 @@ def describe_gpu(
 def declare_described(
     name: str | None, memory: str | None, flops: float | None, bandwidth: float | None, capability: float | None
 ) -> None:
-    """Declare the kind `name` as the command line describes it; nothing without a description. Raises UserError."""
+    """Declare the kind `name` as the command line describes it; do nothing without a description.
+
+    Raises UserError without a name, for a size that is none, and for an unknown kind without memory or FLOP/s.
+    """
     if memory is None and flops is None and bandwidth is None and capability is None:
         return
     if name is None:
@@ -362,7 +365,10 @@ def _read_user_kinds() -> list[Gpu]:
 
 
 def measure() -> list[Gpu]:
-    """Measure this machine's GPUs in a process with torch, store and return their kinds. Raises UserError."""
+    """Measure this machine's GPUs in a process with torch, store and return their kinds.
+
+    Raises UserError when that fails or takes more than LIMIT_SECONDS.
+    """
     command = [sys.executable, "-m", "finlm.train.calibrate"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)

@@ -271,7 +271,7 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
-    """Return the items with an allocator's cache that fits `limit` bytes, but not below its least share."""
+    """Return the items with a cache that fits `limit` bytes, but not below its least share; unchanged on CPU."""
     if limit is None or "process" in items:
         return items
     spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
@@ -322,7 +322,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
-    """Return what lives beside the states: at the loss; in the last layer's backward; a full bucket; the first's."""
+    """Return bytes beside the states by item: at the loss, last layer's backward, full bucket, first layer's."""
     e, size = layout.element_bytes, trained_parameters(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2

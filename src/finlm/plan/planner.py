@@ -30,7 +30,7 @@ from finlm.recipe.shape import ModelShape
 FP16_SAFE_LR = 3e-4
 
 
-def choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
+def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
     """Yield the reasons for stage, offload, recompute and micro-batch, where the recipe left them open."""
     layout, zero = chosen.layout, recipe.zero
     if zero.stage == "auto":
@@ -195,12 +195,15 @@ def nothing_fits_error(
     else:
         fix = advice.other_hosts(recipe, cluster, fitting)
     return PlanError(
-        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _state_memory(cluster, found)
+        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _hint_at_memory(cluster, found)
     )
 
 
-def _state_memory(cluster: Cluster, found: list[Candidate]) -> str:
-    """Return how to say that the host which is short has more memory; "" where GPUs are short too, or no host is."""
+def _hint_at_memory(cluster: Cluster, found: list[Candidate]) -> str:
+    """Return a clause that hardware.hosts[].memory can state more memory for the host that is short of it.
+
+    "" on CPU, and where no candidate lacks host memory alone.
+    """
     short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
     if cluster.is_cpu or not short:
         return ""
@@ -212,6 +215,7 @@ def _state_memory(cluster: Cluster, found: list[Candidate]) -> str:
 
 
 def _short(one: Candidate) -> str:
+    """Return a candidate's configuration in words."""
     layout = one.layout
     return (
         f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
@@ -231,7 +235,10 @@ def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
-    """Return the plan; train_tokens of the prepared data are needed for train.epochs. Raises PlanError."""
+    """Return the plan; train_tokens of the prepared data are needed for train.epochs.
+
+    Raises PlanError when nothing fits, the hardware cannot run the precision, or the number of steps does not work out.
+    """
     gpus.check_devices(cluster)
     precision, reasons = gpus.precision(recipe, cluster)
     rows_per_step = _rows_per_step(recipe, cluster)
@@ -250,7 +257,7 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     if not fitting:
         raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, found)
     chosen = search.best(fitting)
-    reasons += choices(recipe, chosen, found)
+    reasons += explain_choices(recipe, chosen, found)
     measured = {gpus.find(host.gpu).calibrated: None for host in cluster.hosts if host.gpu}
     reasons += [sentence for sentence in measured if sentence]
     if recipe is not said:
@@ -273,7 +280,7 @@ def _with_reference(
 
 
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
-    """Return the plan of a run of so many steps on this cluster; None when nothing fits."""
+    """Return the plan of a run of so many steps on this cluster; None when nothing fits or it cannot be planned."""
     try:
         recipe, found = _choices(recipe, cluster, shape)
     except PlanError:
@@ -282,12 +289,12 @@ def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) 
     if not fitting:
         return None
     chosen = search.best(fitting)
-    reasons = [*gpus.precision(recipe, cluster)[1], *choices(recipe, chosen, found)]
+    reasons = [*gpus.precision(recipe, cluster)[1], *explain_choices(recipe, chosen, found)]
     return _plan(recipe, cluster, shape, chosen, steps, (*reasons, *warnings(recipe, cluster, chosen)))
 
 
 def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
-    """Return every candidate of the recipe on this cluster; none where its precision cannot run."""
+    """Return every candidate of the recipe on this cluster, fitting or not; none where planning raises PlanError."""
     try:
         return _choices(recipe, cluster, shape)[1]
     except PlanError:
@@ -295,7 +302,7 @@ def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list
 
 
 def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return what search.choices does. Raises PlanError where the recipe's precision cannot run."""
+    """Return what search.choices does. Raises PlanError for a precision or micro-batches unfit for this cluster."""
     return search.choices(recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster))
 
 
@@ -364,7 +371,10 @@ def _plan(
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the rows of a step over all ranks: whole micro-steps and groups, nearest to the recipe's."""
+    """Return the rows of a step over all ranks: whole micro-steps and groups, nearest to the recipe's.
+
+    Raises PlanError as search.given_micro_batches does.
+    """
     given = search.given_micro_batches(recipe, cluster)
     unit = search.rows_per_micro_step(given, cluster) if given else cluster.world_size
     if recipe.grpo is not None:

@@ -184,7 +184,10 @@ def forward_seconds(cluster: Cluster, shape: ModelShape, chosen: Candidate) -> f
 def candidates(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every combination that the recipe allows and DeepSpeed accepts, fitting or not."""
+    """Yield a candidate for every combination that the recipe allows and DeepSpeed accepts, fitting or not.
+
+    Left to auto, parameters are not offloaded alone. Raises PlanError as given_micro_batches does.
+    """
     choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
     for stage, optimizer, param, recompute in itertools.product(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
@@ -385,7 +388,7 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
 
 
 def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the micro-batch of each host where the recipe fixes it; None for auto. Raises PlanError."""
+    """Return the micro-batch of each host where the recipe fixes it; None for auto. Raises PlanError for unfit keys."""
     wanted = recipe.batch.micro_batch
     if wanted == "auto":
         return None

@@ -120,7 +120,7 @@ def load(
     include: str = "",
     exclude: str = "",
 ) -> Cluster:
-    """Read a hostfile; GPU kinds are `gpu`, else those of hardware's host of the same name, else CPU ranks.
+    """Return a hostfile's cluster; GPU kinds are `gpu`, else those of hardware's host of the same name, else CPU ranks.
 
     `include` and `exclude` are DeepSpeed's filters; `spare` hosts become the spares. Raises UserError that lists every
     bad line as file:line, for an unknown host of `access`, and where only spares are left.
@@ -150,10 +150,10 @@ def load(
     return Cluster(training, hardware.network_gbit if hardware else 10.0, spares)
 
 
-def add_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
-    """Return the hosts unchanged. Raises UserError when hardware has GPUs but not for one of these hosts.
+def check_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
+    """Return the hosts unchanged. Raises UserError when hardware has GPUs and lacks one of these hosts.
 
-    For callers that plan without asking the hosts: those would be CPU ranks.
+    For callers that do not ask the hosts themselves: a host without a known GPU would be planned with CPU ranks.
     """
     known = {host.name: host.gpu for host in _hosts(hardware)}
     unknown = [host.name for host in hosts.hosts if host.gpu is None and host.name not in known]

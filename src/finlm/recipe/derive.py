@@ -70,9 +70,8 @@ def fork(
 ) -> Path:
     """Write recipes/NAME/<parent's file name> from a parent recipe and return its path.
 
-    Raises UserError, and writes nothing then.
-
-    overrides: values as `--set` takes them, which the new recipe says.
+    copy: the parent's text instead of inheriting from it. overrides: values as `--set` takes them, which the new recipe
+    says. Raises UserError for an invalid or taken name, parent or override, and writes nothing then.
     """
     given, parent = parent, parents.find_shipped(parent)
     path = new_path(name, parent.name, recipes)
@@ -244,7 +243,10 @@ _TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, wh
 
 
 def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe at toy scale, with expect.toy unless overrides change the training. Raises UserError."""
+    """Load a recipe at toy scale, with expect.toy unless overrides change the training.
+
+    Raises UserError as recipe.load does.
+    """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
     for synthetic in (source.synthetic for source in written.data.sources if source.synthetic is not None):
@@ -304,7 +306,10 @@ def for_publication(recipe: Recipe) -> Recipe:
 
 
 def _without_directories(value: Any) -> Any:
-    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports."""
+    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports.
+
+    Credentials are masked.
+    """
     if isinstance(value, dict):
         return {key: _without_directories(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -272,7 +272,7 @@ def export_of(key: str, named: str) -> str:
 
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
-    """Return what a recipe or model gives its child; None where it is not here and is_needed is False."""
+    """Return what a recipe or model gives its child. Where it is not here, None, or UserError if is_needed."""
     if is_recipe(init_from):
         if not is_needed and not find_shipped(Path(init_from)).exists():
             return None
@@ -321,7 +321,7 @@ def find_shipped(path: Path) -> Path:
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and of this directory, which counts."""
+    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and of this directory, which wins."""
     shipped, own = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
     folders = [shipped.parents[1], own] if shipped else [own]
     found = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]
@@ -363,7 +363,7 @@ def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> Non
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
-    """config.json of a model directory, or of a model of the Hub that was fetched before; None without one."""
+    """Return the path of config.json of a model directory or of a Hub model fetched before; None without one."""
     path = Path(init_from) / "config.json"
     if path.is_file() or revision is None:
         return path if path.is_file() else None
@@ -374,7 +374,7 @@ def cached_config_path(init_from: str, revision: str | None) -> Path | None:
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
-    """config.json of a model directory, or of a model of the Hub, from its cache if it is there. Raises UserError."""
+    """Return the path of config.json of a model directory, or of a Hub model, fetched if need be. Raises UserError."""
     path = Path(init_from) / "config.json"
     if path.is_file():
         return path
@@ -396,7 +396,7 @@ def config_path(init_from: str, revision: str | None) -> Path:
 
 
 def read_config(path: Path) -> traits.Config:
-    """Return a config.json's keys but where it lay and code of its directory, which is never run.
+    """Return a config.json without the keys that say where it lay and name code of its directory, which is never run.
 
     Raises UserError when it is no JSON object, or its RoPE is none.
     """
@@ -412,7 +412,7 @@ def read_config(path: Path) -> traits.Config:
 
 @contextmanager
 def hub_errors(problem: str, fix: str) -> Iterator[None]:
-    """Raise UserError when the block's access to the Hub fails. Loads huggingface_hub (a quarter of a second).
+    """Turn errors of the block's access to the Hub into a UserError. Loads huggingface_hub (a quarter of a second).
 
     Where the Hub's name is not known, only its cache is read: the client would ask six times, in half a minute.
     """

@@ -62,8 +62,8 @@ class _Document:
 def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str], Loaded] | None = None) -> Loaded:
     """Read a recipe and return it with the origins of its values.
 
-    `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Raises UserError that
-    lists every mistake.
+    `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Fetches the
+    description of a ModelScope model that is not here. Raises UserError that lists every mistake.
     """
     file = parents.find_shipped(Path(path))
     document = _read_with_base(file)
@@ -128,7 +128,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def _read_with_base(path: Path) -> _Document:
-    """Read a recipe file and merge it over its base. Raises UserError."""
+    """Read a recipe file and merge it over its base. Raises UserError for unreadable files and a base with a base."""
     child = _read(path)
     base = child.values.pop("base", None)
     where = child.lines.pop(("base",), str(path))
@@ -291,7 +291,8 @@ def _shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
 def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
     """Return the recipe with a warm-up that fits the epochs that --set asks for, and say on stderr what is shortened.
 
-    epoch_tokens: of the prepared data, without which the steps of an epoch are not known.
+    It is unchanged where --set asks for no epochs, or gives the warm-up too. epoch_tokens: of the prepared data,
+    without which the steps of an epoch are not known.
     """
     recipe, where = loaded.recipe, loaded.origins.get
     if where("train.epochs") != "--set" or where("optim.warmup_steps") == "--set":
@@ -403,7 +404,10 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
-    """Fill in paths and hashes of what grpo.reward names, in place; return [(key, mistake)]. Raises UserError."""
+    """Fill in paths and hashes of what grpo.reward names, in place; return [(key, mistake)].
+
+    Raises UserError for a recipe that `read` refuses, and as parents.export_of does.
+    """
     if not isinstance(grpo, dict) or "reward" not in grpo:
         return []
     terms = grpo["reward"] = terms_of(grpo["reward"])

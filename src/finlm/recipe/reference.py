@@ -173,7 +173,7 @@ def _value(field: FieldInfo, lang: str) -> str:
 
 
 def _shape(annotation: Any, names: dict[str, str]) -> str:
-    """Return a type in words, as its author writes values of it."""
+    """Return in words which values a type takes, as "integer > 0" or "`a`, `b`"; names: those words, of _NAMES."""
     for known, name in ((schema_data.Bytes, "bytes"), (schema_data.Count, "count")):
         if annotation == known:
             return names[name]

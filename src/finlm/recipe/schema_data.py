@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 def _list(value: Any) -> Any:
-    """Return a value as a list of one, and "none" as the empty list; lists are returned as they are."""
+    """Return text as a list of one, None and "none" as the empty list; other values are returned as they are."""
     return () if value is None or value == "none" else (value,) if isinstance(value, str) else value
 
 
@@ -138,8 +138,8 @@ def _sources(value: Any) -> Any:
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
 
-def _encoding(value: Any) -> Any:
-    """Return the value, "auto" or the name of a text encoding. Raises ValueError for another name."""
+def _check_encoding(value: Any) -> Any:
+    """Return the value unchanged. Raises ValueError for text that is neither "auto" nor the name of a text encoding."""
     if isinstance(value, str) and value != "auto":
         try:
             found = codecs.lookup(value)
@@ -150,7 +150,7 @@ def _encoding(value: Any) -> Any:
     return value
 
 
-Encoding = Annotated[str, BeforeValidator(_encoding)]
+Encoding = Annotated[str, BeforeValidator(_check_encoding)]
 
 
 def _date(value: Any) -> Any:

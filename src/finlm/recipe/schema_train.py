@@ -172,7 +172,7 @@ def _steps(value: object) -> object:
 
 
 def _interval(value: object) -> object:
-    """Return the value, a number or [lowest, highest]. Raises ValueError for anything else."""
+    """Return the value unchanged. Raises ValueError unless it is a number or [lowest, highest], in this order."""
     ends = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(end) in (int, float) for end in ends) or len(ends) != (2 if ends is value else 1):
         raise ValueError(f"should be a number or [lowest, highest], got {value!r}")

@@ -34,7 +34,7 @@ _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # what a plan reads: shape, 
 
 
 def fetch_description(init_from: str, revision: str | None) -> str:
-    """Return models/ORG/NAME@REVISION for modelscope:ORG/NAME, with all but the weights; another name as it is.
+    """Return models/ORG/NAME@REVISION for modelscope:ORG/NAME, fetching all but the weights; another name as it is.
 
     Raises UserError without a revision, without the package modelscope-hub, and where ModelScope gives nothing.
     """
@@ -51,7 +51,7 @@ def fetch_description(init_from: str, revision: str | None) -> str:
 
 
 def fetch_weights(recipe: Recipe) -> None:
-    """Fetch the weights of a model of ModelScope that are not here or cut short. Raises UserError."""
+    """Fetch the weights of a model of ModelScope that are not here or cut short. Raises UserError as _fetch does."""
     directory = Path(recipe.model.init_from or "-")
     if not _FETCHED.fullmatch(str(directory)):
         return
@@ -63,7 +63,10 @@ def fetch_weights(recipe: Recipe) -> None:
 
 
 def _fetch(directory: str, patterns: Sequence[str]) -> None:
-    """Fetch the files of these patterns into models/ORG/NAME@REVISION. Raises UserError."""
+    """Fetch the files of these patterns into models/ORG/NAME@REVISION.
+
+    Raises UserError without the package modelscope-hub, and where ModelScope gives nothing.
+    """
     match = _FETCHED.fullmatch(directory)
     if match is None:
         raise UserError(f"model.revision: {directory.partition('@')[2]} is none of ModelScope", fix="write a commit")

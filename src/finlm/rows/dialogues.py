@@ -213,12 +213,15 @@ def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) 
 def pieces(packing: Packing, bounds: Longs, sequence_length: int) -> Pieces:
     """Return the rows of a source whose documents start at bounds [documents + 1]; `single` = one document a row."""
     if packing == "blocks":
-        return blocks(bounds, sequence_length)
+        return cut_blocks(bounds, sequence_length)
     return best_fit(bounds, sequence_length, together=packing == "best_fit")
 
 
-def blocks(bounds: Longs, sequence_length: int) -> Pieces:
-    """Cut groups of BLOCK_DOCUMENTS documents into whole blocks; bounds [documents + 1] are where documents start."""
+def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
+    """Return rows of one piece of T tokens each, cut from groups of BLOCK_DOCUMENTS documents without their remainders.
+
+    bounds: where documents start, and the end, int64 [documents + 1].
+    """
     edges = np.unique(np.append(np.arange(0, len(bounds) - 1, BLOCK_DOCUMENTS), len(bounds) - 1))
     starts = bounds[edges[:-1]]
     counts = np.diff(bounds[edges]) // sequence_length
@@ -227,9 +230,9 @@ def blocks(bounds: Longs, sequence_length: int) -> Pieces:
 
 
 def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Pieces:
-    """Fill rows so that no document of at most T + 1 tokens is cut; bounds [documents + 1] are where documents start.
+    """Return rows so filled that no document of at most T + 1 tokens is cut.
 
-    With together=False no two documents share a row.
+    bounds: where documents start, and the end, int64 [documents + 1]. With together=False no two documents share a row.
     """
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.

@@ -237,7 +237,7 @@ def kind_of(how: str) -> Packing:
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function that turns ids without control tokens into text."""
+    """Return a function from ids to text. The ids are to be without control tokens, which it does not leave out."""
     if tokenizer.suffix == ".json":
         from tokenizers import Tokenizer
 
@@ -345,7 +345,7 @@ class Mixture:
 
 
 def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
-    """Cut the run into parts with whole numbers of rows. Raises UserError for a source without rows or not there."""
+    """Return the parts of the run, each with whole numbers of rows. Raises UserError for a source without rows."""
     shares = _shares(stages, run_rows * sequence_length)
     slices: list[tuple[int, float, npt.NDArray[np.float64]]] = []
     for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):

@@ -218,6 +218,7 @@ class Gigatoken:
         return ids, lengths
 
     def _build(self) -> None:
+        """Make the tokenizer anew, and note at how much memory the next time comes."""
         import gigatoken
 
         self._tokenizer: Any = None  # the old one goes before the new one comes
@@ -235,7 +236,7 @@ def find_disagreement(model: Path) -> str:
 
 
 def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
-    """Return "" when both give the same ids, else the first text that has others."""
+    """Return "" when both give the same ids, else the first text with others, or a sentence where none does alone."""
     (ids, lengths), (expected, wanted_lengths) = fast(texts), reference(texts)
     if np.array_equal(lengths, wanted_lengths) and np.array_equal(ids, expected):
         return ""

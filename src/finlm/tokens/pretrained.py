@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
-    """Open the tokenizer of a model directory. Raises UserError where there is none for the library."""
+    """Open the tokenizer of a model directory. Raises UserError where the library finds none, or one without an end."""
     wanted = {"auto": ("tokenizer.json", "tokenizer.model"), "tokenizers": ("tokenizer.json",)}
     for name in wanted.get(library, ("tokenizer.model",)):
         if (directory / name).is_file():
@@ -228,7 +228,10 @@ class _Pieces:
 
 
 def snapshot(identity: str, revision: str | None) -> Path:
-    """Fetch the tokenizer and config.json of a model of the Hub, and return their directory. Raises UserError."""
+    """Fetch the tokenizer and config.json of a model of the Hub, and return their directory.
+
+    Raises UserError when they cannot be fetched.
+    """
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
 
     problem = f"cannot fetch the tokenizer of {identity}"

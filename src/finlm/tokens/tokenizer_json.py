@@ -94,7 +94,8 @@ def extend(
 ) -> Described:
     """Write directory/tokenizer with base's files and `size` ids; return its description for manifests.
 
-    The parameters are those of vocab.extend. Raises UserError when the sample has too few.
+    The parameters are those of vocab.extend. Raises UserError for a size that adds nothing or is the number of the
+    model's rows, and when the sample has too few pieces.
     """
     if size <= base.size:
         raise UserError(
@@ -256,7 +257,7 @@ def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: 
 
 
 def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
-    """Return the new pieces, from id `old` on, that no merges lead to when they stand alone."""
+    """Return the new pieces, from id `old` on, that no merges lead to when they stand alone; changes ignore_merges."""
     extended.model.ignore_merges = False  # which would take any piece that is a whole word
     dead = set()
     for number, piece in enumerate(pieces, start=old):

@@ -85,7 +85,10 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
-    """Train directory/tokenizer.model and describe it. Raises UserError when the text does not suit vocab_size."""
+    """Train and write directory/tokenizer.model; return its description.
+
+    Raises UserError when the text does not suit vocab_size.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -166,7 +169,7 @@ class Sample:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Sample:
-        """Count the lines; 2.5 bytes of memory for each byte of 20 MB, less for more text."""
+        """Return the counts of the lines; 2.5 bytes of memory for each byte of 20 MB, less for more text."""
         sample = cls(Counter(), Counter())
         for line in lines:
             sample.runs.update(_RUN.findall(line))
@@ -204,7 +207,7 @@ def extend(
     """Write directory/tokenizer.model with base's pieces and new ones, `size` in all; return its description.
 
     New pieces have at most `longest` characters; the characters added cover that share of the sample's Chinese unless
-    longest is 1. Raises UserError when the sample has too few.
+    longest is 1. Raises UserError for a size that adds nothing, and when the sample has too few pieces.
     """
     old = len(base.pieces)
     if size <= old:

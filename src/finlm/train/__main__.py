@@ -38,7 +38,10 @@ OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def main() -> None:
-    """Run the recipe's stage on this rank and exit with its code, or 1 with the error in the rank's log."""
+    """Run the recipe's stage on this rank and end the process with its code, or 1 after an error, which the log shows.
+
+    The run directory is the first argument of the command line.
+    """
     die_with_parent()
     run_path = Path(sys.argv[1])
     apply_host_env(run_path)
@@ -74,7 +77,7 @@ def main() -> None:
 
 
 def _limit_waiting() -> None:
-    """Give process groups made from now on DeepSpeed's timeout, unless their maker names another.
+    """Replace torch's new_group: without a timeout of the caller, groups get DeepSpeed's from now on.
 
     On ZeRO's own groups too: with DeepSpeed's defaults a cut network cable was an error after 930 s.
     """
@@ -85,7 +88,7 @@ def _limit_waiting() -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Append file descriptors 1 and 2 to the file `path`, C++ messages too; makes its folders."""
+    """Make standard output and error append to the file `path`, C++ messages too; make its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -119,7 +122,10 @@ def _report(run_path: Path, error: BaseException) -> str:
 
 
 def _memory_now(plan: Plan) -> Taken:
-    """Return what this rank holds of its device's memory; on CPU, of its share of the host's memory."""
+    """Return what this rank holds of its device's memory; on CPU, of its share of the host's memory.
+
+    Where CUDA answers nothing any more, each figure of the device is its memory by the plan.
+    """
     import torch
 
     from finlm.plan import search
@@ -139,7 +145,7 @@ def _memory_now(plan: Plan) -> Taken:
 
 
 def bind_cores(plan: Plan) -> None:
-    """Keep this rank and the threads it will start on the cores near its GPU, when the plan offloads states.
+    """Keep this rank and its later threads on the cores near its GPU when the plan offloads states; select that GPU.
 
     Cores that the process may not use anyway (taskset, a container's limits) stay out; where too few for its threads
     are left, or none is known to be near, every core stays allowed.

@@ -100,7 +100,10 @@ class Rank:
         return 0
 
     def meet(self, where: str) -> None:
-        """Wait for all ranks at the point `where`; the store answers also when a link between two others is dead."""
+        """Wait for all ranks at the point `where`; the store answers also when a link between two others is dead.
+
+        Raises torch's DistError when a rank does not come within self.longest.
+        """
         self.store.set(f"{where}/{self.rank}", "here")
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
 

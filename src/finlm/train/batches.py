@@ -114,6 +114,7 @@ class Batches:
         return (*self.rows.read(row_ids), *bounds)
 
     def _order_rows(self, step: int) -> Ids:
+        """Return what row_ids() does, computed anew."""
         count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
         row_ids = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
@@ -150,7 +151,7 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def attention_implementation(device: str, dtype: torch.dtype) -> str:
-    """Return the attention implementation for document masks: "sdpa", or NAME, registered with transformers."""
+    """Return document masks' attention: NAME, registered with transformers, where varlen_attn runs, else "sdpa"."""
     if device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
         AttentionInterface.register(NAME, _attend)
         return NAME
@@ -238,7 +239,10 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
-    """Return the ids, at most PROOF_TOKENS, that the trained model and its export read; held-out ones if there are."""
+    """Return the ids, at most PROOF_TOKENS, that the trained model and its export read; held-out ones if there are.
+
+    Under sft.hide_eos they are without </s>.
+    """
     shard = [*shards.split("held_out"), *shards.split("train")][0]
     hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None  # which the export does not hide
     ids = shard.ids[: min(PROOF_TOKENS, recipe.batch.sequence_length)].tolist()

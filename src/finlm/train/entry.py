@@ -29,7 +29,7 @@ from finlm.recipe.schema import Recipe
 
 
 def join_ranks(recipe: Recipe, plan: Plan) -> int:
-    """Set this rank's device, process group and seeds; return its number.
+    """Set this rank's device, process group, seeds and, if the recipe asks, determinism; return its number.
 
     Raises RuntimeError when the plan has another number of ranks.
     """
@@ -76,7 +76,7 @@ class Measured:
 
 
 def measure_step(plan: Plan, loss: float, crc: int, begun: float, work_seconds: float = 0.0) -> Measured:
-    """Gather the ranks' measurements of a step; all ranks call it once a step, when their devices are done.
+    """Gather and return the ranks' measurements of a step; all ranks call it once a step, when their devices are done.
 
     begun: time.monotonic() at the start of the step. loss, crc, work_seconds: this rank's.
     """

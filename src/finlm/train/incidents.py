@@ -96,8 +96,8 @@ class Watch:
     ) -> torch.Tensor:
         """Return the factor of a micro-step's summed loss: scale, or NaN where the step must be skipped; fp32 scalar.
 
-        summed: this micro-step's loss; loss: this rank's sum over the step so far; last: none follows, ranks
-        all-reduce.
+        summed: this micro-step's loss; loss: this rank's sum over the step so far; last: whether it is the step's
+        last micro-step, in which all ranks must call this.
         """
         fine = summed.detach().isfinite()
         if last and self.settings.spike.then == "skip" and self.limit < math.inf:
@@ -107,7 +107,10 @@ class Watch:
         return torch.where(fine, scale, math.nan)
 
     def judge(self, step: int, loss: float, is_applied: bool, rank_losses: Iterable[float] = ()) -> Incident | None:
-        """Return the incident of a finished step, or None. rank_losses: each rank's sum, to name those not finite."""
+        """Return the incident of a finished step, or None; remember the step for the judgement of later ones.
+
+        rank_losses: each rank's sum, to name those not finite.
+        """
         if not math.isfinite(loss):
             bad = [str(rank) for rank, total in enumerate(rank_losses) if not math.isfinite(total)]
             where = f" on rank {', '.join(bad[:8])}" if bad else ""
@@ -127,7 +130,7 @@ class Watch:
         return spike
 
     def _skip(self, step: int, what: str, detail: str, blame: bool) -> Incident:
-        """Return the incident of a skipped step; it ends the run when there are more than incidents.stop_after."""
+        """Count a skipped step; return its incident, which ends the run above incidents.stop_after."""
         count, most = self._skipped.count(step), self.settings.stop_after
         detail += f"; the weights were left alone; {count} of the last {RECENT_STEPS} steps"
         if count > most:
@@ -142,6 +145,7 @@ class Watch:
         return None if self._is_high else Incident("loss spike", self._height(loss), blame=True)
 
     def _height(self, loss: float) -> str:
+        """Return in words how far a loss is above the recent ones."""
         middle, deviation = _spread(self._losses)
         return (
             f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
@@ -188,9 +192,9 @@ class Gradients:
             self._flags[number] |= ~gradient.isfinite().all()
 
     def name_bad(self) -> str:
-        """Return a clause on the gradients that were not finite on any rank; the first call only begins to watch.
+        """Return a clause on the gradients that were not finite on any rank, and clear what was noted; "" for none.
 
-        Collective; clears what was noted.
+        The first call only begins to watch. Collective.
         """
         if not self.is_watching:
             self.watch()
@@ -217,7 +221,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return the incident of a step that DeepSpeed skipped; None when it was applied or no loss is scaled."""
+        """Return the incident of a step that DeepSpeed skipped; None if applied or of a fixed scale. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None
@@ -239,7 +243,10 @@ class LossScale:
         return Incident("step skipped", f"{detail}{near}; {self._advice()}")
 
     def remember(self) -> None:
-        """Note whether the next overflow is the last; to be called after a checkpoint is loaded, too."""
+        """Note whether the next overflow is the last, and watch gradients near the smallest scale; also after a load.
+
+        Keeps DeepSpeed from raising an error at that scale: judge() ends the run instead.
+        """
         scaler = self._scaler
         if scaler is None:
             return
@@ -250,6 +257,7 @@ class LossScale:
             self._gradients.watch()
 
     def _advice(self) -> str:
+        """Return in words which keys of the recipe to change."""
         optim, batch = self._recipe.optim, self._recipe.batch
         return (
             f"lower optim.lr ({optim.lr:g}, try {optim.lr / 3:.2g}), lengthen optim.warmup_steps "
@@ -320,7 +328,7 @@ class Stragglers:
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Return the slowest rank when it has been slow for settings.steps: once, and again when it is another rank."""
+        """Note all seconds; return an incident when a rank was slow for settings.steps, unless it was named last."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None
@@ -366,9 +374,10 @@ class Twins:
             self._every = None
 
     def check(self, step: int, data_step: int) -> Incident | None:
-        """Compare gradients of a step's first micro-batches every every_steps steps, by its last weights; collective.
+        """Compare neighbours' gradients of a step's first micro-batches, every every_steps steps; collective.
 
-        Return the incident, or None. A kernel that gives other bits the second time is one too, and ends the checks.
+        Return an incident where they differ, or None. Kernels that give one rank other bits the second time are an
+        incident too, and end the checks. data_step: the step whose data this step read.
         """
         if self._every is None or step % self._every:
             return None

@@ -63,7 +63,10 @@ def main(run_path: Path) -> int:
 
 
 def loop(s: Setup) -> int:
-    """Run every optimizer step from the newest checkpoint to the last, and return the process's exit code."""
+    """Run every optimizer step from the newest checkpoint to the last; evaluate, record and save where that is due.
+
+    Returns the process's exit code: 0, 1 where an incident ends the run, 128 + signal after a signal.
+    """
     step = s.checkpoints.resume()
     s.guard.resume(step)
     attention = attention_kernel(s.recipe, s.plan, s.engine.module.config)

@@ -96,7 +96,7 @@ def shipped() -> dict[str, TypeRecord]:
 
 @functools.cache
 def records() -> Mapping[str, TypeRecord]:
-    """Return the row of every known model type; finlm's rows come before the user's. Raises UserError."""
+    """Return the row of every known model type; finlm's rows come before the user's. Raises UserError for old rows."""
     rows = files.read_json(user_file()) if user_file().is_file() else {}
     try:
         return {name: TypeRecord(**row) for name, row in rows.items()} | shipped()
@@ -120,7 +120,10 @@ def record_of(config: Config) -> TypeRecord:
 
 
 def read(config: Config, row: TypeRecord | None = None) -> Traits:
-    """Return the traits of a model by its config.json; row: its type's, else the admitted one. Raises UserError."""
+    """Return the traits of a model by its config.json; row: its type's, else the admitted one.
+
+    Raises UserError for an unknown type, and for windows of which only layer_types would tell.
+    """
     row = row or record_of(config)
     # A number of experts has several names, of which config.json has one.
     aliases = EXPERTS if any(config.get(key) for key in EXPERTS) else ()
@@ -176,7 +179,10 @@ def evaluate(size: str, symbols: Mapping[str, int]) -> int:
 
 
 def _windows(known: Config, pattern: int) -> Sizes:
-    """Return the window of every layer that has one, in order. Raises UserError where only layer_types would tell."""
+    """Return the window of every layer that has one, in order; () without windows.
+
+    pattern: TypeRecord.pattern, for a config.json without one. Raises UserError where only layer_types would tell.
+    """
     window, layers = known.get("sliding_window"), int(known["num_hidden_layers"])
     if "sliding_window" not in known or not window:
         return ()
@@ -239,7 +245,10 @@ def _is_above_0(value: object) -> bool:
 
 
 def rope_theta(config: Config) -> float:
-    """RoPE's base; where kinds of layers differ, that of those that see all before. Raises UserError for the type."""
+    """Return RoPE's base; where kinds of layers differ, that of those that see all before.
+
+    Raises UserError for an unknown type.
+    """
     found = config.get("rope_parameters") or {}
     found = found.get("full_attention") or found
     return float(found.get("rope_theta") or config.get("rope_theta") or record_of(config).defaults["rope_theta"])

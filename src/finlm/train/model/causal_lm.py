@@ -71,7 +71,8 @@ def context(recipe: Recipe, plan: Plan) -> int:
 def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Return transformers' model in the plan's precision on this rank's device; partitioned already under ZeRO-3.
 
-    tokenizer: the tokenizer file of the shards, which knows what an extended vocabulary was extended from.
+    tokenizer: the tokenizer file of the shards, which knows what an extended vocabulary was extended from. Raises
+    UserError when init_from lacks weights or has another shape.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -85,7 +86,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
-    """Build the model with its padded vocabulary, and draw its weights from the run's seed."""
+    """Return a new model with its padded vocabulary, whose weights are drawn from the run's seed."""
     device = torch.device(plan.device)
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])
@@ -113,7 +114,7 @@ def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
 
 
 def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the name of the attention kernel of training, within kernels.attention(plan); warn of math on a GPU."""
+    """Return the name of the attention kernel of training, within kernels.attention(plan); print a warning of math."""
     name = _attention(recipe, plan, config)
     if name == batches.NAME:
         return "varlen"
@@ -151,7 +152,7 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
 
 
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
-    """Return init_from's configuration `start` with the run's context length, unknown end tokens and RoPE base.
+    """Return init_from's configuration `start` with the run's context length, RoPE base, and bos and eos it lacks.
 
     Without code of the start's directory, which no export brings along.
     """
@@ -195,7 +196,10 @@ def _is_extending(recipe: Recipe, start: PreTrainedConfig) -> bool:
 
 
 def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Load the weights of init_from, with an enlarged vocabulary if need be. Raises UserError for another shape."""
+    """Return init_from's model, with an enlarged vocabulary if need be.
+
+    Raises UserError for another shape, missing weights, or a tokenizer that does not belong to them.
+    """
     source, revision = recipe.model.init_from, recipe.model.revision
     start = AutoConfig.from_pretrained(source, revision=revision)
     if lines := _differences(recipe, config, start):

@@ -95,16 +95,17 @@ class _LayerCache:
     def update(self, *both: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a token of each row; return those of all tokens: [rows, heads, room, head]."""
         rows, lengths = self.batch.rows, self.batch.lengths
-        for cache, new in zip(self._made_for(both[:2]), both, strict=False):
+        for cache, new in zip(self._get_caches(both[:2]), both, strict=False):
             cache[rows, :, lengths] = new[:, :, 0]
         return self.both[0], self.both[1]
 
     def write_prompts(self, both: Sequence[torch.Tensor], rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Copy the keys and values of prompts, each [prompts, heads, tokens, head], to rows; sources: whose."""
-        for cache, new in zip(self._made_for(both), both, strict=True):
+        for cache, new in zip(self._get_caches(both), both, strict=True):
             cache[rows, :, : new.shape[2]] = new[sources]
 
-    def _made_for(self, both: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _get_caches(self, both: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the caches of keys and of values; made, for tensors like these, at the first call."""
         if not self.both:
             rows, room = len(self.batch.rows), self.batch.limits.room
             self.both = [new.new_zeros(rows, new.shape[1], room, new.shape[3]) for new in both]

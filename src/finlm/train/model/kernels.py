@@ -106,7 +106,10 @@ def attention(plan: Plan) -> Iterator[None]:
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
-    """Return the kernel that torch picks within attention(plan): flash, efficient, cudnn, math. masked: by a tensor."""
+    """Return the kernel that torch picks within attention(plan): flash, efficient, cudnn, math.
+
+    masked: whether attention gets a mask as a tensor.
+    """
     heads, tokens = config.num_attention_heads, 128
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -136,7 +139,7 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
         _to_float8(model)
-    run: Callable[..., Any] = _recomputed_layer if plan.recompute == "full" else _layer
+    run: Callable[..., Any] = _run_recomputed_layer if plan.recompute == "full" else _run_layer
     for layer in model.model.layers:
         layer.draws = layer.mlp.draws = draws
         # The class, not the instance's forward.
@@ -191,7 +194,10 @@ def _summed_loss(
     bounds: torch.Tensor | None = None,
     **_: Any,  # what peft hands on
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return what the head's forward returns for the model's last hidden states; the model's new forward."""
+    """Return what the head's forward returns for the model's last hidden states; the model's new forward.
+
+    bounds are left on the attention modules, as document_bounds.
+    """
     if bounds is None:
         positions = plain_positions(input_ids)
     else:
@@ -209,7 +215,7 @@ def attention_modules(decoder: Any) -> Iterator[Any]:
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Make transformers' mask, without position ids known to begin once: it would wait for the GPU to see that."""
+    """Return the mask that `make` makes, without plain_positions(): to look at them it would wait for the GPU."""
     if getattr(given.get("position_ids"), "begin_once", False):
         given["position_ids"] = None
     return make(*arguments, **given)
@@ -222,11 +228,11 @@ def _head_loss(
     return (loss, rows) if by_row else loss
 
 
-def _layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+def _run_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
     return type(layer).forward(layer, *arguments, **named)
 
 
-def _recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
     return _recompute(layer.draws, type(layer).forward, layer, *arguments, **named)
 
 
@@ -284,7 +290,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients formed in forward, times the scalar from above."""
+        """Return the gradients formed in forward, times the gradient of the sum."""
         scale = upstream[0]
         # torch multiplies 16 bits by an fp32 scalar on the GPU at a quarter of its memory's speed.
         times = _compile(_times) if scale.is_cuda else _times
@@ -344,7 +350,10 @@ def _times(gradient: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compile(function: Any) -> Any:
-    """Compile a function, once. Not at import: it loads torch's compiler, a second that a CPU run has no use for."""
+    """Return the function compiled, the same each time.
+
+    Not at import: it loads torch's compiler, a second that a CPU run has no use for.
+    """
     return torch.compile(function, dynamic=False)
 
 
@@ -360,8 +369,8 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss sum, loss of each row) of hidden [batch, sequence, hidden] against labels [batch, sequence].
 
-    fp32; a scalar and [batch], which has no gradient. On a CPU only counted positions meet the head, a quarter of the
-    quickstart's SFT; on a GPU their changing number would compile the kernel again and again.
+    Both are fp32, a scalar and [batch]; only the sum has a gradient. On a CPU only counted positions meet the head, a
+    quarter of the quickstart's SFT; on a GPU their changing number would compile the kernel again and again.
     """
     counted = labels != IGNORED
     is_part = not hidden.is_cuda and 0 < int(counted.sum()) < labels.numel()

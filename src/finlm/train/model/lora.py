@@ -27,7 +27,10 @@ from finlm.train.model import causal_lm, kernels
 
 
 def build(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Return the model of causal_lm.load, frozen weights packed if quantized, kernels swapped; without adapters yet."""
+    """Return causal_lm.load's model, kernels swapped, in 4 bits if quantized; without adapters, which peft adds later.
+
+    Raises UserError as load does.
+    """
     model = causal_lm.load(recipe, plan, ds_config, config, tokenizer)
     if is_quantized(recipe):
         quantize(model, plan.device)

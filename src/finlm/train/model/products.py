@@ -130,10 +130,10 @@ class SummingLinear(torch.nn.Linear):
 
 
 def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is_last: Callable[[], bool]) -> None:
-    """Make the linear layers of a compiled model under ZeRO-1 add up their gradients; the engine exists.
+    """Make the linear layers of a compiled model under ZeRO-1 add up their gradients; called once the engine is made.
 
-    Changes their class in place and hooks the model's forward; nothing below 3 micro-steps. is_last: whether the
-    micro-step that the model's forward pass begins ends the step.
+    Changes their class in place and hooks the model's forward; does nothing below 3 micro-steps. is_last: returns
+    whether the micro-step that begins is the step's last.
     """
     if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
         return

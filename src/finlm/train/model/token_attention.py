@@ -75,6 +75,7 @@ def _attend(
     D: tl.constexpr,
     B: tl.constexpr,
 ):
+    """Write the outputs of the query heads that share a key head; one program a row and key head."""
     row, head = tl.program_id(0), tl.program_id(1)
     member, width = tl.arange(0, G), tl.arange(0, D)
     at = ((row * kv_heads + head) * groups + member)[:, None] * size + width[None, :]

@@ -136,7 +136,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         """Return the mean rewards of answers to held-out prompts: by source and in all. Collective.
 
         `reward` is of the likeliest answers, `sampled` of those drawn as in training, `rise` what `sampled` gained
-        since the first step. None when no prompts are held out.
+        since step 0, at which its values are remembered. None when no prompts are held out.
         """
         if not self.held_out:
             return None
@@ -168,7 +168,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     @cached_property
     def held_out(self) -> dict[str, list[Prompt]]:
-        """The held-out prompts of each source, at most eval.max_tokens_per_source of each."""
+        """The held-out prompts of each source, as many as Rank.held_out takes."""
         return self.rank.held_out(lambda parts: read_prompts(self.rank.shards, parts, self.processing_class))
 
     def _get_per_token_logps_and_entropies(
@@ -181,7 +181,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         compute_entropy: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Return log-probabilities and entropies of the last logits_to_keep tokens: fp32 [rows, logits_to_keep].
+        """Return (log-probabilities, entropies or None, None) of the last tokens: fp32 [rows, logits_to_keep].
+
+        self.kept gets what self.besides says of these tokens; while a loss is computed, its advantages are corrected.
 
         Prompts are padded on their left. Here the padding moves behind the answers, where no token that counts looks:
         attention needs no mask then, and flash attention takes none.
@@ -284,7 +286,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return [answer.ids for answer in answers], [answer.log_probs for answer in answers]
 
     def _reward_drawn(self, prompts: list[Prompt]) -> torch.Tensor:
-        """Return the mean reward of grpo.held_out_answers answers to each prompt, by the same noise every time."""
+        """Return the mean reward of grpo.held_out_answers answers to each prompt, by the same noise every time.
+
+        [prompts], or empty when that number is 0; collective.
+        """
         grpo = self.rank.recipe.grpo
         assert grpo is not None
         count = grpo.held_out_answers
@@ -383,7 +388,10 @@ def trainer_of(form: str) -> type[GroupTrainer]:
 
 
 def _start_path(start: Model) -> str:
-    """Return the directory of the model that the recipe starts from: trl gives a Hub id its newest revision."""
+    """Return the directory of the model that the recipe starts from; of a Hub id that of its revision in the cache.
+
+    trl would take the newest revision.
+    """
     source = str(start.init_from)
     if Path(source).is_dir():
         return source

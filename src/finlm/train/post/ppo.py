@@ -55,7 +55,7 @@ class ValueTrainer(GroupTrainer):
             self.is_scoring = False
 
     def _generate_and_score_completions(self, inputs: Any) -> Rows:
-        """Return trl's rows with an advantage and a return for each token of the answers."""
+        """Return trl's rows with an advantage and a return for each token; note the divergence. Collective."""
         rows: Rows = super()._generate_and_score_completions(inputs)
         mask = rows["completion_mask"]
         ids, seen = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))

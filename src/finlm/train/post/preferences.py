@@ -98,7 +98,7 @@ class PairTrainer(Recorded):
 
     @cached_property
     def held_out(self) -> dict[str, list[Pair]]:
-        """The held-out pairs of each source, at most eval.max_tokens_per_source of each."""
+        """The held-out pairs of each source, as many as Rank.held_out takes."""
         return self.rank.held_out(lambda parts: list(dialogues.read_pairs(parts)))
 
     @cached_property
@@ -107,7 +107,7 @@ class PairTrainer(Recorded):
         return padding_id(self.rank.shards)
 
     def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
-        """Return the rewards of all pairs, [pairs, (chosen, rejected)], each rank computing its share."""
+        """Return the rewards of all pairs on the CPU, [pairs, (chosen, rejected)]; each rank scores a share."""
         return spread(
             self.rank,
             len(pairs),
@@ -123,6 +123,7 @@ class PairTrainer(Recorded):
         return self.order[positions].reshape(plan.gradient_accumulation_steps, -1)
 
     def _read(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield this rank's micro-batches of a step; add their tokens to the checksum."""
         sizes = self.rank.plan.rank_micro_batches
         first = sum(sizes[: self.rank.rank])
         for numbers in self._numbers(step)[:, first : first + sizes[self.rank.rank]]:
@@ -139,7 +140,10 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]
 
 
 def summary(rewards: torch.Tensor) -> dict[str, float]:
-    """Return loss (-log sigmoid of the margin), accuracy, margin and range of rewards [pairs, (chosen, rejected)]."""
+    """Return loss (-log sigmoid of the margin), accuracy, margin, range and number of rewards.
+
+    rewards: [pairs, (chosen, rejected)].
+    """
     chosen, rejected = rewards.double().unbind(1)
     margin = chosen - rejected
     return {
@@ -188,7 +192,10 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Put the start's log-probabilities into every pair, and in no file that hosts would share; collective."""
+        """Put the start's log-probabilities into every pair, into no file as trl does; return the data set. Collective.
+
+        Also puts the head that is trained into the model.
+        """
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         is_partitioned = self.rank.plan.zero_stage == 3
         model = prepare_deepspeed(self.model, self.accelerator) if is_partitioned else self.model
@@ -244,7 +251,7 @@ class OddsTrainer(PreferenceTrainer):
         return -(means[:, 0] + float(self.beta) * ratio).mean()
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
-        """Put the head that is trained into the model; no reference is asked."""
+        """Put the head that is trained into the model, ask no reference, and return the data set."""
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         return dataset
 

@@ -101,7 +101,7 @@ def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
 
 
 def write(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
-    """Append SHOWN of a step's answers to rollouts.jsonl, evenly over the step, so that prompts differ."""
+    """Append at most SHOWN of a step's answers to rollouts.jsonl, evenly over the step, so that prompts differ."""
     count = min(SHOWN, len(answers))
     for answer in (answers[place * len(answers) // count] for place in range(count)):
         files.append_json_line(run.rollouts, {"step": step, **vars(answer)})
@@ -170,7 +170,7 @@ class Watch:
         return {"first": list(self._first.items()), "last": list(self._last.items()), "told": sorted(self._told)}
 
     def judge(self, row: Mapping[str, Any]) -> Iterator[Incident]:
-        """Yield the incidents of a step, given the fields of its row."""
+        """Remember a step's measures, given the fields of its row, and yield the incidents that begin with it."""
         for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward"):
             if isinstance(row.get(key), (int, float)):
                 if len(first := self._first.setdefault(key, [])) < STEPS:
@@ -211,6 +211,7 @@ class Watch:
         return begin, statistics.median(last) if len(last) == STEPS else begin
 
     def _words(self, key: str, unit: str) -> str:
+        """Return in words how a measure and the reward changed since the first steps."""
         (first, last), (was, reward) = self._medians(key), self._medians("reward")
         return (
             f"{last:.4g} {unit} in the last {STEPS} steps, {first:.4g} in the first; the reward went from {was:.4g} to "
@@ -239,7 +240,7 @@ def make_rewards(r: Rank) -> list[Rewards]:
 def score_by_rule(
     term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
 ) -> list[float | None]:
-    """Return the value of each answer by a rule that needs no model."""
+    """Return the value of each answer by a rule that needs no model; None where the prompt has no right answer."""
     given = zip(asked, completions, answer, more["completion_ids"], strict=True)
     return [
         scoring.score(term, text, completion, right, len(ids), most_tokens) for text, completion, right, ids in given

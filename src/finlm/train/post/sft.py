@@ -245,6 +245,7 @@ class Sampler:
         return row_ids.reshape(np.shape(positions))
 
     def _epoch(self, number: int) -> Ids:
+        """Return the row ids of an epoch, the first ones repeated until the ranks divide it."""
         if number not in self._epochs:
             generator = torch.Generator()
             generator.manual_seed(self.seed + number)

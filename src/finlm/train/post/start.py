@@ -24,7 +24,10 @@ from finlm.train.post.trainers import Rank
 
 
 def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
-    """Return the tokenizer of a run's data: of dialogues their model's with a template, else tokenizer.model."""
+    """Return the tokenizer of a run's data: the model's, with the chat template if there is one, or of tokenizer.model.
+
+    add_bos: for tokenizer.model alone. sequence_length: becomes its model_max_length.
+    """
     template = shards.directory / "chat_template.jinja"
     if not (shards.directory / "tokenizer").is_dir():
         return piece_tokenizer(shards.tokenizer, add_bos, sequence_length)

@@ -51,13 +51,16 @@ class Rank:
     started: float
 
     def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
-        """Return read(held-out shards) of each source, at most eval.max_tokens_per_source of each."""
+        """Return the first items of read(held-out shards) of each source.
+
+        At most as many as rows that eval.max_tokens_per_source tokens fill.
+        """
         most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
 
 def open_rank(run_path: Path) -> Rank:
-    """Join the process group and open the run directory of this rank."""
+    """Join the process group, open the run directory of this rank, and note signals from now on."""
     started = time.monotonic()
     entry.note_signals()
     run = open_run(run_path)
@@ -141,7 +144,7 @@ class Recorded:
         return {}
 
     def read_ahead(self, step: int) -> None:
-        """Begin to read the rows of a step (0-based), since the device is still working on the one before."""
+        """Begin to read the rows of a step (0-based), while the device works on the one before; here do nothing."""
 
     def evaluate_held_out(self) -> Numbers | None:
         """Return the eval row without its step; None when nothing is held out. All ranks must call it."""
@@ -176,7 +179,7 @@ class Recorded:
     def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
         """Prepare the engine with our optimizer, make the checkpoints, and resume from the newest."""
         r = self.rank
-        with engine.own_optimizer(r.plan):
+        with engine.use_optimizer(r.plan):
             prepared = super()._prepare_for_training(*given, **named)  # type: ignore[misc]
         engine.tune(self.deepspeed.optimizer, r.plan)
         self.checkpoints = Checkpoints(self.deepspeed, r.run, r.plan, r.recipe.checkpoint, r.events)
@@ -315,7 +318,7 @@ def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.
 
 
 def drain_metrics(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str, float]:
-    """Return the means of trl's metrics under our names, and empty trl's lists."""
+    """Return the means of those of trl's metrics that have values, under our names, and remove all of trl's."""
     means = {ours: sum(metrics[theirs]) / len(metrics[theirs]) for ours, theirs in names.items() if metrics[theirs]}
     metrics.clear()
     return means

@@ -105,7 +105,10 @@ class Checkpoints:
         distributed.barrier()
 
     def save_if_due(self, step: int, at_once: bool) -> None:
-        """Save the state after `step` steps where the schedule, or `at_once`, asks for it; to be called every step."""
+        """Save the state after `step` steps when a schedule or `at_once` asks for it; to be called every step.
+
+        On the disk, or in memory by the schedule of memory_minutes.
+        """
         self._measure_once()
         if at_once or is_due(step, self.keep.every_steps):
             self.save(step)
@@ -115,7 +118,7 @@ class Checkpoints:
     def save(self, step: int, memory: InMemory | None = None) -> None:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
-        memory: keep it there instead of on the disk.
+        memory: keep it there instead of on the disk. Where it has no room, an incident is recorded and nothing saved.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()
@@ -166,8 +169,8 @@ class Checkpoints:
     def roll_back(self, at_most: int) -> int | None:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without one.
 
-        One that a signal asked for is left out: a run that got none has none, and must end alike. Later ones are
-        removed: they belong to the steps that are taken back.
+        Those that signals asked for are left out, so that a run ends as one without signals. Later ones are removed:
+        they belong to the steps that are taken back. Raises UserError as newest does.
         """
         self.finish()
         checkpoint = resuming.newest(self, at_most)
@@ -256,7 +259,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Return why a checkpoint has no room on this directory's disk, "" if it has; may remove extra ones."""
+        """Return why a checkpoint has no room on this directory's disk, or ""; the leader may remove extra ones."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)

@@ -107,8 +107,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 OWN_PAGES_BYTES = 64 << 20  # glibc gives pages of their own to tensors from 32 MiB on at the latest
 
 
-def page_locked(memory: torch.Tensor) -> torch.Tensor:
-    """Return host memory, touched before, locked for fast copies: a large one itself, which then must never be freed.
+def lock_pages(memory: torch.Tensor) -> torch.Tensor:
+    """Lock host memory, touched before, for fast copies, and return it: large memory itself, which must never be freed.
 
     torch's own allocator takes the next power of two of what is large. Small tensors share pages, which CUDA does not
     lock twice: these become a copy.
@@ -134,7 +134,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged: list[list[torch.Tensor]] = []  # and the places on the GPU, for master and moments of a group each
         self.saved: list[Any] = []  # and when what was there has gone back up
         self.moments: list[dict[str, torch.Tensor]] = []
-        locked = page_locked if self.backend is torch.cuda else torch.Tensor.detach
+        locked = lock_pages if self.backend is torch.cuda else torch.Tensor.detach
         for master in self.single_partition_of_fp32_groups:
             master.data = locked(master.data)
             self.moments.append({name: locked(torch.zeros_like(master.data)) for name in MOMENTS})
@@ -246,7 +246,7 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
     """Return the DeepSpeed engine around the model; the process group must exist. Changes the model's linear layers."""
-    with own_optimizer(plan):
+    with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model, plan), config=str(ds_config)
         )
@@ -256,7 +256,7 @@ def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
 
 
 @contextmanager
-def own_optimizer(plan: Plan) -> Iterator[None]:
+def use_optimizer(plan: Plan) -> Iterator[None]:
     """Make deepspeed.initialize use the plan's optimizer of OPTIMIZERS, if it has one, within the block."""
     plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
     deepspeed.runtime.engine.DeepSpeedZeroOptimizer = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), plain)

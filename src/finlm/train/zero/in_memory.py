@@ -114,7 +114,10 @@ class InMemory:
         return step >= self.next_step
 
     def find_problem(self) -> str:
-        """Return why this host's memory does not take a checkpoint, "" if it does. Not collective."""
+        """Return why this host's memory does not take a checkpoint, "" if it does or this rank does not lead.
+
+        Not collective.
+        """
         free = min(shutil.disk_usage(self.directory).free, machine.available_bytes())
         needed = (self.bytes_here or 0) + (1 << 22)
         if not self.leads or free >= needed:
@@ -237,7 +240,7 @@ class InMemory:
                 self.discard(path.name)
 
     def close(self) -> None:
-        """Remove the directory when a checkpoint on disk is the newest; the leader calls it at the end of a launch."""
+        """Remove this host's checkpoints in memory when one on disk is the newest; to be called at a launch's end."""
         steps = {step: path.is_symlink() for step, path in self.run.complete_checkpoints()}
         if self.leads and steps and not steps[max(steps)]:
             self.keep_only(max(steps))

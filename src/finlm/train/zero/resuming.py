@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def newest(c: Checkpoints, at_most: int | None = None) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint that is whole on all ranks' disks, None when there was none; set damaged ones aside.
 
-    at_most: a scheduled one of this step or before, to go back to. Raises UserError when no checkpoint is usable.
+    at_most: only scheduled ones of this step or before; None also where all of them are damaged. Raises UserError when
+    there were checkpoints and all ranks can use none.
     """
     while candidates := _find_common(c, at_most):
         step = max(candidates)
@@ -48,6 +49,7 @@ def newest(c: Checkpoints, at_most: int | None = None) -> tuple[Path, Manifest] 
 def _find_common(c: Checkpoints, at_most: int | None) -> dict[int, Path]:
     """Return directories by step of the checkpoints that all ranks have, also of the run that this run continues.
 
+    at_most: of those only scheduled ones of this step or before.
     Raises UserError when there is none though some rank has one.
     """
     # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
@@ -63,7 +65,10 @@ def _find_common(c: Checkpoints, at_most: int | None) -> dict[int, Path]:
 
 
 def _prove_checkpoint(c: Checkpoints, directory: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest and what is wrong with this rank's share of the files: its own, and some of absent ranks."""
+    """Return (manifest, what is wrong with this rank's share of the files, or ""); None for an unreadable manifest.
+
+    The share: its own files, and some of absent ranks.
+    """
     try:
         manifest = Manifest.read(directory)
     except disk.Unreadable as error:
@@ -84,7 +89,11 @@ def _prove_checkpoint(c: Checkpoints, directory: Path) -> tuple[Manifest | None,
 
 
 def load(c: Checkpoints, directory: Path, manifest: Manifest) -> None:
-    """Load a proved checkpoint into engine and generators, cut for the engine's ranks, ZeRO stage and groups."""
+    """Load a proved checkpoint into the engine, cut for its ranks, ZeRO stage and groups, and into c.watch_loaded.
+
+    Records where it had to be cut. Restores random generators where this rank saved some among as many
+    ranks. Raises RuntimeError when DeepSpeed does not load it.
+    """
     layout, wanted = manifest.layout, (c.world_size, c.plan.zero_stage, c.plan.offload_optimizer)
     folder, tag = str(directory.parent), directory.name
     name = c.engine._get_ckpt_name(folder, tag)

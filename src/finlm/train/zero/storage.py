@@ -29,7 +29,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from finlm.base.checkpoints import Manifest, sync_path
 from finlm.base.errors import UserError
-from finlm.train.zero.engine import page_locked
+from finlm.train.zero.engine import lock_pages
 
 SAFE = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
 SMALL_BYTES = 1 << 20  # below it a buffer that stays is not worth its page-locking
@@ -55,7 +55,7 @@ def load(path: Path, mmap: bool = False) -> State:
 
 
 def write(state: State, path: Path) -> None:
-    """Write the state to a torch file and wait until it has reached the disk."""
+    """Write the state to a torch file and wait until it has reached the disk. Raises RuntimeError or OSError."""
     torch.serialization.set_crc32_options(False)  # a slow checksum in the zip; the manifest has sha256
     torch.save(state, path)
     sync_path(path)
@@ -148,7 +148,7 @@ class Buffers:
             memory = torch.empty(size, dtype=torch.uint8)
             memory.zero_()  # touched, so that every page exists
             if self.lock_cache:
-                memory = page_locked(memory)
+                memory = lock_pages(memory)
             self.memory.append(memory)
 
     def begin(self) -> None:
@@ -233,6 +233,7 @@ class Shards:
                 self._index_one(shard, state["param_slice_mappings"])
 
     def _index_one(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
+        """Note the pieces of parameters in this shard of stages 1 and 2."""
         for group, fragments in enumerate(mappings):
             for name, fragment in fragments.items():
                 self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
@@ -270,7 +271,7 @@ class Shards:
         return weights | {name: weights[stored] for name, stored in self.same.items()}
 
     def _frozen_tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers that no optimizer has: whole beside the shards; at stage 3 joined."""
+        """Return parameters and buffers that are not trained, by name; at stage 3 joined from the ranks' pieces."""
         if not self.is_cut:
             return {name: tensor for name, tensor in self.model["module"].items() if name not in self.shapes}
         frozen = {}
@@ -298,7 +299,10 @@ def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
 
 
 def model_state(engine: Any, shards: Shards, world_size: int) -> State:
-    """Return the model states that this rank would read from a file, in the engine's layout."""
+    """Return what a file of model states would hold for this rank in the engine's layout, for DeepSpeed to load.
+
+    The weights are the shards' in the model's precision; under ZeRO-3 they are place holders.
+    """
     state = {**shards.model, "dp_world_size": world_size}
     if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
         return state | {"module": engine.module.state_dict()}
