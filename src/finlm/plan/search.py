@@ -266,10 +266,6 @@ def _balanced_micro_batches(
                 yield tuple(of_kind[host.gpu or ""] for host in cluster.hosts), accumulation
 
 
-def _needed_bytes(shape: ModelShape, layout: Layout, kind: gpus.Gpu) -> int:
-    return sum(memory.squeeze_cache(memory.gpu_items(shape, layout), kind.usable_bytes).values())
-
-
 def measure(
     recipe: Recipe,
     cluster: Cluster,
