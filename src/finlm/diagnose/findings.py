@@ -233,7 +233,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if pattern.lacks and (not having or not hit.host or hit.host in having):
                 continue
-            if (pattern.hosted and not hit.host) or (pattern.library and not IN_LIBRARY.search(frame_before(hit))):
+            if (pattern.hosted and not hit.host) or (pattern.library and not _is_of_library(hit)):
                 continue
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
@@ -242,6 +242,12 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 facts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 facts = {name: _fill_sentence(value, facts) for name, value in pattern.says} | facts
                 yield _Candidate(signature, pattern, hit, facts, match.end() - match.start())
+
+
+def _is_of_library(hit: Hit) -> bool:
+    """Whether an installed package raised it, or the frame that would tell is not in the log."""
+    frame = frame_before(hit)
+    return not frame or bool(IN_LIBRARY.search(frame))
 
 
 def _harmless(hit: Hit, log: Log, level: str) -> bool:
