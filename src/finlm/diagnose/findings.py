@@ -245,9 +245,8 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
 
 
 def _is_of_library(hit: Hit) -> bool:
-    """Whether an installed package raised it, or the frame that would tell is not in the log."""
-    frame = frame_before(hit)
-    return not frame or bool(IN_LIBRARY.search(frame))
+    """Whether an installed package raised it, or no frame is in the log to tell."""
+    return b'File "' not in hit.around or bool(IN_LIBRARY.search(frame_before(hit)))
 
 
 def _harmless(hit: Hit, log: Log, level: str) -> bool:
