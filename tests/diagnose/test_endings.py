@@ -375,6 +375,19 @@ WORDINGS = [
 IPYTHON = "TypeError      Traceback (most recent call last)\nFile ~/env/site-packages/tool/loop.py:2, in run(a)\n"
 
 
+def test_a_step_that_tells_the_run_time_so_far_is_no_end_of_the_run(findings: Of) -> None:
+    step = "{'loss': 0.1, 'epoch': 2.36, 'train_runtime': 37129.489, 'train_tokens_per_second': 15166.552}\n"
+    assert findings(3 * step + "ERROR: training failed\n")[0].cause == "unknown"
+    assert not findings(3 * step)
+
+
+def test_a_class_of_messages_counts_where_the_log_lost_its_frames_but_not_in_a_users_own_code(findings: Of) -> None:
+    line = "NotImplementedError: Iterable datasets are not yet supported in GRPOTrainer.\n"
+    assert findings(f"[rank0]: {line}")[0].cause == "bad_arguments"
+    own = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
+    assert findings(own + "NotImplementedError: my loss is not yet supported\n")[0].cause == "unknown"
+
+
 def test_a_frame_of_a_notebook_tells_a_library_from_a_users_own_code(findings: Of) -> None:
     line = "---> 2 step(phase=1)\n\nTypeError: step() got an unexpected keyword argument 'phase'\n"
     assert findings(IPYTHON + line)[0].cause == "package_versions"

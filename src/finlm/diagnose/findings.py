@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from finlm.diagnose.fixes import Program, program_of
-from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, IN_LIBRARY, LAST_WORDS, clean, kind, moment, speaker
-from finlm.diagnose.read import Hit, Log
+from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, clean, moment, speaker
+from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
 from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
 
 LEVELS = ("cause", "symptom", "remark", "echo", "unknown", "hint")
@@ -28,8 +28,8 @@ DIED = re.compile(
     re.MULTILINE,
 )
 ENDED_WELL = re.compile(
-    rb"exits successfully|train_runtime|Training completed|\*\*\* train metrics|Successfully completed\.|"
-    rb"'status': 'finished'"
+    rb"exits successfully|train_runtime(?!': [\d.]+, 'train_tokens)|Training completed|\*\*\* train metrics|"
+    rb"Successfully completed\.|'status': 'finished'"
 )
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")
@@ -233,7 +233,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if pattern.lacks and (not having or not hit.host or hit.host in having):
                 continue
-            if (pattern.hosted and not hit.host) or (pattern.library and not IN_LIBRARY.search(frame_before(hit))):
+            if (pattern.hosted and not hit.host) or (pattern.library and not is_of_library(hit, pattern.framed)):
                 continue
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue
@@ -360,7 +360,7 @@ DERIVED = re.compile(
     r"DatasetGenerationError|RendezvousConnectionError|ProcessRaisedException|ProcessExitedException|BrokenProcessPool|"
     r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
     r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
-    r"subprocesses has abruptly died|returned non-zero exit status|^EOFError$"
+    r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$"
 )
 
 
@@ -435,15 +435,3 @@ def _tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
         yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
         number += 1
         offset += len(raw) + 1
-
-
-def frame_before(hit: Hit) -> str:
-    """The last frame of the traceback that ends in a line; "" without one."""
-    before = hit.around.partition(hit.text.encode())[0].decode("utf-8", errors="replace").splitlines()[-12:]
-    cleaned = [clean(line)[0] for line in before]
-    for i in range(len(cleaned) - 1, -1, -1):
-        if FRAME.match(cleaned[i]):
-            return cleaned[i].strip()
-        if cleaned[i][:1].strip() and not kind(cleaned[i], cleaned[:i]):
-            return ""
-    return ""

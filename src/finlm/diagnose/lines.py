@@ -123,7 +123,8 @@ _NEVER_BEGAN = re.compile(r"^usage: |SyntaxError|IndentationError|can't open fil
 _RANK_BEGINS = re.compile(r"get_accelerator\] Setting ds_accelerator|checkpoint shards: +0%\|")
 _LAUNCHER_ENDS = re.compile(
     r"ChildFailedError|exits with return code = |exits successfully|Exited with exit code|output \(if any\) is above|"
-    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|train_runtime|Training completed\. Do not forget"
+    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|train_runtime(?!': [\d.]+, 'train_tokens)|"
+    r"Training completed\. Do not forget"
 )
 _RANK_ENDS = re.compile(
     r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b|: error: |command not found|"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import ahocorasick
 
-from finlm.diagnose.lines import begins_launch, clean, ends_launch, kind, moment, of_name, speaker
+from finlm.diagnose.lines import FRAME, IN_LIBRARY, begins_launch, clean, ends_launch, kind, moment, of_name, speaker
 
 BLOCK_BYTES = 1 << 22
 LINE_BYTES = 4096  # of a longer line this much on either side of the match is looked at
@@ -382,3 +382,20 @@ def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
                 steps.append((place, re.sub(r"\s*\[.*", "", match[0]) if "[" in match[0] else match[0]))
         place += len(raw) + 1
     return steps
+
+
+def frame_before(hit: Hit) -> str:
+    """The last frame of the traceback that ends in a line; "" without one."""
+    before = hit.around.partition(hit.text.encode())[0].decode("utf-8", errors="replace").splitlines()[-12:]
+    cleaned = [clean(line)[0] for line in before]
+    for i in range(len(cleaned) - 1, -1, -1):
+        if FRAME.match(cleaned[i]):
+            return cleaned[i].strip()
+        if cleaned[i][:1].strip() and not kind(cleaned[i], cleaned[:i]):
+            return ""
+    return ""
+
+
+def is_of_library(hit: Hit, framed: bool) -> bool:
+    """Whether an installed package raised it, or no frame is in the log to tell; framed: only the former."""
+    return (not framed and b"File " not in hit.around) or bool(IN_LIBRARY.search(frame_before(hit)))

@@ -49,6 +49,7 @@ class Pattern:
     lasting: bool = False
     source: bool = False
     library: bool = False
+    framed: bool = False
     says: tuple[tuple[str, str], ...] = ()
 
 
@@ -126,7 +127,8 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
                 last=rule.get("last"),
                 lasting=rule.get("lasting", False),
                 source=rule.get("source", False),
-                library=rule.get("library", False),
+                library=bool(rule.get("library")),
+                framed=rule.get("library") == "framed",
                 says=tuple(rule.get("says", {}).items()),
             )
         )
