@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from finlm.train.__main__ import STAGES
 
 HERE = Path(__file__).resolve().parent
 END_SECONDS = 4.0  # from the failure of one rank to the end of the others
-LIMIT_SECONDS = 400.0  # for ranks to end, also those that compile DeepSpeed's Adam first; below a test's own limit
 
 
 class Ranks:
@@ -55,7 +53,7 @@ class Ranks:
         try:
             return list(self._ask(request))
         except BaseException:  # also of a test that ran out of time: the answer would be taken for the next one's
-            self._kill()
+            self._kill(run)
             raise
 
     def _ask(self, request: dict[str, Any]) -> Any:
@@ -71,27 +69,23 @@ class Ranks:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        assert select.select([self._process.stdout], [], [], LIMIT_SECONDS)[0], self._stacks(Path(request["run"]))
         answer = self._process.stdout.readline()
         assert answer, f"the process of the ranks ended with {self._process.wait()}"
         return json.loads(answer)
 
-    def _stacks(self, run: Path) -> str:
-        """Where ranks that do not end are: the ends of their logs, to which each writes its stack on SIGUSR1."""
-        assert self._process
+    def _kill(self, run: RunDir) -> None:
+        """Print where the ranks are and kill them with their process; the next request starts another one."""
+        if self._process is None:
+            return
         for pid in processes.children(self._process.pid):
-            processes.send_signal(pid, signal.SIGUSR1)
+            processes.send_signal(pid, signal.SIGUSR1)  # each writes its stack to its log
         time.sleep(2)
-        logs = [f"{path.name}: {path.read_text()[-4000:]}" for path in sorted(RunDir(run).logs.glob("*.log"))]
-        return "\n".join([f"the ranks of {run} have not ended after {LIMIT_SECONDS:.0f} s", *logs])
-
-    def _kill(self) -> None:
-        """Kill the process and its ranks; the next request starts another one."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        for path in sorted(run.logs.glob("*.log")):
+            print(f"{path.name}: {path.read_text()[-4000:]}")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
 
     def __enter__(self) -> Ranks:
         return self
