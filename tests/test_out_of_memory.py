@@ -36,7 +36,6 @@ def losses(run: RunDir) -> list[float]:
 def launched(run: RunDir, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Launch the ranks of a run, each with a fault, as `finlm train` does."""
     monkeypatch.setenv("PYTHONPATH", with_fault(run.path.parent / "site", fault))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     plan = Plan.read(run.plan)
     hosts = Cluster(tuple(Host(host.name, host.slots) for host in plan.hosts))
     restart.run_ranks(run, plan, recipe.load(run.recipe).recipe, hosts)

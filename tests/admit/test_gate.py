@@ -21,11 +21,12 @@ from finlm.recipe.models import traits
 from finlm.recipe.schema import Recipe
 from finlm.train import batches
 from finlm.train.model import kernels
-from train.test_documents import varlen_by_definition
+from train.test_documents import attend_by_definition
 
 from helpers import QUICKSTART
 
 SHIPPED = sorted(traits.shipped())
+ADMITTED = [name for name in SHIPPED if not traits.shipped()[name].failing]
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def test_the_shipped_row_is_what_transformers_has(model_type: str) -> None:
     assert dataclasses.replace(row, cells={}, held={}) == record.record(model_type)
 
 
-@pytest.mark.parametrize("model_type", [name for name in SHIPPED if not traits.shipped()[name].failing])
+@pytest.mark.parametrize("model_type", ADMITTED)
 def test_an_admitted_type_passes(model_type: str) -> None:
     at = case(model_type)
     wrong = {name: why for name, cell in cells.CELLS.items() if name != "compiled" and (why := cell(at))}
@@ -91,10 +92,9 @@ def test_documents_that_see_each_other_fail(monkeypatch: pytest.MonkeyPatch) -> 
     assert cells.CELLS["packed rows"](case("qwen3")).startswith("documents of a row see each other")
 
 
-@pytest.mark.parametrize("model_type", [name for name in SHIPPED if not traits.shipped()[name].failing])
+@pytest.mark.parametrize("model_type", ADMITTED)
 def test_documents_are_apart_under_the_attention_of_gpus(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
-    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    attend_by_definition(monkeypatch)
     at = case(model_type)
     plain = cells.plain_attention(at.small)
     monkeypatch.setattr(cells, "plain_attention", lambda _config: plain if plain == "eager" else batches.NAME)

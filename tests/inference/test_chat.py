@@ -29,17 +29,14 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def assistant(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def assistant(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of the finished run with a chat template and a longer context; what it says is of no use."""
     directory = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(finished[0].export, directory, ignore=shutil.ignore_patterns("finlm.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 64', '"max_position_embeddings": 512'))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield directory
-    torch.set_num_threads(before)
+    return directory
 
 
 @pytest.fixture(scope="module")

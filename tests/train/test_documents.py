@@ -68,12 +68,17 @@ def varlen_by_definition(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
+def attend_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models attend as on a GPU, with the kernel's definition in its place."""
+    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
+    batches.AttentionInterface.register(batches.NAME, batches._attend)
+
+
 @pytest.mark.parametrize("window", [8, None])
 def test_bounds_and_windows_reach_the_kernel_through_transformers(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
-    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    attend_by_definition(monkeypatch)
     shown = "null" if window is None else window
     model = built(f"model.config={{model_type: mistral, sliding_window: {shown}}}", "model.kv_heads=1")
     inputs, labels = batch()
@@ -88,8 +93,7 @@ def test_compiled_layers_read_the_bounds_of_each_step_without_compiling_again(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
-    batches.AttentionInterface.register(batches.NAME, batches._attend)
+    attend_by_definition(monkeypatch)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     (_, masked), (_, compiled) = pair(), pair(compiled=True, recompute=recompute)

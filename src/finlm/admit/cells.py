@@ -251,17 +251,9 @@ def _kept(config: Any, layers: int) -> int:
     config.num_hidden_layers = layers
     model = causal_class(config)._from_config(config, attn_implementation=plain_attention(config), dtype=torch.bfloat16)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # tensor itself would hold the graph that holds it
-
     inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
     model.eval()  # a dropout of 0 keeps a mask, which no compiled layer does
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with record.collect_saved(weights) as saved:
         kept = model.model(input_ids=inputs, position_ids=kernels.plain_positions(inputs), use_cache=False)
     del kept
     return sum(saved.values())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,20 +148,27 @@ def _scales(model_type: str) -> dict[str, int]:
 
 def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
     """Return the bytes that a module keeps for its backward pass beside its weights."""
-    kept: dict[int, int] = {}
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     left_out |= set() if with_input else {states.untyped_storage().data_ptr()}
+    with collect_saved(left_out) as kept:
+        out = module(states)
+    del out
+    return sum(kept.values())
+
+
+@contextmanager
+def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
+    """Collect what autograd saves within the block: bytes by address of each storage, those of left_out not."""
+    saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # tensor itself would hold the graph that holds it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = module(states)
-    del out
-    return sum(kept.values())
+        yield saved
 
 
 def own_keys(config: Any) -> Config:

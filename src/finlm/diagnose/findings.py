@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from finlm.diagnose.fixes import Program, program_of
-from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, clean, moment, speaker
+from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean, moment, speaker
 from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
 from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
 
@@ -28,8 +28,8 @@ DIED = re.compile(
     re.MULTILINE,
 )
 ENDED_WELL = re.compile(
-    rb"exits successfully|train_runtime(?!': [\d.]+, 'train_tokens)|Training completed|\*\*\* train metrics|"
-    rb"Successfully completed\.|'status': 'finished'"
+    rb"exits successfully|Training completed|\*\*\* train metrics|Successfully completed\.|'status': 'finished'|"
+    + TRAINER_ENDS.encode()
 )
 SERVES = re.compile(rb'"POST \S+ HTTP/[\d.]+" 200 OK|[Aa]vg (?:prompt|generation) throughput: (?!0\.0 )')  # of a server
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W|\bWARNING\b|Warning: |thrown while requesting")

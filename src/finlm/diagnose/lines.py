@@ -121,10 +121,10 @@ _BEGINS = re.compile(
 _NEVER_BEGAN = re.compile(r"^usage: |SyntaxError|IndentationError|can't open file '")
 # What a rank prints when it begins: a new launch only when the launcher itself had reported the end of the former.
 _RANK_BEGINS = re.compile(r"get_accelerator\] Setting ds_accelerator|checkpoint shards: +0%\|")
+TRAINER_ENDS = r"train_runtime(?!': [\d.]+, 'train_tokens)"  # LLaMA-Factory's lines of progress have both
 _LAUNCHER_ENDS = re.compile(
     r"ChildFailedError|exits with return code = |exits successfully|Exited with exit code|output \(if any\) is above|"
-    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|train_runtime(?!': [\d.]+, 'train_tokens)|"
-    r"Training completed\. Do not forget"
+    r"ON \S+ CANCELLED AT|sigkill_handler\] Killing subprocess|Training completed\. Do not forget|" + TRAINER_ENDS
 )
 _RANK_ENDS = re.compile(
     r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b|: error: |command not found|"
