@@ -90,8 +90,8 @@ def fingerprints(path: str) -> None:
 
 
 def small_groups_and_fingerprints(elements: int, path: str) -> None:
-    """Groups of at most so many parameters, which a large model has by itself; and the hashes."""
-    engine.optimizer_group = lambda *_: elements
+    """Groups of at most so many parameters, streamed in parts, as a large model has by itself; and the hashes."""
+    engine.optimizer_group, engine.STREAM_GROUP = lambda *_: elements, elements // 3
     fingerprints(path)
 
 

@@ -29,8 +29,9 @@ VOCABULARY = 5000
 
 
 def planned(**changes: object) -> Plan:
-    """A plan of XuanYuan-6B on this machine, changed."""
-    loaded = recipe.load(ROOT / "recipes/xuanyuan-6b/pretrain.yaml", ("zero.stage=auto", "train.recompute=full")).recipe
+    """A plan of two layers of XuanYuan-6B on this machine, changed."""
+    settings = ("model.layers=2", "zero.stage=auto", "train.recompute=full")
+    loaded = recipe.load(ROOT / "recipes/xuanyuan-6b/pretrain.yaml", settings).recipe
     plan = planner.make(loaded, cluster.local(1), shape.of(loaded, VOCABULARY))
     values = {"vocab_size": VOCABULARY, "padded_vocab_size": 5120, "recompute": "none"} | changes
     return dataclasses.replace(plan, **values)

@@ -18,6 +18,7 @@ from typing import Literal
 from finlm.plan.plan import (
     LOGITS_SLICE_BYTES,
     ON_HOST,
+    STREAM_GROUP,
     STREAM_SETS,
     Offload,
     OffloadParam,
@@ -34,7 +35,6 @@ CPU_ZERO3_BYTES = int(0.25 * GIB)  # more with ZeRO-3, measured on CPU
 CPU_FRAGMENTATION = 0.8  # of what comes and goes: glibc keeps freed blocks, eager fp32 attention copies; measured
 CACHE = {False: 0.04, True: 0.083}  # share the allocator keeps beside what is allocated: on one GPU, on several
 CACHE_OFFLOADED = 0.08  # the same on one GPU where the optimizer of all weights is on the host: 2 to 14 % there
-TABLES, SMALL_TABLE = 5, 1 << 28  # bytes kept a byte above the second, of embedding and head that stream: one H100
 FRAGMENTATION = 0.015  # the part of it that it cannot give back when memory runs short
 WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
@@ -265,8 +265,6 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     cache = CACHE_OFFLOADED if is_offloaded and layout.world_size == 1 else CACHE[layout.world_size > 1]
     cache += 0.22 if layout.offload_param != "none" and layout.world_size > 1 else 0
     kept = int(cache * sum(items.values()))
-    if is_offloaded and layout.offload_optimizer == "stream" and not shape.tied:
-        kept += TABLES * max(0, layout.element_bytes * shape.embedding_parameters - SMALL_TABLE)
     return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": kept}
 
 
@@ -401,7 +399,7 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
-    passing = 12 * STREAM_SETS * group if layout.offload_optimizer == "stream" else 0
+    passing = 12 * STREAM_SETS * min(group, STREAM_GROUP) if layout.offload_optimizer == "stream" else 0
     if layout.fp32_gradients:
         return 4 * own + passing  # added up flat
     return e * own + (e + to_fp32) * group + passing

@@ -31,6 +31,9 @@ PRODUCTS = 0.729  # share of the peak that large matrix products reach
 HALF_SPEED_WIDTH = 170  # hidden size at which they reach half of that
 HALF_SPEED_TOKENS = 720  # tokens of a micro-batch at which they do
 ATTENTION = 0.59  # share of the peak that causal attention reaches, forward and backward together
+NARROW_HEAD = (
+    0.76  # heads of fewer than 128 numbers over others: rows of 16,384 and 32,768, one H100
+)
 DOCUMENT_ATTENTION = 0.3  # where it ends at the end of documents of about 1,000 tokens: short tiles, many of them cut
 MASKED_ATTENTION = (
     0.25  # by a mask of numbers, which hides the half that is not computed elsewhere: one model's windows
@@ -40,18 +43,22 @@ COMPILED_BYTES = 0.9  # traffic of everything else over what its inputs and outp
 EAGER_BYTES = 4.24  # one kernel an operation, fp32 copies in the norms
 LOGIT_BYTES = 8  # read and written a logit by the loss, beside its three products
 PAIR_LOGIT_BYTES = 60  # where it is not compiled, in fp32: read in train/model/kernels.py
+DOCUMENT_TILE = (
+    8e-9  # seconds of a tile of 128 queries: a document starts as many as its row has; one H100
+)
 DOCUMENT_TOKENS = 2000  # of the document of a token, on average: documents of 1,000 whose lengths are exponential
 TOKEN_PRODUCTS = 0.52  # the same of products with 512 rows, while answers are generated
 TOKEN_BANDWIDTH = 0.83  # share of the memory's bandwidth that attention of a token reaches
 TOKEN_DRAWN = 15  # bytes an entry of the vocabulary for whose time a token is drawn
 TOKEN_LAYER = 25e-6  # seconds of a layer's small kernels, whatever their size
+TOKEN_ADAPTER = 5e-6  # and of an adapter's
 PROMPT_READ = 0.5  # of a prompt's keys and values: answers to it find them in the L2
 NF4_MOVED = 48  # bytes a weight while 4 bits become a matrix
 ADAPTER_MOVED = {
     True: (4, 3),
     False: (8, 4),
 }  # times an adapter's outputs and inputs are read or written; compiled, eager
-DROPPED_MOVED = {True: 2.5, False: 5}  # times its inputs are for dropout
+DROPPED_MOVED = {True: 7, False: 5}  # times its inputs are for dropout
 BANDWIDTH = 0.75  # share of the memory's bandwidth that such kernels reach
 LAYER_LAUNCH = {True: 0.52e-3, False: 1.6e-3}  # seconds of the host a layer, forward and backward: compiled, eager
 MICRO_STEP_LAUNCH = 5.2e-3  # beside the layers: embedding, loss, engine, data
@@ -90,7 +97,7 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
     products = 2 * shape.active_parameters * rows / (TOKEN_PRODUCTS * gpu.peak_flops)
     token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products)
     token += (cache / TOKEN_BANDWIDTH + TOKEN_DRAWN * rows * shape.vocab) / gpu.memory_bandwidth
-    token += TOKEN_LAYER * shape.layers
+    token += (TOKEN_LAYER + TOKEN_ADAPTER * len(layout.adapted)) * shape.layers
     asked = dataclasses.replace(layout, micro_batch=rows, sequence_length=prompt, has_vocabulary_head=False)
     return chunks * (layout.answer_tokens * token + forward_seconds(shape, asked, gpu) / layout.answers_a_prompt)
 
@@ -133,8 +140,17 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool
     times = 1.0 if only_forward else 3.5 + (layout.recompute == "full")
     seconds = (shape.layers * products / float8 + head) / rate
     seconds += 2 * shape.layers * _met_tokens(shape, layout) * shape.q_width * tokens * times / peak
+    seconds += DOCUMENT_TILE * shape.layers * shape.heads * _document_tiles(layout) * times / 3.5
     moved = _moved_bytes(shape, layout) / (3 if only_forward else 1)
     return seconds + moved / (BANDWIDTH * gpu.memory_bandwidth)
+
+
+def _document_tiles(layout: Layout) -> float:
+    """Return the tiles of a head that attention starts where it ends with documents: most do nothing in long rows."""
+    if not layout.has_documents:
+        return 0.0
+    rows, documents = layout.tokens / layout.attended, 2 * layout.attended / DOCUMENT_TOKENS
+    return rows * documents * layout.attended / 128
 
 
 def _met_tokens(shape: ModelShape, layout: Layout) -> float:
@@ -144,7 +160,8 @@ def _met_tokens(shape: ModelShape, layout: Layout) -> float:
     # Windows without document bounds are masks, under which a kernel goes over the whole square.
     masks = [] if layout.has_documents else [window for window in shape.windows if window < layout.attended]
     others = shape.attended(layout.attended) - sum(min(layout.attended, 2 * window) for window in masks) / shape.layers
-    return others / ATTENTION + 2 * layout.attended * len(masks) / shape.layers / MASKED_ATTENTION
+    share = ATTENTION * (NARROW_HEAD if shape.q_width < 128 * shape.heads else 1)
+    return others / share + 2 * layout.attended * len(masks) / shape.layers / MASKED_ATTENTION
 
 
 def _scored_tokens(layout: Layout) -> float:
@@ -204,7 +221,8 @@ THREADS = 16  # of a rank whose optimizer is offloaded (launch/adapters.py)
 ADAM_PER_THREAD = 0.25e9  # parameters a second of Adam on a server's core; 0.62e9 on one of Zen 5
 ADAM_PER_RANK = 2.8e9  # where memory binds, beside H100s and H200s: 2.3e9 to 3.4e9 on five hosts
 ADAM_PER_HOST = 6.5e9
-ZERO3_PASSES = 1.65  # ZeRO-3's unscaling, overflow check and flat copies, in times of Adam itself
+HOST_TENSOR = 0.2e-3  # seconds of DeepSpeed's copies and norms for a trained tensor that steps on the host: 12 runs
+ZERO3_PASSES = 1.4  # ZeRO-3's unscaling, overflow check and flat copies, in times of Adam itself
 STREAMED = 0.92  # share of PCIe's rate that the streamed optimizer reaches: 0.81 to 1 on five hosts
 NEW_HOST_PCIE = 50e9  # a host is taken to be as old as its GPUs' PCIe; older ones are as much slower
 NVME_BYTES_PER_SECOND = 5e9  # a host's read + write average; assumed
@@ -321,7 +339,10 @@ def _offload_seconds(
     moved += 2 * layout.element_bytes * own
     # New weights come back in fp32, before anything else can go on; weights that live on the host stay there.
     back = 4 * own / pcie if layout.offload_param == "none" else 0.0
-    seconds = back + max(host_adam_seconds(own, layout.zero_stage, kind, threads) for kind in kinds)
+    adapters = 2 * len(layout.adapted) * shape.layers
+    tensors = len(shape.sizes) if layout.trainable is None else adapters
+    launched = HOST_TENSOR * tensors * (layout.zero_stage < 3)
+    seconds = back + launched + max(host_adam_seconds(own, layout.zero_stage, kind, threads) for kind in kinds)
     if layout.offload_optimizer == "nvme":
         on_host = own * max(kind.slots for kind in kinds)
         seconds += 24 * on_host / NVME_BYTES_PER_SECOND  # master and both moments, read and written

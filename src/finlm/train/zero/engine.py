@@ -11,6 +11,7 @@ gradients after every micro-batch. The numbers are those without offload, to the
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed
 
-from finlm.plan.plan import ON_HOST, STREAM_SETS, Plan, group_members, is_contiguous, optimizer_group
+from finlm.plan.plan import ON_HOST, STREAM_GROUP, STREAM_SETS, Plan, group_members, is_contiguous, optimizer_group
 from finlm.train.model import products
 
 with mock.patch.object(compiler, "compile", lambda: lambda function: function):
@@ -81,6 +82,12 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _optimizer_step(self, group_no: int) -> None:
         """Step a group by the kept gradients and factor: master weights and moments change in place."""
+        self._step_flat(group_no, self._gradient)
+        del self._gradient
+        self._lazy_init_hp_params_optimizer_state()
+
+    def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
+        """Step a group's master weights and moments, all flat, as long as the gradient or padded behind it."""
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
         if not state:
@@ -91,16 +98,14 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         decay, l2 = (group["weight_decay"], 0.0) if group["decoupled_weight_decay"] else (0.0, group["weight_decay"])
         keep = torch.full_like(step, 1 - lr * decay)
         numbers = [self._factor, keep, lr / (1 - beta1**step), (1 - beta2**step).sqrt()]
-        size = len(self._gradient)
-        flat = [tensor[:size] for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"], self._gradient)]
+        size = len(gradient)
+        flat = [tensor[:size] for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"], gradient)]
         if size % ALIGNED == 0:
             flat = [tensor.view(-1, ALIGNED) for tensor in flat]
         for tensor in flat:  # groups differ in size; compiled with dynamic=True, the betas would be variables too
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         tensors = (*flat, torch.stack(numbers).float())
         self._adamw(*tensors, beta1=beta1, beta2=beta2, eps=group["eps"], l2=l2)
-        del self._gradient
-        self._lazy_init_hp_params_optimizer_state()
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -131,8 +136,9 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.backend = torch.get_device_module(self.device)  # torch.cuda, or torch.cpu, whose streams do nothing
         self.down, self.up = self.backend.Stream(), self.backend.Stream()
         self.masters: list[torch.Tensor] = []  # during a step: where each group's master weights are meanwhile
-        self.staged: list[list[torch.Tensor]] = []  # and the places on the GPU, for master and moments of a group each
+        self.staged: list[list[torch.Tensor]] = []  # and the places on the GPU, for master and moments of a part each
         self.saved: list[Any] = []  # and when what was there has gone back up
+        self.turns: Iterator[int] = iter(())  # the places in the order in which parts take them
         self.moments: list[dict[str, torch.Tensor]] = []
         locked = lock_pages if self.backend is torch.cuda else torch.Tensor.detach
         for master in self.single_partition_of_fp32_groups:
@@ -174,38 +180,52 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """Take DeepSpeed's step, with a number on the GPU in the shape of each fp32 tensor in that tensor's place."""
         self.masters = [master.data for master in self.single_partition_of_fp32_groups]
-        size, sets = max(map(len, self.masters)), min(STREAM_SETS, len(self.masters))
+        counts = [-(-len(master) // STREAM_GROUP) for master in self.masters]
+        size, sets = min(STREAM_GROUP, max(map(len, self.masters))), min(STREAM_SETS, sum(counts))
         self.down.wait_stream(self.up)
         self.staged = [list(torch.empty(3, size, device=self.device)) for _ in range(sets)]
         self.saved = [self.backend.current_stream().record_event()] * sets
+        self.turns = itertools.cycle(range(sets))
         number = torch.empty(1, device=self.device)
         for master in self.single_partition_of_fp32_groups:
             master.data = number.expand(len(master))
         try:
             super().step(closure)
         finally:
-            self._give_back((len(self.masters) - 1) % sets)
+            self._give_back((sum(counts) - 1) % sets)
             for master, memory in zip(self.single_partition_of_fp32_groups, self.masters, strict=True):
                 master.data = memory
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step a group, copied to the GPU before and to the host after. The host enqueues all groups at once:
+        """Step a group in parts, each copied to the GPU before and to the host after. The host enqueues all at once:
 
-        a group comes down while the one before is stepped and the ones before that go back up.
+        a part comes down while the one before is stepped and the ones before that go back up. An embedding is one group
+        whatever its size, and a part keeps it from filling the GPU.
         """
         master, moments = self.single_partition_of_fp32_groups[group_no], self.moments[group_no]
         host = [self.masters[group_no], *moments.values()]
-        which = group_no % len(self.staged)
-        here = [buffer[: len(host[0])] for buffer in self.staged[which]]
-        self._copy(self.down, self.saved[which], here, host)
-        self.backend.current_stream().wait_stream(self.down)
-        master.data = here[0]
-        state = self.optimizer.state[master]
-        state.update(zip(MOMENTS, here[1:], strict=True))
-        state["step"] = state["step"].to(self.device)
-        super()._optimizer_step(group_no)
+        rank = distributed.get_rank(self.real_dp_process_group[group_no])
+        weights = self.parallel_partitioned_bit16_groups[group_no][rank].data
+        state, gradient = self.optimizer.state[master], master.grad
+        steps = state["step"].to(self.device)
+        for start in range(0, len(host[0]), STREAM_GROUP):
+            there = [tensor[start : start + STREAM_GROUP] for tensor in host]
+            which = next(self.turns)
+            here = [buffer[: len(there[0])] for buffer in self.staged[which]]
+            self._copy(self.down, self.saved[which], here, there)
+            self.backend.current_stream().wait_stream(self.down)
+            master.data = here[0]
+            master.grad = gradient[start : start + STREAM_GROUP]
+            state.update(zip(MOMENTS, here[1:], strict=True), step=steps.clone())
+            self._step_part(group_no, start)
+            weights[start : start + STREAM_GROUP].copy_(here[0])
+            self.saved[which] = self._copy(self.up, self.backend.current_stream().record_event(), there, here)
         state.update(moments)
-        self.saved[which] = self._copy(self.up, self.backend.current_stream().record_event(), host, here)
+        master.data = weights  # which DeepSpeed copies to the weights
+
+    def _step_part(self, group_no: int, start: int) -> None:
+        """Step what the group's master weights, moments and gradient are now: the part from `start` on."""
+        super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
         """Free the places on the GPU; the last group may still go up while the next forward pass begins."""
@@ -237,7 +257,14 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
 
 class StreamedOnePassZero(StreamedZero, OnePassZero):
-    """StreamedZero whose groups are stepped in one pass."""
+    """StreamedZero whose parts are stepped in one pass."""
+
+    def _optimizer_step(self, group_no: int) -> None:
+        super()._optimizer_step(group_no)
+        del self._gradient
+
+    def _step_part(self, group_no: int, start: int) -> None:
+        self._step_flat(group_no, self._gradient[start : start + STREAM_GROUP])
 
 
 # By (zero.offload_optimizer, whether the plan compiles): classes in the place of DeepSpeed's for stages 1 and 2.
