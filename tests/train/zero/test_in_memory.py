@@ -146,6 +146,5 @@ def test_a_write_error_is_said_in_words_whatever_it_carries(error: OSError, word
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "publish", fail)
-        patch.setattr(in_memory.disk, "publish_linked", fail)
         manifest = Manifest(1, 1, 0, "none", {})
-        assert checkpoint._try_publish(run.checkpoint(1), manifest).endswith(words)
+        assert checkpoint._publish(run.checkpoint(1), manifest, None).endswith(words)

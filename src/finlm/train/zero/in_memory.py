@@ -216,14 +216,10 @@ class InMemory:
                     problems.append(f"{path.name}: {reason(error)}")
         return problems
 
-    def publish(self, manifest: Manifest) -> str:
-        """Publish the written checkpoint of this host; return the error, or "". The leader calls it."""
+    def publish(self, manifest: Manifest) -> None:
+        """Publish the written checkpoint of this host. The leader calls it. Raises OSError."""
         directory = self.directory / f"step-{manifest.step}"
-        try:
-            disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
-        except OSError as error:
-            return f"{host_name()}: {reason(error)}"
-        return ""
+        disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
         """Remove the checkpoint of this name, whole or half-written; the leader calls it."""
