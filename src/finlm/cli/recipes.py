@@ -177,7 +177,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
     """Print how much of the time trains when hosts fail; return it for --json. Raises UserError without a speed."""
-    from finlm.plan import failures
+    from finlm.runs import drill
 
     if plan.tokens_per_second is None or plan.days is None:
         raise UserError(
@@ -186,7 +186,7 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
         )
     steps = recipe.checkpoint.every_steps or plan.steps
     interval = steps * plan.tokens_per_step / plan.tokens_per_second
-    failing = failures.Failing(
+    failing = drill.Failing(
         len(plan.hosts),
         options.failures,
         interval=min(interval, advised.memory_interval_seconds or interval),
@@ -194,8 +194,8 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
         detection=recipe.launch.outage_seconds,
         restart=options.restart_seconds,
     )
-    result = failures.forecast(failing, max(plan.days, 30.0) * failures.DAY)
-    screen.show(f"  failures   {failures.sentence(failing, result)}")
+    result = drill.forecast(failing, max(plan.days, 30.0) * drill.DAY)
+    screen.show(f"  failures   {drill.sentence(failing, result)}")
     return {"failures": result.to_json()}
 
 

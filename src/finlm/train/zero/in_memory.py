@@ -34,8 +34,7 @@ from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import reason
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.units import format_bytes
-from finlm.plan import failures
-from finlm.plan.plan import Plan
+from finlm.plan.plan import Plan, best_interval, seconds_between
 from finlm.recipe.schema import Checkpoint
 from finlm.train import entry
 
@@ -62,7 +61,7 @@ class InMemory:
         self.next_step: int | None = None
         self.every_seconds = 0.0
         self._since: tuple[int, float] | None = None  # step and time.monotonic() of the last one
-        self._history = entry.gather_values(failures.of_run(run) if distributed.get_rank() == 0 else None)[0]
+        self._history = entry.gather_values(run.count_failures() if distributed.get_rank() == 0 else None)[0]
         if problems := [each for each in entry.gather_values(self.problem) if each]:
             self.problem = problems[0]
             return
@@ -133,8 +132,8 @@ class InMemory:
         measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
         stall, seconds, step_seconds = (statistics.median(each) for each in zip(*measured, strict=True))
         if self.minutes == "auto":
-            between = failures.seconds_between(self.ranks, *self._history)
-            self.every_seconds = failures.best_interval(stall, between, seconds)
+            between = seconds_between(self.ranks, *self._history)
+            self.every_seconds = best_interval(stall, between, seconds)
         else:
             self.every_seconds = 60.0 * float(self.minutes or 0)
         self.next_step = step + max(1, round(self.every_seconds / max(step_seconds, 1e-6)))
