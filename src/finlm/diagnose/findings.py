@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from finlm.diagnose.fixes import Program, program_of
 from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean, moment, speaker
 from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
-from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
+from finlm.diagnose.signatures import IGNORED, PLACEHOLDER, Matches, Pattern, Signature, Signatures
 
 LEVELS = ("cause", "symptom", "remark", "echo", "unknown", "hint")
 MAX_FINDINGS = 5
@@ -42,7 +42,6 @@ _ERROR = re.compile(
 )
 LAST_LINES = 4
 _SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclass
