@@ -14,9 +14,8 @@ from finlm.cli import hosts
 
 if TYPE_CHECKING:
     from finlm.plan.advice import Advice
-    from finlm.plan.differences import Consequence, Difference
     from finlm.plan.plan import Plan
-    from finlm.plan.show import Consulted
+    from finlm.plan.show import Consequence, Consulted, Difference
     from finlm.recipe.cluster import Cluster
     from finlm.recipe.recipe import Loaded
     from finlm.recipe.schema import Recipe
@@ -309,14 +308,14 @@ def diff(options: argparse.Namespace) -> int:
     A single recipe is compared with its parent. Raises UserError for another number of them, or one that cannot be
     read.
     """
-    from finlm.plan import differences
+    from finlm.plan import show
     from finlm.recipe import derive
 
     paths = [derive.parent_of(options.recipes[0]), *options.recipes] if len(options.recipes) == 1 else options.recipes
     if len(paths) != 2:
         raise UserError(f"{len(paths)} recipes or runs were named", fix="finlm diff A B, or finlm diff FORK")
     values, follows = compare(paths, options)
-    differences.show((str(paths[0]), str(paths[1])), values, follows)
+    show.print_differences((str(paths[0]), str(paths[1])), values, follows)
     if options.json:
         plan = [asdict(row) for row in follows] if isinstance(follows, list) else []
         screen.print_json({"values": [asdict(row) for row in values], "plan": plan})
@@ -328,13 +327,13 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
     Where one of them has no plan, the second part is the reason, a sentence. Raises UserError when one cannot be read.
     """
-    from finlm.plan import differences
+    from finlm.plan import show
 
     a, b = (_load_recipe_or_run(path) for path in paths)
-    values = differences.compare_recipes(a, b)
+    values = show.compare_recipes(a, b)
     try:
         plans = (_plan_for(path, it, options) for path, it in zip(paths, (a, b), strict=True))
-        return values, differences.compare_plans(*plans)
+        return values, show.compare_plans(*plans)
     except UserError as error:  # a recipe that fits nowhere has differences too
         return values, error.problem
 

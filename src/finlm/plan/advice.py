@@ -16,8 +16,7 @@ from typing import Any
 from finlm.base.screen import format_count, format_rate
 from finlm.base.units import format_bytes, format_duration
 from finlm.plan import gpus, host_memory, memory, search, speed
-from finlm.plan.differences import CHOICES
-from finlm.plan.plan import Plan, best_interval, seconds_between
+from finlm.plan.plan import CHOICES, Plan, best_interval, seconds_between
 from finlm.plan.search import Candidate
 from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -135,6 +135,30 @@ def is_contiguous(stage: int, world_size: int, offload_optimizer: Offload) -> bo
     still live: 12 GiB of XuanYuan-6B.
     """
     return stage > 1 or (stage == 1 and (world_size > 1 or offload_optimizer in ON_HOST))
+
+
+# What the planner chooses where the recipe says auto: the field of a plan and of a layout, the recipe's key.
+CHOICES = {
+    "zero_stage": "zero.stage",
+    "offload_optimizer": "zero.offload_optimizer",
+    "offload_param": "zero.offload_param",
+    "recompute": "train.recompute",
+    "micro_batch": "batch.micro_batch",
+    "generation_rows": "grpo.generation_rows",
+}
+
+
+def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
+    """Return {recipe key: (old, new)} for what two plans chose differently."""
+    before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
+    return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+
+
+def decided_keys(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches by host."""
+    values = {key: plan.get(name) for name, key in CHOICES.items() if name != "generation_rows" or plan.get(name)}
+    rows = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
+    return values | ({"batch.micro_batch": rows} if len(set(rows.values())) > 1 else {})
 
 
 # 419 unexpected interruptions in 54 days on 16,384 GPUs: Llama 3's training (arXiv 2407.21783, section 3.3.4).

@@ -31,7 +31,7 @@ from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import holder, list_runs
-from finlm.plan.differences import decided_keys
+from finlm.plan.plan import decided_keys
 from finlm.recipe import cluster, parents
 from finlm.recipe import recipe as recipes
 from finlm.record import compare
