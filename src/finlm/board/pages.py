@@ -22,7 +22,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import list_runs
 from finlm.base.secrets import redact_text
-from finlm.cli import hosts as cli_hosts
+from finlm.cli import command_line
 from finlm.cli import recipes as commands
 from finlm.diagnose import command as diagnosis
 from finlm.plan import advice, show
@@ -332,7 +332,7 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
     path = find_recipe(wanted.name)
     with _PLANNING:
         loaded = recipes_.load(path, wanted.overrides)
-        made, found, warnings = commands.consult(loaded.recipe, cli_hosts.to_plan(wanted.options(), loaded.recipe))
+        made, found, warnings = commands.consult(loaded.recipe, command_line.to_plan(wanted.options(), loaded.recipe))
     values = {
         "recipe": wanted.name,
         "wanted": wanted,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.cli import hosts
+from finlm.cli import command_line
 
 if TYPE_CHECKING:
     from finlm.plan.advice import Advice
@@ -51,7 +51,7 @@ def prepare(options: argparse.Namespace) -> int:
 
     recipe = load(options).recipe
     weights.check_judge(recipe)
-    shards = prepare.run(recipe, hosts.to_prepare(options, recipe), accept_new=options.accept_new)
+    shards = prepare.run(recipe, command_line.to_prepare(options, recipe), accept_new=options.accept_new)
     if options.show > 0:
         prepare.show_rows(recipe, shards, options.show)
     screen.show(str(shards.directory))
@@ -162,7 +162,7 @@ def plan(options: argparse.Namespace) -> int:
     loaded = load(options)
     if loaded.recipe.train.epochs is not None and (shards := prepare.locate(loaded.recipe)):
         loaded = recipe.fit_warmup(loaded, prepare.epoch_tokens(loaded.recipe, shards))
-    plan, consulted, warnings = consult(loaded.recipe, hosts.to_plan(options, loaded.recipe), options.price)
+    plan, consulted, warnings = consult(loaded.recipe, command_line.to_plan(options, loaded.recipe), options.price)
     show.print_plan(plan, loaded)
     show.print_advice(consulted, plan)
     failing = _simulate_failures(options, loaded.recipe, plan, consulted.advice) if options.failures else {}
@@ -356,7 +356,7 @@ def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
 
     if path.is_dir():
         return Plan.read(RunDir(path).plan)
-    return make_plan(loaded.recipe, hosts.to_plan(options, loaded.recipe))[0]
+    return make_plan(loaded.recipe, command_line.to_plan(options, loaded.recipe))[0]
 
 
 def watch(options: argparse.Namespace) -> int:
