@@ -313,13 +313,6 @@ def _read_tools(path: Path) -> templates.Tools:
     raise UserError(f"{path} lists no tools", evidence=reason, fix=fix)
 
 
-def _serve(options: argparse.Namespace) -> int:
-    """Run `finlm serve`: serve an OpenAI-compatible endpoint; return the server's exit code."""
-    from finlm.inference import serve
-
-    return serve.run(options.model, options.host, options.port, options.engine)
-
-
 def _board(options: argparse.Namespace) -> int:
     """Run `finlm board`: serve pages in the browser until Ctrl-C. Return 0."""
     from finlm.board import server
@@ -432,7 +425,7 @@ COMMANDS = {
     "import-gguf": _import_gguf,
     "chat": _chat,
     "sample": _sample,
-    "serve": _serve,
+    "serve": recipes.serve,
     "report": _report,
     "runs": _runs,
     "track": _track,

@@ -1,8 +1,12 @@
-"""The commands that start no training: prepare, lint, self-qa, plan, new, diff; and watch, which only reads a run."""
+"""The commands that start no training: prepare, lint, self-qa, plan, new, diff, serve; and watch, which reads a run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
+from finlm.base.rundir import RunDir
 from finlm.cli import command_line
 
 if TYPE_CHECKING:
@@ -32,6 +37,9 @@ _SOURCES = {
     "sft": "{synthetic: {size: 20MB, held_out_size: 1MB, seed: 1, dialogues: true}}",
 }
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of documents, where a chat model ends with its turn
+
+# What `transformers serve` imports.
+_OF_THE_SERVER = ("fastapi", "uvicorn", "openai")
 
 
 def load(options: argparse.Namespace) -> Loaded:
@@ -351,7 +359,6 @@ def _load_recipe_or_run(path: Path) -> Loaded:
 
 def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
     """Return the plan stored in a run directory, or the plan of a recipe for the hosts of the options."""
-    from finlm.base.rundir import RunDir
     from finlm.plan.plan import Plan
 
     if path.is_dir():
@@ -365,3 +372,66 @@ def watch(options: argparse.Namespace) -> int:
     from finlm.record import live
 
     return live.watch(rundir.open_run(options.run_dir))
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run `finlm serve`: print the address and become an OpenAI-compatible server of the model, until Ctrl-C.
+
+    That is `vllm serve` where vLLM is installed and there is a GPU, else `transformers serve`, with the exported model
+    and the chat template that it was trained with. It does not return. Raises UserError when there is no model that
+    writes (a checkpoint has to be exported first), the server's packages are missing, or the port is in use.
+    """
+    from finlm.base import machine
+
+    directory, host, port = _model_to_serve(options.model), options.host, options.port
+    line = server_command(directory, host, port, options.engine)
+    machine.listen(host, port).close()  # the server looks at its port only after it has loaded the model
+    if not (directory / "chat_template.jinja").is_file():
+        screen.say("the model has no chat template: it continues text (/v1/completions) and answers no messages")
+    screen.say(f"serving {directory} at http://{host}:{port}/v1 (Ctrl-C ends it); ask for the model")
+    screen.say_command(str(directory))
+    os.execvp(line[0], line)
+
+
+def _model_to_serve(path: Path) -> Path:
+    """Return a run's export, or `path` itself if it is a model. Raises UserError when there is no model that writes."""
+    from finlm.recipe import parents
+
+    is_run = (path / "plan.json").is_file()
+    directory = RunDir(path).export if is_run else path
+    if not (directory / "config.json").is_file():
+        exported = f"finlm export {path} DIRECTORY, then finlm serve DIRECTORY"
+        raise UserError(
+            f"{path} is no model that can be served",
+            evidence=f"{'the run has no export yet' if is_run else 'no config.json in it'}",
+            fix=exported if is_run or path.parent.name == "checkpoints" else "give a run or a Hugging Face directory",
+        )
+    if parents.is_reward_model(files.read_json(directory / "config.json")):
+        raise UserError(f"{path} is a reward model, which writes nothing", fix="serve the model that it judges")
+    return Path(directory).resolve()
+
+
+def server_command(directory: Path, host: str, port: int, engine: str) -> list[str]:
+    """Return the server's command line.
+
+    engine: vllm, transformers, or auto: vLLM where it is installed and there is a GPU. Raises UserError
+    when the server's packages are missing.
+    """
+    address = ["--host", host, "--port", str(port)]
+    vllm = shutil.which("vllm")
+    if engine == "vllm" and vllm is None:
+        raise UserError("vLLM is not installed", fix="pip install vllm, or --engine transformers")
+    if vllm is not None and (engine == "vllm" or (engine == "auto" and _has_gpu())):
+        return [vllm, "serve", str(directory), *address]
+    missing = [name for name in _OF_THE_SERVER if importlib.util.find_spec(name) is None]
+    if missing:
+        python = screen.relative(Path(sys.executable))
+        raise UserError(
+            f"transformers' server needs {', '.join(missing)}",
+            fix=f"{python} -m pip install -r requirements-serve.lock (or 'finlm[serve]')",
+        )
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", str(directory), *address]
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
