@@ -20,9 +20,9 @@ from typing import Any
 from finlm.base import processes, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
-from finlm.doctor import network
+from finlm.doctor import preflight
 from finlm.doctor.gather import AllFacts
-from finlm.doctor.network import HostFault
+from finlm.doctor.machine import HostFault
 from finlm.doctor.preflight import Finding
 from finlm.hosts import ssh
 from finlm.plan.plan import Plan
@@ -113,7 +113,7 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
 def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
     """Return by host the JSON request of train/allreduce.py."""
     several = len(cluster.hosts) > 1
-    cards = network.host_env(facts) if several else {}
+    cards = preflight.host_env(facts) if several else {}
     ranks = _first_ranks(cluster)
     points = list(ranks.values()) if several else list(range(cluster.world_size))
     links = facts[cluster.hosts[0].name].links

@@ -48,7 +48,7 @@ def host_env(
     """Return the environment variables of a host's ranks: timeout, threads, CUDA and NCCL, then `network`.
 
     The recipe's `env:` and then the host's `env:` override them. cores: the CPU cores of the host (1 when None),
-    divided among its CPU ranks. network: variables that choose the network card (doctor/network.py).
+    divided among its CPU ranks. network: variables that choose the network card (doctor/preflight.py).
     """
     longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
     env = {

@@ -49,7 +49,7 @@ SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.j
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings that doctor derived (doctor/network.py), by host name.
+    """Network settings that doctor derived (doctor/preflight.py), by host name.
 
     env: variables that make ranks talk through the right network card. addresses: how the other hosts reach it.
     """
