@@ -153,7 +153,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     candidates += rest
     if not candidates and len(by_name) == 1:
         candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
-    return [c for c in candidates if not _superseded(c, candidates, by_name[c.hit.source])]
+    return [c for c in candidates if not _is_superseded(c, candidates, by_name[c.hit.source])]
 
 
 def _last_words(log: Log) -> list[Hit]:
@@ -171,7 +171,7 @@ def _last_words(log: Log) -> list[Hit]:
     return said
 
 
-def _superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
+def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
     """Whether training went on after a hit, and died later of something else."""
     if candidate.pattern.lasting or log.steps_after(candidate.hit.last) < GOES_ON_STEPS:
         return False

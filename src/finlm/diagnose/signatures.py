@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files, screen
+from finlm.base import screen
 from finlm.diagnose import lines
 from finlm.diagnose.read import Hit, Log, Prefilter, rarity
 
@@ -245,19 +245,8 @@ def _name_placeholders(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check both pages; 1 when --check finds a stale one."""
-    check = "--check" in (sys.argv[1:] if argv is None else argv)
-    stale = 0
-    for lang, path in PAGES.items():
-        text = page(lang)
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale += 1
-        if check:
-            screen.say(f"{path.name} is stale: run python -m finlm.diagnose.signatures")
-        else:
-            path.parent.mkdir(exist_ok=True)
-            files.write_text(path, text)
-    return int(check and stale > 0)
+    pages = {path: page(lang) for lang, path in PAGES.items()}
+    return screen.write_pages(pages, argv, "python -m finlm.diagnose.signatures")
 
 
 if __name__ == "__main__":

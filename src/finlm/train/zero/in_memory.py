@@ -92,7 +92,7 @@ class InMemory:
         for link in self.run.checkpoints.glob("step-*"):
             if link.is_symlink() and not (link / disk.MANIFEST).exists():
                 link.unlink(missing_ok=True)
-        with _locked(self.directory.parent):
+        with _lock(self.directory.parent):
             for path in self.directory.parent.iterdir():
                 if path != self.directory and _is_superseded(path, self.run):
                     shutil.rmtree(path, ignore_errors=True)
@@ -260,7 +260,7 @@ def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     """Hold a directory's lock in the block, in which no other rank or run makes or removes what is below it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -279,7 +279,7 @@ def _make(directory: Path, run: RunDir) -> str:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
             return f"{host_name()}: {directory.parent} belongs to somebody else"
-        with _locked(directory.parent):
+        with _lock(directory.parent):
             directory.mkdir(exist_ok=True)
             (directory / RUN).write_text(str(run.path.resolve()), encoding="utf-8")
     except OSError as error:
