@@ -201,8 +201,7 @@ def test_a_host_without_infiniband_makes_all_use_tcp_and_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "level"),
-    [(0.9, None), (1.8, "warning"), (-45.0, "warning"), (600.0, "error"), (-600.0, "error")],
+    ("offset", "level"), [(0.9, None), (1.8, "warning"), (-45.0, "warning"), (600.0, "error"), (-600.0, "error")]
 )
 def test_clocks_are_compared_within_the_time_of_the_answer(offset: float, level: str | None) -> None:
     facts = trio(clock=[offset - 0.2, offset + 0.3])

@@ -151,12 +151,7 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
 
 
 def _start_ranks(
-    run: RunDir,
-    plan: Plan,
-    recipe: Recipe,
-    step: int,
-    sessions: Sequence[Session],
-    network: Network,
+    run: RunDir, plan: Plan, recipe: Recipe, step: int, sessions: Sequence[Session], network: Network
 ) -> None:
     """Ask every agent to start its ranks. step: the number of finished steps that they must resume after."""
     addresses = _addresses(sessions, network)

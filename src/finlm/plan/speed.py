@@ -31,9 +31,7 @@ PRODUCTS = 0.729  # share of the peak that large matrix products reach
 HALF_SPEED_WIDTH = 170  # hidden size at which they reach half of that
 HALF_SPEED_TOKENS = 720  # tokens of a micro-batch at which they do
 ATTENTION = 0.59  # share of the peak that causal attention reaches, forward and backward together
-NARROW_HEAD = (
-    0.76  # heads of fewer than 128 numbers over others: rows of 16,384 and 32,768, one H100
-)
+NARROW_HEAD = 0.76  # heads of fewer than 128 numbers over others: rows of 16,384 and 32,768, one H100
 DOCUMENT_ATTENTION = 0.3  # where it ends at the end of documents of about 1,000 tokens: short tiles, many of them cut
 MASKED_ATTENTION = (
     0.25  # by a mask of numbers, which hides the half that is not computed elsewhere: one model's windows
@@ -43,9 +41,7 @@ COMPILED_BYTES = 0.9  # traffic of everything else over what its inputs and outp
 EAGER_BYTES = 4.24  # one kernel an operation, fp32 copies in the norms
 LOGIT_BYTES = 8  # read and written a logit by the loss, beside its three products
 PAIR_LOGIT_BYTES = 60  # where it is not compiled, in fp32: read in train/model/kernels.py
-DOCUMENT_TILE = (
-    8e-9  # seconds of a tile of 128 queries: a document starts as many as its row has; one H100
-)
+DOCUMENT_TILE = 8e-9  # seconds of a tile of 128 queries: a document starts as many as its row has; one H100
 DOCUMENT_TOKENS = 2000  # of the document of a token, on average: documents of 1,000 whose lengths are exponential
 TOKEN_PRODUCTS = 0.52  # the same of products with 512 rows, while answers are generated
 TOKEN_BANDWIDTH = 0.83  # share of the memory's bandwidth that attention of a token reaches

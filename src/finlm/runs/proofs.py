@@ -355,10 +355,7 @@ def show_verdict(verdict: Verdict) -> None:
         screen.show(
             f"kill {number:<3} {kill.moment:<44} after step {kill.after_step:>6}  resumed from {kill.resumed_from}"
         )
-    rows = (
-        ("rows fed, every step", verdict.first_other_rows),
-        ("loss, every step", verdict.first_other_loss),
-    )
+    rows = (("rows fed, every step", verdict.first_other_rows), ("loss, every step", verdict.first_other_loss))
     for what, step in rows:
         screen.show(f"{what:<52} {'equal' if step is None else f'differs first at step {step}'}")
     files = ", ".join(verdict.other_files)
