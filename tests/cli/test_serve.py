@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from finlm.base import machine
+from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import main, recipes
@@ -47,7 +47,7 @@ def test_a_run_is_served_by_its_export_and_what_is_no_model_is_refused(
     lines: list[list[str]] = []
     monkeypatch.setattr(os, "execvp", lambda _, line: lines.append(line))
     monkeypatch.setattr(recipes, "server_command", lambda directory, *_: ["server", str(directory)])
-    with machine.listen("localhost", 0) as taken:
+    with processes.listen("localhost", 0) as taken:
         port = taken.getsockname()[1]
         asked = Namespace(model=finished[0].path, host="localhost", port=port, engine="auto")
         with pytest.raises(UserError, match=f"cannot listen at localhost:{port}"):

@@ -34,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from finlm.base import language, machine, screen
+from finlm.base import language, processes, screen
 from finlm.base.errors import UserError
 from finlm.board import pages
 from finlm.board.pages import Missing, Page
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
     board = pages.Board(options.runs, options.hostfile, options.allow_actions)
     settings = Settings(board, language.current(), options.host, _token(options))
-    with machine.listen(options.host, options.port) as listening:
+    with processes.listen(options.host, options.port) as listening:
         where = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{where}:{listening.getsockname()[1]}/"
         screen.show(address + (f"?{urlencode({'token': settings.token})}" if settings.token else ""))

@@ -381,11 +381,11 @@ def serve(options: argparse.Namespace) -> int:
     and the chat template that it was trained with. It does not return. Raises UserError when there is no model that
     writes (a checkpoint has to be exported first), the server's packages are missing, or the port is in use.
     """
-    from finlm.base import machine
+    from finlm.base import processes
 
     directory, host, port = _model_to_serve(options.model), options.host, options.port
     line = server_command(directory, host, port, options.engine)
-    machine.listen(host, port).close()  # the server looks at its port only after it has loaded the model
+    processes.listen(host, port).close()  # the server looks at its port only after it has loaded the model
     if not (directory / "chat_template.jinja").is_file():
         screen.say("the model has no chat template: it continues text (/v1/completions) and answers no messages")
     screen.say(f"serving {directory} at http://{host}:{port}/v1 (Ctrl-C ends it); ask for the model")
