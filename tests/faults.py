@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from finlm.base import rundir
 from finlm.train import entry, pretrain
 from finlm.train.model import kernels
-from finlm.train.zero import checkpoint, engine, in_memory
+from finlm.train.zero import checkpoint, engine, in_memory, storage
 
 
 def nan_loss(rank: int, micro_steps: list[int]) -> None:
@@ -184,16 +184,16 @@ def killed(rank: int, save: int, seconds: float) -> None:
     if save == 0:
         timer.start()
         return
-    plain, count = checkpoint.Checkpoints._write, 0
+    plain, count = storage.write_files, 0
 
-    def written(self: checkpoint.Checkpoints, *arguments: Any) -> Any:
+    def written(*arguments: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
         if count == save:
             timer.start()
-        return plain(self, *arguments)
+        return plain(*arguments, **named)
 
-    checkpoint.Checkpoints._write = written  # type: ignore[method-assign]
+    storage.write_files = written
 
 
 def stopped(step: int) -> None:
@@ -255,7 +255,7 @@ def disk_is_full(path: str, first: int, last: int) -> None:
 
     The first save of the run is so slow that the second has to wait for it.
     """
-    plain, room, write = checkpoint.Checkpoints.save, checkpoint.Checkpoints._make_room, checkpoint.Checkpoints._write
+    plain, room, write = checkpoint.Checkpoints.save, checkpoint.Checkpoints._make_room, storage.write_files
     ballast, saves, waited_for = Path(path) / "ballast", 0, threading.Event()
     checkpoint.WAIT_SECONDS = 0.2
 
@@ -275,9 +275,9 @@ def disk_is_full(path: str, first: int, last: int) -> None:
         plain(self, step)
         checkpoint.Checkpoints._make_room = room  # type: ignore[method-assign]
 
-    def written(self: checkpoint.Checkpoints, *arguments: Any) -> Any:
+    def written(*arguments: Any, **named: Any) -> Any:
         waited_for.wait()
-        return write(self, *arguments)
+        return write(*arguments, **named)
 
     checkpoint.Checkpoints.save = saved  # type: ignore[method-assign]
-    checkpoint.Checkpoints._write = written  # type: ignore[method-assign]
+    storage.write_files = written

@@ -136,11 +136,7 @@ def test_a_plan_that_contradicts_its_hardware_is_refused_with_every_reason() -> 
 
     wanted, plan = planned(QUICKSTART)
     wrong = dataclasses.replace(plan, precision="fp16", offload_param="cpu", steps=10)
-    assert set(dict(config.problems(wanted, wrong))) == {
-        "zero.offload_param",
-        "optim.warmup_steps",
-        "train.precision",
-    }
+    assert set(dict(config.problems(wanted, wrong))) == {"zero.offload_param", "optim.warmup_steps", "train.precision"}
     offloaded = dataclasses.replace(plan, zero_stage=0, offload_optimizer="cpu")
     assert set(dict(config.problems(wanted, offloaded))) == {"zero.offload_optimizer"}
 

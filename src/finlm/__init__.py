@@ -38,10 +38,10 @@ def load_recipe(path: str | Path, *overrides: str) -> Recipe:
 
     Raises UserError that lists every mistake.
     """
-    from finlm.cli import hosts
+    from finlm.cli import command_line
     from finlm.recipe import recipe as recipes
 
-    return recipes.load(hosts.recipe_file(path), overrides).recipe
+    return recipes.load(command_line.recipe_file(path), overrides).recipe
 
 
 def make_plan(recipe: Recipe, *, hostfile: str | Path | None = None, gpu: str | None = None) -> Plan:
@@ -53,10 +53,10 @@ def make_plan(recipe: Recipe, *, hostfile: str | Path | None = None, gpu: str | 
     """
     import argparse
 
-    from finlm.cli import hosts, recipes
+    from finlm.cli import command_line, recipes
 
     options = argparse.Namespace(hostfile=hostfile, local=False, gpu=gpu)
-    plan, _ = recipes.make_plan(recipe, hosts.to_plan(options, recipe))
+    plan, _ = recipes.make_plan(recipe, command_line.to_plan(options, recipe))
     return plan
 
 
@@ -66,12 +66,12 @@ def open_run(path: str | Path = "latest") -> Run:
     Raises UserError when there is none.
     """
     from finlm.base import rundir
-    from finlm.cli import hosts
+    from finlm.cli import command_line
     from finlm.plan.plan import Plan
     from finlm.recipe import recipe as recipes
     from finlm.record import history
 
-    directory = rundir.open_run(hosts.run_directory(path, must_exist=True))
+    directory = rundir.open_run(command_line.run_directory(path, must_exist=True))
     rows = history.read_history(directory)
     recipe = recipes.load(directory.recipe).recipe
     return Run(directory, recipe, Plan.read(directory.plan), rows, history.state(directory, rows))

@@ -21,7 +21,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import COMPLETION, RunFailed, lock_run, reserve_run
 from finlm.dialogues import lint
-from finlm.doctor import gather, network, preflight
+from finlm.doctor import gather, preflight
 from finlm.hosts import checkpoint_parts
 from finlm.launch import restart, start
 from finlm.launch.head import HostsBack
@@ -356,7 +356,7 @@ def train_ranks(t: Training) -> None:
     Raises RunFailed, HostLost, HostsBack.
     """
     if not t.run.is_trained():
-        known = start.Network(network.host_env(t.facts), network.find_addresses(t.facts))
+        known = start.Network(preflight.host_env(t.facts), preflight.find_addresses(t.facts))
         restart.run_ranks(t.run, t.plan, t.recipe, t.hosts, network=known, accept_new=t.accept_new)
     t.newcomers = ()  # they have trained: what fails from here on is not theirs
 

@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from jinja2 import nodes
 
-from finlm.base import files, language, machine
+from finlm.base import files, language, processes
 from finlm.base.rundir import RunDir
 from finlm.board import pages, server
 from finlm.cli import main
@@ -69,7 +69,7 @@ class Client:
 def served(runs: Path, **settings: Any) -> Iterator[Client]:
     """A board of these runs, on a port of its own."""
     board = pages.Board(runs, settings.pop("hostfile", None), settings.pop("allow_actions", False))
-    with machine.listen("127.0.0.1", 0) as listening:
+    with processes.listen("127.0.0.1", 0) as listening:
         running = uvicorn.Server(uvicorn.Config(server.app(server.Settings(board, **settings)), log_level="error"))
         running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.cli import hosts, main
+from finlm.cli import command_line, main
 from finlm.cli import options as cli_options
 from finlm.doctor import gather
 from finlm.doctor import gpus as doctor_gpus
@@ -39,8 +39,13 @@ def names(*words: str) -> list[str]:
     """The hosts that a command line means."""
     options = cli_options.parser().parse_args(words)
     if options.command == "sync":
-        return hosts.to_sync(options)
-    choose = {"plan": hosts.to_plan, "diff": hosts.to_plan, "doctor": hosts.to_examine, "train": hosts.to_train}
+        return command_line.to_sync(options)
+    choose = {
+        "plan": command_line.to_plan,
+        "diff": command_line.to_plan,
+        "doctor": command_line.to_examine,
+        "train": command_line.to_train,
+    }
     found: Cluster = choose[options.command](options, WANTED)
     return [host.name for host in found.hosts]
 

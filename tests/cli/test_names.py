@@ -12,7 +12,7 @@ import pytest
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.cli import hosts, main, options
+from finlm.cli import command_line, main, options
 from finlm.recipe import parents, recipe
 from finlm.record import history
 
@@ -50,17 +50,17 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_run_is_meant_by_a_short_name(runs: Path, text: str, run: str) -> None:
-    assert hosts.run_directory(text) == runs / run
+    assert command_line.run_directory(text) == runs / run
 
 
 def test_a_name_of_several_runs_or_of_none_is_refused_with_what_there_is(runs: Path) -> None:
     with pytest.raises(UserError, match="quickstart-2026 is the beginning of 2 runs' names") as caught:
-        hosts.run_directory("quickstart-2026")
+        command_line.run_directory("quickstart-2026")
     assert "quickstart-20260102-101010" in caught.value.evidence
     with pytest.raises(UserError, match="there is no run b") as caught:
-        hosts.run_directory("b", must_exist=True)
+        command_line.run_directory("b", must_exist=True)
     assert caught.value.evidence.startswith("runs/ has a-20260101-101010, quickstart-sft")
-    assert hosts.run_directory("b") == Path("b"), "a model directory, perhaps"
+    assert command_line.run_directory("b") == Path("b"), "a model directory, perhaps"
 
 
 def test_a_recipe_is_meant_by_its_folder_or_its_short_name(runs: Path) -> None:
@@ -72,20 +72,20 @@ def test_a_recipe_is_meant_by_its_folder_or_its_short_name(runs: Path) -> None:
         ("runs/latest", "runs/a-20260101-101010/recipe.yaml"),
         (str(ROOT / "recipes/quickstart"), str(ROOT / "recipes/quickstart/pretrain.yaml")),
     ):
-        assert str(hosts.recipe_file(text)) == meant
+        assert str(command_line.recipe_file(text)) == meant
     for text, words in (
         ("quickstrat", "did you mean recipes/quickstart/pretrain.yaml?"),
         ("zzz", "there are deepscaler-1.5b"),
     ):
         with pytest.raises(UserError, match=f"cannot read the recipe {text}") as caught:
-            hosts.recipe_file(text)
+            command_line.recipe_file(text)
         assert caught.value.fix.startswith(words)
     for text, meant in (("quickstart", "recipes/quickstart/pretrain.yaml"), ("a", "runs/a-20260101-101010")):
-        assert str(hosts.recipe_or_run(text)) == meant, "what diff takes"
+        assert str(command_line.recipe_or_run(text)) == meant, "what diff takes"
     with pytest.raises(UserError, match="cannot read the recipe zzz"):
-        hosts.recipe_or_run("zzz")
+        command_line.recipe_or_run("zzz")
     with pytest.raises(UserError, match="is a directory with 5 recipes"):
-        hosts.recipe_file(ROOT / "recipes/mistral-7b-deita")
+        command_line.recipe_file(ROOT / "recipes/mistral-7b-deita")
 
 
 def test_folders_of_the_users_hide_no_recipe_that_came_with_finlm(
@@ -97,8 +97,8 @@ def test_folders_of_the_users_hide_no_recipe_that_came_with_finlm(
     mine = Path("recipes/mine/pretrain.yaml")
     mine.write_text("base: ../quickstart/pretrain.yaml\nname: mine\n", encoding="utf-8")
     for text in ("quickstart", "recipes/quickstart", "recipes/quickstart/pretrain.yaml"):
-        assert str(hosts.recipe_file(text)) == "recipes/quickstart/pretrain.yaml"
-    assert str(hosts.recipe_file("mine")) == str(mine)
+        assert str(command_line.recipe_file(text)) == "recipes/quickstart/pretrain.yaml"
+    assert str(command_line.recipe_file("mine")) == str(mine)
     known = parents.list_recipes()
     assert known["recipes/mine/pretrain.yaml"] == mine and "recipes/xuanyuan-6b/sft.yaml" in known
     assert recipe.load(mine).recipe.model.layers == 4, "a base is sought among those too"
@@ -107,7 +107,7 @@ def test_folders_of_the_users_hide_no_recipe_that_came_with_finlm(
 @pytest.mark.parametrize("command", [["admit", "llama"], ["new", "mine", "--model", "org/model"]])
 def test_a_model_type_or_a_model_of_the_hub_is_no_path(runs: Path, command: list[str]) -> None:
     given = options.parser().parse_args(command)
-    hosts.resolve(given)
+    command_line.resolve(given)
     assert given.model == command[-1]
 
 

@@ -50,13 +50,7 @@ ODD = (
 RULES = {
     "none": Clean(**_OFF),
     "default": Clean(),
-    "all": Clean(
-        punctuation=True,
-        boilerplate_lines=True,
-        min_chinese=0.1,
-        max_digits=0.6,
-        max_short_lines=0.8,
-    ),
+    "all": Clean(punctuation=True, boilerplate_lines=True, min_chinese=0.1, max_digits=0.6, max_short_lines=0.8),
     "some": Clean(
         html=False, repeated_symbols=False, simplified=False, garbled=False, mask=("phone",), max_symbols=0.2
     ),

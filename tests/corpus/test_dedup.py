@@ -131,10 +131,7 @@ def test_all_rows_of_a_prompt_are_on_one_side_and_the_limit_counts_rows() -> Non
 def test_every_row_is_counted_once_and_an_entry_without_documents_is_refused() -> None:
     documents = table(["甲甲", "乙乙", "甲甲", "短"], ["乙乙"])
     decision = selection.decide(documents, ["share", "share"], data())
-    inputs = [
-        InputRead("a", rows=9, broken=2, dropped={"garbled": 1, "symbols": 2}),
-        InputRead("b", rows=1),
-    ]
+    inputs = [InputRead("a", rows=9, broken=2, dropped={"garbled": 1, "symbols": 2}), InputRead("b", rows=1)]
     row = selection.count_decisions(documents, decision, inputs[:1])["a"]
     assert row["rows"] == row["broken"] + row["cleaned"] + sum(row[name] for name in selection.NAMES)
     assert row["bytes"] == 12

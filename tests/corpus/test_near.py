@@ -117,13 +117,7 @@ FORM = (
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"shares": "12,300"},
-        {"person": "李文海"},
-        {"company": "青石光电"},
-        {"month": "五月"},
-    ],
+    "changed", [{"shares": "12,300"}, {"person": "李文海"}, {"company": "青石光电"}, {"month": "五月"}]
 )
 def test_a_form_with_another_figure_name_or_date_stays_and_a_repeated_one_goes(
     tmp_path: Path, changed: dict[str, str]

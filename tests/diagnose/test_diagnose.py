@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from finlm.base.rundir import RunDir
-from finlm.diagnose import command, pages, read
+from finlm.diagnose import command, read
 from finlm.diagnose import signatures as diagnose_signatures
 from finlm.diagnose.findings import DIED, PLACEHOLDER
 from finlm.diagnose.findings import diagnose as match
@@ -111,7 +111,7 @@ def test_recipe_keys_in_fixes_exist() -> None:
 
 
 def test_the_pages_are_current() -> None:
-    assert pages.main(["--check"]) == 0
+    assert diagnose_signatures.main(["--check"]) == 0
 
 
 def test_the_rank_that_died_first_comes_before_its_witnesses(tmp_path: Path) -> None:

@@ -242,8 +242,7 @@ def test_the_prompt_of_the_released_training_code_has_other_tokens_in_use(model:
 
 
 @pytest.mark.parametrize(
-    ("overlong", "parts", "counted"),
-    [("split", 2, {"split": 1}), ("truncate", 1, {"truncated": 1}), ("drop", 0, {})],
+    ("overlong", "parts", "counted"), [("split", 2, {"split": 1}), ("truncate", 1, {"truncated": 1}), ("drop", 0, {})]
 )
 def test_an_overlong_dialogue_is_split_cut_or_dropped_as_the_recipe_says(
     model: Path, overlong: str, parts: int, counted: dict[str, int]

@@ -180,10 +180,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "sharegpt": ({"conversations": [{"from": "human", "text": "问？"}]}, "a turn without value: it has from, text"),
     "messages": (turns("问？", "答。", "再问？"), "the last turn is the user's"),
     "qa": ({"question": "问？", "anser": "答。"}, "no answer beside question, only anser, question; is anser meant"),
-    "dpo": (
-        {"prompt": "问？", "chosen": "答。", "rejcted": "否。"},
-        "no rejected answer, .*; is rejcted meant to be",
-    ),
+    "dpo": ({"prompt": "问？", "chosen": "答。", "rejcted": "否。"}, "no rejected answer, .*; is rejcted meant to be"),
     "grpo": ({"promt": "问？", "answer": "A"}, "no prompt, only answer, promt; is promt meant to be prompt?"),
 }
 

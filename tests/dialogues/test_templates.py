@@ -13,15 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from finlm.cli import main
 from finlm.dialogues import encode
-from finlm.dialogues.templates import (
-    SWALLOWED,
-    TEMPLATES,
-    Refused,
-    Template,
-    check_messages,
-    read_messages,
-    read_tools,
-)
+from finlm.dialogues.templates import SWALLOWED, TEMPLATES, Refused, Template, check_messages, read_messages, read_tools
 from finlm.recipe.schema_train import Chat, Sft
 from finlm.tokens import pretrained
 from vocabularies import byte_level

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finlm.doctor import network, preflight
+from finlm.doctor import preflight
 from finlm.hosts import file_trees, ssh
 from finlm.recipe import recipe
 from finlm.recipe.cluster import Cluster, Host
@@ -126,7 +126,7 @@ def test_two_lines_for_one_machine_are_told_and_nothing_else() -> None:
 def test_where_the_others_reached_a_host_is_its_address() -> None:
     facts = trio()
     facts["h2"]["links"]["peers"]["h0"] |= {"answered": None, "address": "10.9.9.9"}
-    assert network.find_addresses(read(facts)) == {"h0": "10.0.0.1", "h1": "10.0.0.2", "h2": "10.0.0.3"}
+    assert preflight.find_addresses(read(facts)) == {"h0": "10.0.0.1", "h1": "10.0.0.2", "h2": "10.0.0.3"}
 
 
 def test_a_host_without_rsync_or_with_a_shell_that_prints_cannot_get_the_run() -> None:
@@ -169,10 +169,10 @@ def test_the_rendezvous_port_matters_on_the_first_host_and_only_when_it_was_chos
 
 
 def test_every_host_gets_the_card_that_leads_to_the_others() -> None:
-    env = network.host_env(read(trio()))
+    env = preflight.host_env(read(trio()))
     assert env["h0"] == {"NCCL_SOCKET_IFNAME": "=bond0", "GLOO_SOCKET_IFNAME": "bond0"}
     assert env["h1"] == {"NCCL_SOCKET_IFNAME": "=eno1", "GLOO_SOCKET_IFNAME": "eno1"}
-    assert network.host_env(read({"h0": healthy()})) == {"h0": {}}
+    assert preflight.host_env(read({"h0": healthy()})) == {"h0": {}}
 
 
 def test_a_card_that_the_recipe_names_must_be_on_every_host_unless_the_host_says_otherwise() -> None:
@@ -195,14 +195,13 @@ def test_a_host_without_infiniband_makes_all_use_tcp_and_is_named() -> None:
         facts[name]["links"]["infiniband"] = [port]
     facts["h1"]["links"]["infiniband"] = [port | {"active": False}]
     assert "0 active InfiniBand port(s) on h1, 1 on h0 (mlx5_0:1 (400 Gb/sec" in told(facts, "infiniband", "warning")
-    assert all(env["NCCL_IB_DISABLE"] == "1" for env in network.host_env(read(facts)).values())
+    assert all(env["NCCL_IB_DISABLE"] == "1" for env in preflight.host_env(read(facts)).values())
     facts["h1"]["links"]["infiniband"] = [port]
-    assert judged(facts) == [] and "NCCL_IB_DISABLE" not in network.host_env(read(facts))["h0"]
+    assert judged(facts) == [] and "NCCL_IB_DISABLE" not in preflight.host_env(read(facts))["h0"]
 
 
 @pytest.mark.parametrize(
-    ("offset", "level"),
-    [(0.9, None), (1.8, "warning"), (-45.0, "warning"), (600.0, "error"), (-600.0, "error")],
+    ("offset", "level"), [(0.9, None), (1.8, "warning"), (-45.0, "warning"), (600.0, "error"), (-600.0, "error")]
 )
 def test_clocks_are_compared_within_the_time_of_the_answer(offset: float, level: str | None) -> None:
     facts = trio(clock=[offset - 0.2, offset + 0.3])

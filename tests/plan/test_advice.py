@@ -13,8 +13,8 @@ import pytest
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.plan import advice, failures, planner, show
-from finlm.plan.plan import Plan
+from finlm.plan import advice, planner, show
+from finlm.plan.plan import Plan, best_interval, seconds_between
 from finlm.plan.show import Consulted
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
@@ -71,7 +71,7 @@ def test_checkpoints_in_memory_are_planned_and_refused_where_they_do_not_fit() -
     assert (without.memory_interval_seconds, without.memory_bytes) == (None, 0)
     found, plan = advised(MIXED, large, "checkpoint.memory_minutes=auto")
     assert found.hosts_that_may_be_lost == 1 and found.memory_interval_seconds is not None
-    stall, between = found.checkpoint_stall_seconds, failures.seconds_between(plan.world_size)
+    stall, between = found.checkpoint_stall_seconds, seconds_between(plan.world_size)
     assert found.memory_interval_seconds >= math.sqrt(2 * stall * between) - stall
     own = 12 * plan.parameters * max(host.slots for host in plan.hosts) / plan.world_size
     assert found.memory_bytes == pytest.approx(4 * own, rel=0.01), "two of its own and two of its neighbour's part"
@@ -94,10 +94,10 @@ def test_failures_of_the_run_itself_count_beside_the_assumed_rate(tmp_path: Path
     ]
     for kind, time, more in rows:
         files.append_json_line(run.events, {"kind": kind, "time": time, **more})
-    assert failures.of_run(run) == (1, 200.0)
-    assumed = failures.seconds_between(8)
-    assert failures.seconds_between(8, *failures.of_run(run)) == (assumed + 200.0) / 2
-    assert failures.best_interval(1.0, 20000.0, 1.0) == 199.0 and failures.best_interval(1.0, 20.0, 100.0) == 150.0
+    assert run.count_failures() == (1, 200.0)
+    assumed = seconds_between(8)
+    assert seconds_between(8, *run.count_failures()) == (assumed + 200.0) / 2
+    assert best_interval(1.0, 20000.0, 1.0) == 199.0 and best_interval(1.0, 20.0, 100.0) == 150.0
 
 
 def test_how_many_hosts_may_be_lost_and_what_that_costs() -> None:
@@ -119,7 +119,7 @@ def test_the_interval_is_youngs() -> None:
     found, plan = advised(SIX_B)
     assert found.checkpoint_advised_steps is not None
     assert plan.tokens_per_second is not None
-    between = failures.seconds_between(8)
+    between = seconds_between(8)
     stall = found.checkpoint_stall_seconds
     steps = math.sqrt(2 * stall * between) * plan.tokens_per_second / plan.tokens_per_step
     assert found.checkpoint_advised_steps == pytest.approx(steps, rel=0.05)

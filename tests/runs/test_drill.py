@@ -1,8 +1,9 @@
-"""What a drill breaks, and what it reads from the run's events about the cost."""
+"""What a drill breaks and what that cost; the share of the time that trains, against its expectation."""
 
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.hosts.remote import fault
 from finlm.runs import drill
-from finlm.runs.drill import Injury
+from finlm.runs.drill import Failing, Injury
+
+from helpers import ROOT, finlm
 
 
 def test_costs_are_read_from_the_events(tmp_path: Path) -> None:
@@ -132,3 +135,52 @@ def test_all_processes_of_a_run_are_killed_and_none_of_a_run_whose_name_begins_a
         for process in started:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rate", "interval"), [(16, 1 / 16, 720.0), (1200, 0.02, 300.0), (1, 0.5, 1800.0)], ids=str
+)
+def test_the_simulation_agrees_with_the_expectation(hosts: int, rate: float, interval: float) -> None:
+    failing = Failing(hosts, rate, interval, stall=2.0, detection=60.0, restart=120.0)
+    found = drill.forecast(failing, 90 * drill.DAY)
+    lost = 60.0 + 120.0 + interval / 2  # of a failure, where they are rare beside checkpoints
+    expected = interval / (interval + 2.0) * failing.between / (failing.between + lost)
+    assert found.share == pytest.approx(expected, abs=0.006)
+    assert found.low < found.share < found.high
+
+
+def test_one_failure_a_day_of_16_hosts_leaves_97_percent() -> None:
+    failing = Failing(16, 1 / 16, interval=600.0, stall=1.0, detection=60.0, restart=120.0)
+    assert drill.forecast(failing, 30 * drill.DAY).share > 0.97
+
+
+def test_plan_prints_it() -> None:
+    recipe = ROOT / "recipes/xuanyuan-6b/pretrain.yaml"
+    done = finlm("plan", recipe, "--failures", "0.1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "failures a host and day: one in" in done.stdout + done.stderr
+    assert 0.5 < json.loads(done.stdout.splitlines()[-1])["failures"]["share"] < 1
+
+
+def test_ranks_may_fail_while_they_come_up_the_first_time_too() -> None:
+    failing = Failing(1, 1.0, interval=600.0, stall=0.0, detection=60.0, restart=3600.0)
+    early = random.Random()
+    early.expovariate = lambda _: 1800.0  # type: ignore[method-assign] - each launch ends before it trains
+    assert drill.simulate(failing, drill.DAY, early) == 0.0
+    never = random.Random()
+    never.expovariate = lambda _: 1e9  # type: ignore[method-assign]
+    assert drill.simulate(failing, drill.DAY, never) == pytest.approx(23 / 24, abs=0.01)
+
+
+def test_a_rate_that_leaves_no_time_to_train_is_refused_at_once() -> None:
+    failing = Failing(2, 1e9, interval=600.0, stall=1.0, detection=60.0, restart=120.0)
+    with pytest.raises(UserError, match=r"1e\+09 failures a host and day leave no time to train") as caught:
+        drill.forecast(failing, 30 * drill.DAY)
+    assert "60 seconds until one is noticed" in caught.value.evidence and "--failures 0.0038" in caught.value.fix
+
+
+def test_a_long_run_with_many_failures_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = list[float]()
+    monkeypatch.setattr(drill, "simulate", lambda failing, wanted, chance: seconds.append(wanted) or 0.5)
+    drill.forecast(Failing(1, 100.0, interval=600.0, stall=1.0, detection=60.0, restart=120.0), 1e9)
+    assert set(seconds) == {drill.MOST_FAILURES * 864.0}

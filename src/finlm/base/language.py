@@ -100,15 +100,15 @@ def _patterns() -> list[_Pattern]:
 
 
 @functools.cache
-def _compiled(english: str) -> re.Pattern[str]:
+def _sentence_pattern(english: str) -> re.Pattern[str]:
     """Return the regular expression of a whole sentence of the catalogue, with a group for each hole."""
     parts = re.split(HOLE.pattern, english)  # fixed text, name, fixed text, ...
     return re.compile(
-        "".join(f"(?P<{part}>{_held(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+        "".join(f"(?P<{part}>{_hole_pattern(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
     )
 
 
-def _held(name: str) -> str:
+def _hole_pattern(name: str) -> str:
     """Return the regular expression of what a hole may hold: a message, a number, or anything within a clause."""
     if name.startswith("_"):
         return ".+"
@@ -150,7 +150,7 @@ def _find(text: str) -> str | None:
     if colon and " " not in key and " " in rest and (said := _find(rest)):
         return f"{_exact(f'{key}:') or f'{key}：'}{said}"
     for pattern in _patterns():
-        if pattern.fixed in text and (match := _compiled(pattern.english).fullmatch(text)):
+        if pattern.fixed in text and (match := _sentence_pattern(pattern.english).fullmatch(text)):
             holes = {name: _part(held) if name.startswith("_") else held for name, held in match.groupdict().items()}
             return HOLE.sub(lambda hole, holes=holes: holes[hole[1]], pattern.chinese)  # type: ignore[misc]
     return _find_parts(text, main, remark)

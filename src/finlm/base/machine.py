@@ -1,13 +1,10 @@
-"""Ask this host for its memory, counting the limits of the container around this process, its GPUs and its ports."""
+"""Ask this host for its memory, counting the limits of the container around this process, and for its GPUs."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
-
-from finlm.base.errors import UserError
 
 
 def total_bytes() -> int:
@@ -57,17 +54,3 @@ def gpus(*keys: str) -> list[dict[str, str]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; port 0 takes any that is free. Raises UserError when it cannot."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except (OSError, OverflowError) as error:
-        fix = "give another --port or --host"
-        raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
-    return listening

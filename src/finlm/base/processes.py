@@ -1,7 +1,6 @@
 """Control processes of this host: families that end together, blocked signals, ports.
 
 Families end by Linux's prctl(2), with no handler or thread of ours; on other systems these functions do nothing.
-Standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from finlm.base.errors import UserError
 
 # Below the kernel's ephemeral range (32768 to 60999): from that, any connection may take a port between its choice here
 # and its use by the ranks.
@@ -122,3 +123,17 @@ def free_port(port: int) -> int | str:
             except OSError as error:
                 reason = str(error.strerror)
     return reason
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address; port 0 takes any that is free. Raises UserError when it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except (OSError, OverflowError) as error:
+        fix = "give another --port or --host"
+        raise UserError(f"cannot listen at {host}:{port}", evidence=str(error), fix=fix) from None
+    return listening

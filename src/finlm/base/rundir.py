@@ -120,6 +120,16 @@ class RunDir:
                 newest = 0
         return newest
 
+    def count_failures(self) -> tuple[int, float]:
+        """Return (failures, seconds): launches that ended without a word or failed, and the time of all launches."""
+        launches = list[tuple[float, float, bool]]()  # first and last row, whether it ended well
+        for row in self.read_events():
+            if row["kind"] == "start":
+                launches.append((row["time"], row["time"], False))
+            elif launches and row["kind"] in ("step", "end"):
+                launches[-1] = launches[-1][0], row["time"], row["kind"] == "end" and row["status"] != "failed"
+        return sum(not well for *_, well in launches), sum(last - first for first, last, _ in launches)
+
     def memory(self, directory: str) -> Path:
         """Return where this run's checkpoints in a host's memory lie, below checkpoint.memory_directory."""
         path = str(self.path.resolve())

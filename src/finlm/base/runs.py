@@ -15,16 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finlm.base import checkpoints, files, screen
-from finlm.base.checkpoints import (
-    MODEL_MANIFEST,
-    THREADS,
-    VERSION,
-    Manifest,
-    Part,
-    faults,
-    is_inside,
-    sha256,
-)
+from finlm.base.checkpoints import MODEL_MANIFEST, THREADS, VERSION, Manifest, Part, faults, is_inside, sha256
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir, complete_checkpoints, host_name, open_run
 from finlm.base.units import format_bytes

@@ -15,11 +15,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO, cast
 
+from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.language import WIDE, translate, width
 
@@ -341,3 +342,15 @@ def format_rate(value: float) -> str:
 def relative(path: Path) -> Path:
     """Return the path relative to the current directory where it lies below it, else the path as it is."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def write_pages(pages: Mapping[Path, str], argv: Sequence[str] | None, command: str) -> int:
+    """Write the pages that `command` generates; with --check only name stale ones, and return 1 for any, else 0."""
+    check = "--check" in (sys.argv[1:] if argv is None else argv)
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if check:
+            say(f"{path.name} is stale: run {command}")
+        else:
+            files.write_text(path, pages[path])
+    return int(check and bool(stale))

@@ -22,7 +22,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import list_runs
 from finlm.base.secrets import redact_text
-from finlm.cli import hosts as cli_hosts
+from finlm.cli import command_line
 from finlm.cli import recipes as commands
 from finlm.diagnose import command as diagnosis
 from finlm.plan import advice, show
@@ -95,7 +95,7 @@ def problem(error: UserError) -> Page:
     return Page("problem.html", error.problem, "", {"error": error})
 
 
-def damaged(names: Sequence[str], error: Exception) -> UserError:
+def damage_error(names: Sequence[str], error: Exception) -> UserError:
     """Return the UserError about runs whose files a reader (see DAMAGED) could not make sense of."""
     return UserError(
         f"{', '.join(names)} holds files that finlm did not write",
@@ -107,7 +107,7 @@ def damaged(names: Sequence[str], error: Exception) -> UserError:
 # --- runs
 
 
-def _listed(board: Board) -> list[RunDir]:
+def _list_runs(board: Board) -> list[RunDir]:
     """Return the runs of the directory, without links that lead out of it."""
     root = board.runs.resolve()
     return [run for run in list_runs(board.runs) if run.path.resolve().is_relative_to(root)]
@@ -115,7 +115,7 @@ def _listed(board: Board) -> list[RunDir]:
 
 def find_run(board: Board, name: str) -> RunDir:
     """Return the run of this name. Raises Missing."""
-    found = next((run for run in _listed(board) if run.path.name == name), None)
+    found = next((run for run in _list_runs(board) if run.path.name == name), None)
     if found is None:
         raise Missing("there is no such run")
     return found
@@ -165,7 +165,7 @@ def _read_line(run: RunDir) -> Listed:
 
 
 def _newest(board: Board) -> list[RunDir]:
-    return sorted(_listed(board), key=lambda run: _size_and_time(run.recipe)[1], reverse=True)
+    return sorted(_list_runs(board), key=lambda run: _size_and_time(run.recipe)[1], reverse=True)
 
 
 def runs(board: Board, wanted: str) -> Page:
@@ -189,7 +189,7 @@ def run(board: Board, name: str, lang: str) -> Page:
         "against": [tuple(run_page.say_units(cell, lang) for cell in row) for row in values["against"]],
         "run": name,
         "left": _seconds_left(found, read) if state == "running" else None,
-        "dropped": _dropped(found),
+        "dropped": _read_dropped(found),
         "has_report": _report_of(found) is not None,
         "has_model": (found.export / "config.json").is_file(),
     }
@@ -222,7 +222,7 @@ def _findings(path: Path, lang: str, logs: tuple[tuple[str, int, int], ...]) -> 
         return ()
 
 
-def _dropped(run: RunDir) -> list[Mapping[str, Any]]:
+def _read_dropped(run: RunDir) -> list[Mapping[str, Any]]:
     """Return samples of dropped documents by reason."""
     kept: dict[str, list[Mapping[str, Any]]] = {}
     for row in _samples(run.path, _size_and_time(run.recipe)):
@@ -332,7 +332,7 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
     path = find_recipe(wanted.name)
     with _PLANNING:
         loaded = recipes_.load(path, wanted.overrides)
-        made, found, warnings = commands.consult(loaded.recipe, cli_hosts.to_plan(wanted.options(), loaded.recipe))
+        made, found, warnings = commands.consult(loaded.recipe, command_line.to_plan(wanted.options(), loaded.recipe))
     values = {
         "recipe": wanted.name,
         "wanted": wanted,

@@ -34,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from finlm.base import language, machine, screen
+from finlm.base import language, processes, screen
 from finlm.base.errors import UserError
 from finlm.board import pages
 from finlm.board.pages import Missing, Page
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
     board = pages.Board(options.runs, options.hostfile, options.allow_actions)
     settings = Settings(board, language.current(), options.host, _token(options))
-    with machine.listen(options.host, options.port) as listening:
+    with processes.listen(options.host, options.port) as listening:
         where = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{where}:{listening.getsockname()[1]}/"
         screen.show(address + (f"?{urlencode({'token': settings.token})}" if settings.token else ""))
@@ -138,7 +138,7 @@ def app(settings: Settings) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=site.guard)],
-        exception_handlers={HTTPException: site.refused, Missing: site.missing, Exception: site.failed},
+        exception_handlers={HTTPException: site.show_refusal, Missing: site.show_missing, Exception: site.show_bug},
     )
 
 
@@ -179,7 +179,7 @@ class _Site:
         try:
             response = self._admit(request) or await call_next(request)
         except HTTPException as error:
-            response = self.refused(request, error)
+            response = self.show_refusal(request, error)
         for name, value in _HEADERS.items():
             response.headers.setdefault(name, value)
         if request.query_params.get("lang") in ("en", "zh"):
@@ -254,7 +254,7 @@ class _Site:
             except pages.DAMAGED as error:
                 if not reads_runs:
                     raise
-                wrong = pages.damaged([ask["name"]] if "name" in ask else ask.getlist("run"), error)
+                wrong = pages.damage_error([ask["name"]] if "name" in ask else ask.getlist("run"), error)
             return self._render(request, pages.problem(wrong), 200 if "part" in ask else 422, lang)
 
         return answer
@@ -272,7 +272,7 @@ class _Site:
         asked = request.query_params.get("lang") or request.cookies.get("finlm-lang")
         return asked if asked in ("en", "zh") else self.settings.lang
 
-    def refused(self, request: Request, error: Exception) -> Response:
+    def show_refusal(self, request: Request, error: Exception) -> Response:
         """Return the page of an HTTP error."""
         assert isinstance(error, HTTPException)
         made = pages.problem(
@@ -280,11 +280,11 @@ class _Site:
         )
         return self._render(request, made, error.status_code, self._lang(request))
 
-    def missing(self, request: Request, error: Exception) -> Response:
+    def show_missing(self, request: Request, error: Exception) -> Response:
         """Return the page of a name that is not listed (404)."""
-        return self.refused(request, HTTPException(404, str(error)))
+        return self.show_refusal(request, HTTPException(404, str(error)))
 
-    def failed(self, request: Request, error: Exception) -> Response:
+    def show_bug(self, request: Request, error: Exception) -> Response:
         """Return the page of a bug (500); its traceback is on the terminal."""
         fix = "its traceback is on the terminal of `finlm board`"
         made = pages.problem(UserError("this page could not be made", evidence=type(error).__name__, fix=fix))

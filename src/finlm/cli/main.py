@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from finlm.base import files, language, rundir, runs, screen
 from finlm.base.errors import UserError
-from finlm.cli import hosts as cli_hosts
+from finlm.cli import command_line, recipes
 from finlm.cli import options as cli_options
-from finlm.cli import recipes
 
 if TYPE_CHECKING:
     from finlm.dialogues import templates
@@ -78,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which lists GPU code it cannot load
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        cli_hosts.resolve(options)
+        command_line.resolve(options)
         return COMMANDS[options.command](options)
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
@@ -103,9 +102,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from finlm.hosts import file_trees, sync
 
     recipe = recipes.load(options).recipe
-    hosts = cli_hosts.to_examine(options, recipe)
+    hosts = command_line.to_examine(options, recipe)
     plan, shards = recipes.make_plan(recipe, hosts)
-    if cli_hosts.hostfile(options):
+    if command_line.hostfile(options):
         data = shards.directory if shards else None
         trees = file_trees.trees_to_check(recipe, sync.repository_root(), data)
     else:
@@ -146,7 +145,7 @@ def _train(options: argparse.Namespace) -> int:
         weights.fetch_weights(loaded.recipe)
     weights.check_model(loaded.recipe)
     recipes.check_template(loaded.recipe)
-    hosts = cli_hosts.to_train(options, loaded.recipe)
+    hosts = command_line.to_train(options, loaded.recipe)
     read = derive.load_toy if options.toy else load
     runs = Path(options.runs)
     if not (runs.is_dir() or not runs.exists()):
@@ -172,7 +171,7 @@ def _drill(options: argparse.Namespace) -> int:
     from finlm.runs import drill
 
     kinds, recipe = drill.check_kinds(options.faults), recipes.load(options).recipe
-    path = cli_hosts.hostfile(options)
+    path = command_line.hostfile(options)
     given = [*(["--hostfile", str(path)] if path else []), *(["--gpu", options.gpu] if options.gpu else [])]
     given += ["--accept-new"] if options.accept_new else []
     sets = [part for override in (*drill.SETTINGS, *options.set) for part in ("--set", override)]
@@ -202,7 +201,7 @@ def _sync(options: argparse.Namespace) -> int:
     """Run `finlm sync`: copy this repository to every host of the hostfile, or say that it names none. Return 0."""
     from finlm.hosts import sync
 
-    hosts = cli_hosts.to_sync(options)
+    hosts = command_line.to_sync(options)
     if hosts:
         sync.sync(sync.repository_root(), hosts, accept_new=options.accept_new, dry_run=options.dry_run)
     else:
@@ -312,13 +311,6 @@ def _read_tools(path: Path) -> templates.Tools:
         reason = str(error)
     fix = "write a list of {type: function, function: {name, description, parameters}}, as OpenAI's API has it"
     raise UserError(f"{path} lists no tools", evidence=reason, fix=fix)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    """Run `finlm serve`: serve an OpenAI-compatible endpoint; return the server's exit code."""
-    from finlm.inference import serve
-
-    return serve.run(options.model, options.host, options.port, options.engine)
 
 
 def _board(options: argparse.Namespace) -> int:
@@ -433,7 +425,7 @@ COMMANDS = {
     "import-gguf": _import_gguf,
     "chat": _chat,
     "sample": _sample,
-    "serve": _serve,
+    "serve": recipes.serve,
     "report": _report,
     "runs": _runs,
     "track": _track,

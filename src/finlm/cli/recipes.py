@@ -1,8 +1,12 @@
-"""The commands that start no training: prepare, lint, self-qa, plan, new, diff; and watch, which only reads a run."""
+"""The commands that start no training: prepare, lint, self-qa, plan, new, diff, serve; and watch, which reads a run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.cli import hosts
+from finlm.base.rundir import RunDir
+from finlm.cli import command_line
 
 if TYPE_CHECKING:
     from finlm.plan.advice import Advice
-    from finlm.plan.differences import Consequence, Difference
     from finlm.plan.plan import Plan
-    from finlm.plan.show import Consulted
+    from finlm.plan.show import Consequence, Consulted, Difference
     from finlm.recipe.cluster import Cluster
     from finlm.recipe.recipe import Loaded
     from finlm.recipe.schema import Recipe
@@ -33,6 +37,9 @@ _SOURCES = {
     "sft": "{synthetic: {size: 20MB, held_out_size: 1MB, seed: 1, dialogues: true}}",
 }
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of documents, where a chat model ends with its turn
+
+# What `transformers serve` imports.
+_OF_THE_SERVER = ("fastapi", "uvicorn", "openai")
 
 
 def load(options: argparse.Namespace) -> Loaded:
@@ -52,7 +59,7 @@ def prepare(options: argparse.Namespace) -> int:
 
     recipe = load(options).recipe
     weights.check_judge(recipe)
-    shards = prepare.run(recipe, hosts.to_prepare(options, recipe), accept_new=options.accept_new)
+    shards = prepare.run(recipe, command_line.to_prepare(options, recipe), accept_new=options.accept_new)
     if options.show > 0:
         prepare.show_rows(recipe, shards, options.show)
     screen.show(str(shards.directory))
@@ -163,7 +170,7 @@ def plan(options: argparse.Namespace) -> int:
     loaded = load(options)
     if loaded.recipe.train.epochs is not None and (shards := prepare.locate(loaded.recipe)):
         loaded = recipe.fit_warmup(loaded, prepare.epoch_tokens(loaded.recipe, shards))
-    plan, consulted, warnings = consult(loaded.recipe, hosts.to_plan(options, loaded.recipe), options.price)
+    plan, consulted, warnings = consult(loaded.recipe, command_line.to_plan(options, loaded.recipe), options.price)
     show.print_plan(plan, loaded)
     show.print_advice(consulted, plan)
     failing = _simulate_failures(options, loaded.recipe, plan, consulted.advice) if options.failures else {}
@@ -177,7 +184,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
     """Print how much of the time trains when hosts fail; return it for --json. Raises UserError without a speed."""
-    from finlm.plan import failures
+    from finlm.runs import drill
 
     if plan.tokens_per_second is None or plan.days is None:
         raise UserError(
@@ -186,7 +193,7 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
         )
     steps = recipe.checkpoint.every_steps or plan.steps
     interval = steps * plan.tokens_per_step / plan.tokens_per_second
-    failing = failures.Failing(
+    failing = drill.Failing(
         len(plan.hosts),
         options.failures,
         interval=min(interval, advised.memory_interval_seconds or interval),
@@ -194,8 +201,8 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
         detection=recipe.launch.outage_seconds,
         restart=options.restart_seconds,
     )
-    result = failures.forecast(failing, max(plan.days, 30.0) * failures.DAY)
-    screen.show(f"  failures   {failures.sentence(failing, result)}")
+    result = drill.forecast(failing, max(plan.days, 30.0) * drill.DAY)
+    screen.show(f"  failures   {drill.sentence(failing, result)}")
     return {"failures": result.to_json()}
 
 
@@ -309,14 +316,14 @@ def diff(options: argparse.Namespace) -> int:
     A single recipe is compared with its parent. Raises UserError for another number of them, or one that cannot be
     read.
     """
-    from finlm.plan import differences
+    from finlm.plan import show
     from finlm.recipe import derive
 
     paths = [derive.parent_of(options.recipes[0]), *options.recipes] if len(options.recipes) == 1 else options.recipes
     if len(paths) != 2:
         raise UserError(f"{len(paths)} recipes or runs were named", fix="finlm diff A B, or finlm diff FORK")
     values, follows = compare(paths, options)
-    differences.show((str(paths[0]), str(paths[1])), values, follows)
+    show.print_differences((str(paths[0]), str(paths[1])), values, follows)
     if options.json:
         plan = [asdict(row) for row in follows] if isinstance(follows, list) else []
         screen.print_json({"values": [asdict(row) for row in values], "plan": plan})
@@ -328,13 +335,13 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
     Where one of them has no plan, the second part is the reason, a sentence. Raises UserError when one cannot be read.
     """
-    from finlm.plan import differences
+    from finlm.plan import show
 
     a, b = (_load_recipe_or_run(path) for path in paths)
-    values = differences.compare_recipes(a, b)
+    values = show.compare_recipes(a, b)
     try:
         plans = (_plan_for(path, it, options) for path, it in zip(paths, (a, b), strict=True))
-        return values, differences.compare_plans(*plans)
+        return values, show.compare_plans(*plans)
     except UserError as error:  # a recipe that fits nowhere has differences too
         return values, error.problem
 
@@ -352,12 +359,11 @@ def _load_recipe_or_run(path: Path) -> Loaded:
 
 def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
     """Return the plan stored in a run directory, or the plan of a recipe for the hosts of the options."""
-    from finlm.base.rundir import RunDir
     from finlm.plan.plan import Plan
 
     if path.is_dir():
         return Plan.read(RunDir(path).plan)
-    return make_plan(loaded.recipe, hosts.to_plan(options, loaded.recipe))[0]
+    return make_plan(loaded.recipe, command_line.to_plan(options, loaded.recipe))[0]
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -366,3 +372,66 @@ def watch(options: argparse.Namespace) -> int:
     from finlm.record import live
 
     return live.watch(rundir.open_run(options.run_dir))
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run `finlm serve`: print the address and become an OpenAI-compatible server of the model, until Ctrl-C.
+
+    That is `vllm serve` where vLLM is installed and there is a GPU, else `transformers serve`, with the exported model
+    and the chat template that it was trained with. It does not return. Raises UserError when there is no model that
+    writes (a checkpoint has to be exported first), the server's packages are missing, or the port is in use.
+    """
+    from finlm.base import processes
+
+    directory, host, port = _model_to_serve(options.model), options.host, options.port
+    line = server_command(directory, host, port, options.engine)
+    processes.listen(host, port).close()  # the server looks at its port only after it has loaded the model
+    if not (directory / "chat_template.jinja").is_file():
+        screen.say("the model has no chat template: it continues text (/v1/completions) and answers no messages")
+    screen.say(f"serving {directory} at http://{host}:{port}/v1 (Ctrl-C ends it); ask for the model")
+    screen.say_command(str(directory))
+    os.execvp(line[0], line)
+
+
+def _model_to_serve(path: Path) -> Path:
+    """Return a run's export, or `path` itself if it is a model. Raises UserError when there is no model that writes."""
+    from finlm.recipe import parents
+
+    is_run = (path / "plan.json").is_file()
+    directory = RunDir(path).export if is_run else path
+    if not (directory / "config.json").is_file():
+        exported = f"finlm export {path} DIRECTORY, then finlm serve DIRECTORY"
+        raise UserError(
+            f"{path} is no model that can be served",
+            evidence=f"{'the run has no export yet' if is_run else 'no config.json in it'}",
+            fix=exported if is_run or path.parent.name == "checkpoints" else "give a run or a Hugging Face directory",
+        )
+    if parents.is_reward_model(files.read_json(directory / "config.json")):
+        raise UserError(f"{path} is a reward model, which writes nothing", fix="serve the model that it judges")
+    return Path(directory).resolve()
+
+
+def server_command(directory: Path, host: str, port: int, engine: str) -> list[str]:
+    """Return the server's command line.
+
+    engine: vllm, transformers, or auto: vLLM where it is installed and there is a GPU. Raises UserError
+    when the server's packages are missing.
+    """
+    address = ["--host", host, "--port", str(port)]
+    vllm = shutil.which("vllm")
+    if engine == "vllm" and vllm is None:
+        raise UserError("vLLM is not installed", fix="pip install vllm, or --engine transformers")
+    if vllm is not None and (engine == "vllm" or (engine == "auto" and _has_gpu())):
+        return [vllm, "serve", str(directory), *address]
+    missing = [name for name in _OF_THE_SERVER if importlib.util.find_spec(name) is None]
+    if missing:
+        python = screen.relative(Path(sys.executable))
+        raise UserError(
+            f"transformers' server needs {', '.join(missing)}",
+            fix=f"{python} -m pip install -r requirements-serve.lock (or 'finlm[serve]')",
+        )
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", str(directory), *address]
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()

@@ -390,8 +390,7 @@ def _choose_encoder(context: Context, model: Path) -> str:
         return library
     if wanted not in ("auto", "gigatoken"):
         raise UserError(
-            f"data.encoder {wanted} does not read {model.name}",
-            fix=f"set data.encoder to auto or {library}",
+            f"data.encoder {wanted} does not read {model.name}", fix=f"set data.encoder to auto or {library}"
         )
     different = encoders.find_disagreement(model)
     if not different:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from finlm.diagnose.fixes import Program, program_of
 from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean, moment, speaker
 from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
-from finlm.diagnose.signatures import IGNORED, Matches, Pattern, Signature, Signatures
+from finlm.diagnose.signatures import IGNORED, PLACEHOLDER, Matches, Pattern, Signature, Signatures
 
 LEVELS = ("cause", "symptom", "remark", "echo", "unknown", "hint")
 MAX_FINDINGS = 5
@@ -42,7 +42,6 @@ _ERROR = re.compile(
 )
 LAST_LINES = 4
 _SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclass
@@ -154,7 +153,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     candidates += rest
     if not candidates and len(by_name) == 1:
         candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
-    return [c for c in candidates if not _superseded(c, candidates, by_name[c.hit.source])]
+    return [c for c in candidates if not _is_superseded(c, candidates, by_name[c.hit.source])]
 
 
 def _last_words(log: Log) -> list[Hit]:
@@ -172,7 +171,7 @@ def _last_words(log: Log) -> list[Hit]:
     return said
 
 
-def _superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
+def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
     """Whether training went on after a hit, and died later of something else."""
     if candidate.pattern.lasting or log.steps_after(candidate.hit.last) < GOES_ON_STEPS:
         return False

@@ -3,22 +3,28 @@
 A pattern's level says what it can be: `cause` (names what went wrong), `symptom` (a consequence that may still be all
 there is), `echo` (another rank died of something), `hint` (a warning that matters only when nothing moves after it),
 `unknown` (an error no signature names).
+
+`python -m finlm.diagnose.signatures` writes docs/troubleshooting.md and its Chinese twin from head.<lang>.txt and
+signatures.yaml, `--check` says whether they are current.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finlm.base import screen
 from finlm.diagnose import lines
 from finlm.diagnose.read import Hit, Log, Prefilter, rarity
 
 Matches = dict[str, list[tuple[Hit, re.Match[str]]]]  # lines that match, by regular expression
 
 SIGNATURES = Path(__file__).with_name("signatures.yaml")
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in sys\.excepthook|Exception in thread")
 
 
@@ -203,3 +209,45 @@ def _closing(regex: str, start: int) -> int:
             if not depth:
                 return i
         i += 1
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = {"en": DOCS / "troubleshooting.md", "zh": DOCS / "troubleshooting.zh-CN.md"}
+
+_WORDS = {
+    "en": {"causes": "Causes", "fix": "Fix", "confirm": "Confirm", "doctor": "Doctor check", "threads": "Threads"},
+    "zh": {"causes": "原因", "fix": "处理", "confirm": "确认", "doctor": "doctor 检查项", "threads": "参考"},
+}
+
+
+def page(lang: str) -> str:
+    """The whole page in one language."""
+    words = _WORDS[lang]
+    entries = [entry for entry in Signatures().all.values() if entry.id != "unknown"]
+    lines = [Path(__file__).with_name(f"head.{lang}.txt").read_text("utf-8"), f"## {words['causes']}", ""]
+    lines += [f"- [{entry.text.title[lang]}](#{entry.id})" for entry in entries]
+    for entry in entries:
+        lines += ["", f'<a id="{entry.id}"></a>', "", f"### {entry.text.title[lang]}", "", f"`{entry.id}`", ""]
+        lines += [_name_placeholders(entry.text.explain[lang]), "", f"**{words['fix']}**", ""]
+        lines += [f"{i}. {_name_placeholders(step)}" for i, step in enumerate(entry.text.fix[lang], 1)]
+        lines += ["", f"**{words['confirm']}**: {_name_placeholders(entry.text.confirm[lang])}"]
+        if entry.doctor:
+            lines += ["", f"**{words['doctor']}**: `{entry.doctor}`"]
+        lines += ["", f"**{words['threads']}**: " + ", ".join(f"<{url}>" for url in entry.threads)]
+    return "\n".join(lines) + "\n"
+
+
+def _name_placeholders(text: str) -> str:
+    """On the page there is no log, so what a log would lend shows as its name; <words> are no HTML."""
+    plain = PLACEHOLDER.sub(r"‹\1›", text)
+    return re.sub(r"(`[^`]*`)|<(?=[A-Za-z/])", lambda found: found[1] or r"\<", plain)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check both pages; 1 when --check finds a stale one."""
+    pages = {path: page(lang) for lang, path in PAGES.items()}
+    return screen.write_pages(pages, argv, "python -m finlm.diagnose.signatures")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

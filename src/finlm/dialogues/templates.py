@@ -193,9 +193,9 @@ class _Generation(Extension):
         """Parse the tag, as Jinja asks of an extension."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         """Return the tag's rendered content between the marks."""
         return f"{OPEN}{caller()}{CLOSE}"
 

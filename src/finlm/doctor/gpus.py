@@ -17,7 +17,7 @@ from finlm.base.errors import UserError
 from finlm.base.units import format_bytes, format_duration
 from finlm.doctor import gather
 from finlm.doctor.gather import AllFacts, HostFacts
-from finlm.doctor.machine import Fault, Level
+from finlm.doctor.machine import Fault, HostFault, Level
 from finlm.hosts.remote.gpu import Device, Gpu, Torch
 from finlm.plan import gpus
 from finlm.plan.gpus import PlanError
@@ -95,6 +95,23 @@ def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
     if host.devices:  # numbers of the machine: the launcher makes them CUDA_VISIBLE_DEVICES
         return [gpu.devices[number] for number in host.devices if number < len(gpu.devices)]
     return (visible_devices(gpu) or [])[: host.slots]
+
+
+def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
+    """Yield GPUs that two host names share: two ranks on a GPU are NCCL's `Duplicate GPU detected`."""
+    if plan.device != "cuda":
+        return
+    first: dict[str, str] = {}
+    for host in cluster.hosts:
+        gpu = facts[host.name].gpu if host.name in facts else None
+        twice: dict[str, list[str]] = {}
+        for device in devices_of_ranks(host, gpu) if gpu else ():
+            other = first.setdefault(device.uuid, host.name)
+            if other != host.name:
+                twice.setdefault(other, []).append(f"GPU {device.index} ({device.uuid})")
+        for other, listed in twice.items():
+            evidence = f"{', '.join(listed)} of {host.name} are also {other}'s: two names of one machine"
+            yield host.name, ("gpus", "error", evidence, "one hostfile line a machine; NCCL refuses a duplicate GPU")
 
 
 def _needed_bytes(plan: Plan, host: Host) -> int:

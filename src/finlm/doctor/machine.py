@@ -1,4 +1,4 @@
-"""Check a host's software, memory, disks and limits: pure functions from plan and facts to faults, one per cause.
+"""Check hosts' software, memory, disks and limits: pure functions from plan and facts to faults, one per cause.
 
 Each threshold names where it comes from. A fact that is None could not be gathered and gives no fault.
 """
@@ -6,12 +6,13 @@ Each threshold names where it comes from. A fact that is None could not be gathe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from finlm.base.units import format_bytes
-from finlm.doctor.gather import HostFacts
+from finlm.doctor.gather import AllFacts, HostFacts
 from finlm.hosts.remote import probe
 from finlm.plan.advice import checkpoint_bytes, copies_kept, copy_bytes
 from finlm.plan.host_memory import IN_MEMORY
@@ -35,6 +36,7 @@ ALL_STAGES = (*NEEDED["pretrain"], "accelerate", "trl", "datasets")
 Level = Literal["error", "warning"]
 Fault = tuple[str, Level, str, str]
 """Check, level, evidence and fix."""
+HostFault = tuple[str, Fault]
 
 
 def pins() -> dict[str, str]:
@@ -261,3 +263,51 @@ def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fa
         level: Level = "error" if op in ops_to_build(plan) else "warning"
         evidence = f"{lock.path} is {lock.age_seconds:,} s old, no process holds it and no compiler runs; "
         yield "build-lock", level, f"{evidence}a run that uses {op} waits for it forever", f"`rm {lock.path}`"
+
+
+def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
+    """Yield hosts whose Python, packages, CUDA or NCCL differ from what most hosts have.
+
+    Ranks exchange pickles and collectives, which must mean the same at both ends.
+    """
+    rows: dict[str, Callable[[HostFacts], str | None]] = {
+        "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,
+        **{name: _version_reader(name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},
+    }
+    if plan.device == "cuda":
+        rows |= {
+            "CUDA of torch": lambda host: host.torch.cuda if host.torch else None,
+            "NCCL": lambda host: (host.torch.nccl if host.torch else None) or _nccl_wheel(host),
+        }
+    comparable = {name: host for name, host in facts.items() if host.has_python_of_ranks}
+    different: dict[str, list[str]] = {}
+    for row, read in rows.items():
+        versions = {name: read(host) for name, host in comparable.items()}
+        known = {name: version for name, version in versions.items() if version is not None}
+        if not known:
+            continue
+        usual = Counter(known.values()).most_common(1)[0][0]
+        like = next(name for name, version in known.items() if version == usual)
+        for name, version in known.items():
+            if version != usual:
+                different.setdefault(name, []).append(f"{row} {version}, {like} has {usual}")
+    for name, lines in different.items():
+        fix = f"the same requirements.txt on every host: `bash scripts/setup.sh` on {name}"
+        yield name, ("versions", "error", "\n".join(lines), fix)
+
+
+def _version_reader(name: str) -> Callable[[HostFacts], str | None]:
+    """Return a function that reads a package's version from facts, without a suffix such as torch's +cu130."""
+
+    def version(host: HostFacts) -> str | None:
+        installed = (host.packages or {}).get(name)
+        return installed.partition("+")[0] if installed else None
+
+    return version
+
+
+def _nccl_wheel(host: HostFacts) -> str | None:
+    """Return the NCCL wheels by their metadata, for hosts where torch was not asked; None without any."""
+    installed = host.packages or {}
+    wheels = sorted(f"{name} {installed[name]}" for name in installed if name.startswith("nvidia-nccl"))
+    return ", ".join(wheels) or None

@@ -1,4 +1,4 @@
-"""Start train/allreduce.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
+"""Start train/measure.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
 
 One ssh per host, none for this machine; the ranks find each other at the address and through the network cards that the
 probes found. A link is slow against the others or, between GPU hosts, against the speed that the plan reckons with.
@@ -20,16 +20,16 @@ from typing import Any
 from finlm.base import processes, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
-from finlm.doctor import network
+from finlm.doctor import preflight
 from finlm.doctor.gather import AllFacts
-from finlm.doctor.network import HostFault
+from finlm.doctor.machine import HostFault
 from finlm.doctor.preflight import Finding
 from finlm.hosts import ssh
 from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
 
-PROGRAM = Path(__file__).parents[1] / "train" / "allreduce.py"  # sent as text, never imported: ops has no torch
+PROGRAM = Path(__file__).parents[1] / "train" / "measure.py"  # sent as text, never imported: ops has no torch
 MARK = "finlm-link:"
 GROUP_SECONDS = {"cuda": 20, "cpu": 8}
 SLOW = {"cuda": 0.5, "cpu": 0.3}
@@ -95,7 +95,7 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
         """Run the program on a host and return its output, or the reason why it did not run."""
         request = requests[host.name]
         # On standard input, since env may hold secrets and every user of a host sees command lines.
-        script = f"{program}\n\nos._exit(main(json.loads({json.dumps(request)!a})))\n".encode()
+        script = f"{program}\n\nos._exit(time_links(json.loads({json.dumps(request)!a})))\n".encode()
         argv, patience = [ssh.python_on_host(host.access), "-"], request["seconds"] + 20
         try:
             if ssh.is_this_machine(host.destination):
@@ -111,9 +111,9 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
 
 
 def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
-    """Return by host the JSON request of train/allreduce.py."""
+    """Return by host the JSON request of train/measure.py."""
     several = len(cluster.hosts) > 1
-    cards = network.host_env(facts) if several else {}
+    cards = preflight.host_env(facts) if several else {}
     ranks = _first_ranks(cluster)
     points = list(ranks.values()) if several else list(range(cluster.world_size))
     links = facts[cluster.hosts[0].name].links

@@ -305,12 +305,7 @@ def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
 
 Mode = Literal["likelihood", "chat", "cloze", "published"]
 VERSION = 3  # of what decides an answer here
-_PROMPTS = {
-    "likelihood": continuations,
-    "chat": conversations,
-    "cloze": cloze_prompts,
-    "published": published_prompts,
-}
+_PROMPTS = {"likelihood": continuations, "chat": conversations, "cloze": cloze_prompts, "published": published_prompts}
 _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 

@@ -261,10 +261,7 @@ def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Ite
         *stem, a, b, c, d, _ = text.split("\n")
         options = [option[3:] for option in (a, b, c, d)]  # behind "A. "
         question = Question(
-            str(meta["subject"]),
-            "\n".join(stem),
-            (options[0], options[1], options[2], options[3]),
-            str(meta["answer"]),
+            str(meta["subject"]), "\n".join(stem), (options[0], options[1], options[2], options[3]), str(meta["answer"])
         )
         if question.sha256 not in seen:
             seen.add(question.sha256)

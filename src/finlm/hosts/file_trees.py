@@ -273,13 +273,7 @@ def send(
 
 
 def fetch(
-    host: str,
-    there: Path,
-    path: Path,
-    names: list[str],
-    *,
-    accept_new: bool,
-    started: Started = lambda _: None,
+    host: str, there: Path, path: Path, names: list[str], *, accept_new: bool, started: Started = lambda _: None
 ) -> None:
     """Copy files below `there` on the host to `path` here. Raises UserError with ssh's or rsync's reason.
 

@@ -56,10 +56,7 @@ def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[by
 
 def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait a second for the ranks, then send SIGTERM, and SIGKILL 30 s later to those that are left."""
-    for patience, stop in (
-        (WORDS_SECONDS, subprocess.Popen.terminate),
-        (END_SECONDS, subprocess.Popen.kill),
-    ):
+    for patience, stop in ((WORDS_SECONDS, subprocess.Popen.terminate), (END_SECONDS, subprocess.Popen.kill)):
         deadline = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -28,9 +28,8 @@ from finlm.base.units import format_bytes
 from finlm.hosts import checkpoint_parts, ssh
 from finlm.launch import start
 from finlm.plan import out_of_memory
-from finlm.plan.differences import changed_keys
 from finlm.plan.out_of_memory import Taken
-from finlm.plan.plan import Plan
+from finlm.plan.plan import Plan, changed_keys
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Launch, Recipe
 

@@ -49,7 +49,7 @@ SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.j
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings that doctor derived (doctor/network.py), by host name.
+    """Network settings that doctor derived (doctor/preflight.py), by host name.
 
     env: variables that make ranks talk through the right network card. addresses: how the other hosts reach it.
     """
@@ -151,12 +151,7 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
 
 
 def _start_ranks(
-    run: RunDir,
-    plan: Plan,
-    recipe: Recipe,
-    step: int,
-    sessions: Sequence[Session],
-    network: Network,
+    run: RunDir, plan: Plan, recipe: Recipe, step: int, sessions: Sequence[Session], network: Network
 ) -> None:
     """Ask every agent to start its ranks. step: the number of finished steps that they must resume after."""
     addresses = _addresses(sessions, network)

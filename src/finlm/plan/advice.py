@@ -15,9 +15,8 @@ from typing import Any
 
 from finlm.base.screen import format_count, format_rate
 from finlm.base.units import format_bytes, format_duration
-from finlm.plan import failures, gpus, host_memory, memory, search, speed
-from finlm.plan.differences import CHOICES
-from finlm.plan.plan import Plan
+from finlm.plan import gpus, host_memory, memory, search, speed
+from finlm.plan.plan import CHOICES, Plan, best_interval, seconds_between
 from finlm.plan.search import Candidate
 from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster
@@ -119,7 +118,7 @@ def memory_interval(recipe: Recipe, plan: Plan, share: int, stall: float) -> flo
     sends = len(plan.hosts) > 1 and plan.zero_stage > 0
     network = share * max(host.slots for host in plan.hosts) * 8 / (recipe.hardware.network_gbit * 1e9)
     write = share / COPY_BYTES_PER_SECOND + (network if sends else 0.0)
-    return failures.best_interval(stall, failures.seconds_between(plan.world_size), write)
+    return best_interval(stall, seconds_between(plan.world_size), write)
 
 
 def hosts_that_may_be_lost(recipe: Recipe, plan: Plan) -> int:
@@ -206,11 +205,11 @@ def _most_saved(recipe: Recipe, plan: Plan) -> int:
 def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float | None) -> int | None:
     """Return the steps between checkpoints that lose the least time, to two digits; None without a speed.
 
-    By failures.best_interval; not beyond the run.
+    By best_interval; not beyond the run.
     """
     if step_seconds is None:
         return None
-    seconds = failures.best_interval(stall, failures.seconds_between(plan.world_size), write)
+    seconds = best_interval(stall, seconds_between(plan.world_size), write)
     steps = max(1, round(seconds / step_seconds))
     digits = max(0, len(str(steps)) - 2)
     return min(plan.steps, round(steps, -digits))
@@ -246,7 +245,7 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
     rows.append(("checkpoint", _describe_checkpoint(advice, plan)))
     if advice.memory_interval_seconds is not None:
         size, every = format_bytes(advice.memory_bytes), format_duration(advice.memory_interval_seconds)
-        between = format_duration(failures.seconds_between(plan.world_size))
+        between = format_duration(seconds_between(plan.world_size))
         rows.append(
             (
                 "in memory",

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.plan import memory, planner, search
-from finlm.plan.differences import changed_keys
-from finlm.plan.plan import Plan
+from finlm.plan.plan import Plan, changed_keys
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import of as shape_of

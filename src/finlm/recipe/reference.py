@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
-from finlm.base import files, screen
+from finlm.base import screen
 from finlm.recipe import schema_data
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_data import Section
@@ -246,20 +246,12 @@ def _anchor(part: Part) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write both pages, or with --check compare them; return 1 when --check finds a stale one, else 0."""
-    check = "--check" in (sys.argv[1:] if argv is None else argv)
-    stale = 0
-    for lang, path in PAGES.items():
-        text = page(lang)
-        if not (path.exists() and path.read_text(encoding="utf-8") == text):
-            stale += 1
-            if check:
-                screen.say(f"{path.name} is stale: run python -m finlm.recipe.reference")
-            else:
-                files.write_text(path, text)
+    pages = {path: page(lang) for lang, path in PAGES.items()}
+    stale = screen.write_pages(pages, argv, "python -m finlm.recipe.reference")
     missing = [key for key in keys() if key not in translations()]
     if missing:
         screen.say(f"{CHINESE.name} has no sentence for {', '.join(missing)}")
-    return int(check and stale > 0)
+    return stale
 
 
 Location = tuple[str | int, ...]

@@ -53,8 +53,7 @@ class Sft(Section):
         "auto", description="Library that encodes: auto takes tokenizer.json where there is one, else tokenizer.model."
     )
     order: Literal["stateless", "sampler"] = Field(
-        "stateless",
-        description="sampler: torch's DistributedSampler; an epoch repeats rows until the ranks divide it.",
+        "stateless", description="sampler: torch's DistributedSampler; an epoch repeats rows until the ranks divide it."
     )
 
 

@@ -19,7 +19,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
-from finlm.plan.differences import decided_keys
+from finlm.plan.plan import decided_keys
 from finlm.recipe.rules import SAME_NUMBERS, WORDS, is_within
 from finlm.record import history
 from finlm.record import history as histories

@@ -204,7 +204,7 @@ def next_commands(run: RunDir, stage: str) -> list[str]:
     return [*commands, f"eval {path}"] if stage == "sft" else commands  # pairs and prompts have no perplexity
 
 
-def _shown(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     """Return a measured number as text; events.jsonl has null for one that is not finite."""
     return "not finite" if value is None else f"{value:,.4f}"
 
@@ -217,7 +217,7 @@ def print_outcome(run: RunDir, stage: str) -> None:
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
     speeds = sorted(step["tokens_per_second"] for step in steps)
     screen.say(f"\nrun directory   {screen.relative(run.path)}")
-    screen.say(f"training loss   {_shown(steps[-1]['loss'])} after {steps[-1]['step']:,} steps")
+    screen.say(f"training loss   {_format_number(steps[-1]['loss'])} after {steps[-1]['step']:,} steps")
     if evals:
         first, last = evals[0], evals[-1]
         if "loss" in last:
@@ -225,12 +225,12 @@ def print_outcome(run: RunDir, stage: str) -> None:
             if first["loss"] and last["loss"] is not None:
                 fall = 100 * (1 - last["loss"] / first["loss"])
                 change = f" ({abs(fall):.1f} % {'lower' if fall > 0 else 'higher'})"
-            screen.say(f"held-out loss   {_shown(first['loss'])} -> {_shown(last['loss'])}{change}")
+            screen.say(f"held-out loss   {_format_number(first['loss'])} -> {_format_number(last['loss'])}{change}")
         if "sampled" in last:
             before = f"{first['sampled']:.4f} -> " if "sampled" in first and last is not first else ""
             screen.say(f"drawn answers   earn {before}{history.format_rise(last)}")
         for name, source in last["sources"].items():
-            shown = [f"{key} {_shown(source[key])}" for key in HELD_OUT if key in source]
+            shown = [f"{key} {_format_number(source[key])}" for key in HELD_OUT if key in source]
             screen.say(f"  {name:<24} {'  '.join(shown)}")
     suites = {(row["suite"], row["mode"], row["model"]): row for row in run.read_events("suite")}
     for row in suites.values():

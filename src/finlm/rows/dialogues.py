@@ -252,9 +252,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
         np.concatenate(([0], np.cumsum(np.bincount(row, minlength=count)))),
     )
     whole = Pieces(
-        whole_start,
-        np.full(len(whole_start), sequence_length + 1, dtype=np.int32),
-        np.arange(len(whole_start) + 1),
+        whole_start, np.full(len(whole_start), sequence_length + 1, dtype=np.int32), np.arange(len(whole_start) + 1)
     )
     return join_pieces([whole, packed])
 

@@ -4,6 +4,10 @@ A `finlm train` of the recipe runs in a directory of its own while faults are se
 when the run has saved a checkpoint since it recovered from the last. What happened is read from events.jsonl, as for
 any run. Detection is from the fault to the first row about it; what a fault costs is the time without a finished step
 and the steps that were done again.
+
+`finlm plan --failures` simulates what launch/restart.py does when hosts fail at random (exponential times), at a rate
+of all hosts together. Each failure costs the time until it is noticed, the time until the ranks train again, and the
+steps since the newest checkpoint; one while the ranks come up, the first time too, costs another start.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import list_runs
+from finlm.base.units import format_duration
 from finlm.hosts import ssh
 from finlm.hosts.remote import fault as faults
+from finlm.plan.plan import HOURS_BETWEEN_FAILURES_OF_A_GPU
 from finlm.recipe.cluster import Cluster, Host
 
 # A drilled run has more faults in an hour than another in a month: no host is left for them, nothing is waited for.
@@ -268,3 +274,84 @@ def show(injuries: Sequence[Injury], share: float) -> None:
 def to_json(injuries: Sequence[Injury], share: float) -> dict[str, object]:
     """Return the result as `finlm drill --json` prints it."""
     return {"effective_time": round(share, 4), "faults": [dataclasses.asdict(each) for each in injuries]}
+
+
+DAY = 86400.0
+RUNS = 200
+MOST_FAILURES = 500  # of a simulated run; the mean of more is no surer
+
+
+@dataclass(frozen=True)
+class Failing:
+    """What is simulated, in seconds; rate: failures a host and day."""
+
+    hosts: int
+    rate: float
+    interval: float  # of training between two checkpoints
+    stall: float  # that training waits for a checkpoint
+    detection: float
+    restart: float
+
+    @property
+    def between(self) -> float:
+        """Mean seconds between failures of all hosts together."""
+        return DAY / (self.rate * self.hosts)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The share of the time that trains, the bounds of 90 % of the simulated runs, and seconds between failures."""
+
+    share: float
+    low: float
+    high: float
+    between: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return the forecast as `finlm plan --json` prints it."""
+        return dataclasses.asdict(self)
+
+
+def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:
+    """Simulate 200 runs of so many seconds of wall time and return the shares of it that train.
+
+    Raises UserError for hosts that fail sooner than their ranks come up.
+    """
+    between = failing.between
+    if between < failing.detection + failing.restart:
+        pause = f"{format_duration(failing.detection)} until one is noticed and {format_duration(failing.restart)}"
+        raise UserError(
+            f"{failing.rate:g} failures a host and day leave no time to train",
+            evidence=f"one in {format_duration(between)}, {pause} until the ranks train again",
+            fix=f"a rate of 8 GPUs, by Llama 3's training: --failures {8 * 24 / HOURS_BETWEEN_FAILURES_OF_A_GPU:.2g}",
+        )
+    seconds = min(seconds, MOST_FAILURES * between)
+    shares = sorted(simulate(failing, seconds, random.Random(f"{seed} {number}")) for number in range(RUNS))
+    low, high = shares[RUNS // 20], shares[-1 - RUNS // 20]
+    return Forecast(statistics.fmean(shares), low, high, between)
+
+
+def simulate(failing: Failing, seconds: float, chance: random.Random) -> float:
+    """Return the share of one run's wall time whose training was not lost. chance: draws the failures.
+
+    Every launch, the first too, takes failing.restart seconds before it trains, and may fail in them.
+    """
+    now = trained = 0.0
+    while now < seconds:
+        life = min(chance.expovariate(1 / failing.between), seconds - now)
+        cycles, rest = divmod(max(0.0, life - failing.restart), failing.interval + failing.stall)
+        is_end = now + life >= seconds
+        trained += cycles * failing.interval + (min(rest, failing.interval) if is_end else 0.0)
+        now += life if is_end else life + failing.detection
+    return trained / now if now else 1.0
+
+
+def sentence(failing: Failing, result: Forecast) -> str:
+    """Return the forecast in words."""
+    hosts = f"{failing.hosts} host{'s' * (failing.hosts > 1)}"
+    return (
+        f"{hosts}, {failing.rate:g} failures a host and day: one in {format_duration(result.between)}; "
+        f"{result.share:.1%} of the time trains ({result.low:.1%} to {result.high:.1%}), with checkpoints every "
+        f"{format_duration(failing.interval)}, {format_duration(failing.detection)} until a failure is noticed and "
+        f"{format_duration(failing.restart)} until the ranks train again"
+    )

@@ -31,7 +31,7 @@ from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import holder, list_runs
-from finlm.plan.differences import decided_keys
+from finlm.plan.plan import decided_keys
 from finlm.recipe import cluster, parents
 from finlm.recipe import recipe as recipes
 from finlm.record import compare
@@ -355,10 +355,7 @@ def show_verdict(verdict: Verdict) -> None:
         screen.show(
             f"kill {number:<3} {kill.moment:<44} after step {kill.after_step:>6}  resumed from {kill.resumed_from}"
         )
-    rows = (
-        ("rows fed, every step", verdict.first_other_rows),
-        ("loss, every step", verdict.first_other_loss),
-    )
+    rows = (("rows fed, every step", verdict.first_other_rows), ("loss, every step", verdict.first_other_loss))
     for what, step in rows:
         screen.show(f"{what:<52} {'equal' if step is None else f'differs first at step {step}'}")
     files = ", ".join(verdict.other_files)

@@ -15,18 +15,7 @@ from finlm.hosts.remote import probe
 
 PROBE = Path(probe.__file__)
 SECTIONS = {
-    *(
-        "hostname",
-        "machine",
-        "rsync",
-        "python",
-        "platform",
-        "cpu",
-        "cores",
-        "memory",
-        "disks",
-        "shm",
-    ),
+    *("hostname", "machine", "rsync", "python", "platform", "cpu", "cores", "memory", "disks", "shm"),
     *("limits", "tools", "libaio", "packages", "extensions", "errors"),
 }
 

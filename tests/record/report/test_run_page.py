@@ -172,7 +172,7 @@ def test_a_finished_run_shows_its_own_numbers(make_run: Make) -> None:
     text, page = build(run)
     assert "finished" in page.words
     assert [page.after(name) for name in ("Steps", "Tokens", "Tokens a second", "Peak memory")] == [
-        *("40", "328k", "16.4k", "700.0 MiB"),
+        *("40", "328k", "16.4k", "700.0 MiB")
     ]
     assert page.after("Held-out loss") == "8.200 → 5.150"
     assert page.row("news")[:4] == ["news", "8.0000", "4.0000", "50.0 %"]

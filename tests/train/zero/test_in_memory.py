@@ -115,7 +115,7 @@ def test_a_directory_is_made_with_the_name_of_its_run_while_nobody_cleans_up(tmp
     directory.parent.mkdir()
     problems: list[str] = []
     maker = threading.Thread(target=lambda: problems.append(in_memory._make(directory, run)))
-    with in_memory._locked(directory.parent):
+    with in_memory._lock(directory.parent):
         maker.start()
         maker.join(0.3)
         assert not directory.exists(), "made while another run cleans up"
@@ -146,6 +146,5 @@ def test_a_write_error_is_said_in_words_whatever_it_carries(error: OSError, word
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "publish", fail)
-        patch.setattr(in_memory.disk, "publish_linked", fail)
         manifest = Manifest(1, 1, 0, "none", {})
-        assert checkpoint._try_publish(run.checkpoint(1), manifest).endswith(words)
+        assert checkpoint._publish(run.checkpoint(1), manifest, None).endswith(words)

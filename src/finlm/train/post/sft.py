@@ -100,7 +100,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
             return None
         self.model.eval()
         rows_of = dialogues.held_out(r.recipe)
-        result = batches.evaluate(self._summed, r.shards, r.recipe, r.plan.rank_micro_batches, r.device, rows_of)
+        result = batches.evaluate(self._sum_loss, r.shards, r.recipe, r.plan.rank_micro_batches, r.device, rows_of)
         self.model.train()
         return result
 
@@ -108,9 +108,9 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         """Return the loss of these tokens, computed in a batch of training's shape."""
         plan = self.rank.plan
         shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
-        return {"loss": batches.loss_of(ids, self._summed, shape, self.rank.recipe, self.rank.device)}
+        return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}
 
-    def _summed(self, inputs: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    def _sum_loss(self, inputs: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
         loss: torch.Tensor = self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0]
         return loss
 

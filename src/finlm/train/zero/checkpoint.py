@@ -12,7 +12,6 @@ written, published and found in the same way.
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import shutil
@@ -38,12 +37,11 @@ from finlm.recipe.schema import Checkpoint
 from finlm.train import entry
 from finlm.train.entry import Events, is_due
 from finlm.train.model import causal_lm
-from finlm.train.zero import resuming
+from finlm.train.zero import storage
 from finlm.train.zero.in_memory import InMemory
-from finlm.train.zero.storage import Buffers, State, Store, sizes_of, write
+from finlm.train.zero.storage import Buffers, State, Store, sizes_of
 
 MARGIN_BYTES = 1 << 28  # of disk and memory that stay free
-FULL_BYTES = 1 << 20  # free on a disk that is full
 RAM_SHARE = 0.9  # of the host memory that is available may become buffers
 WAIT_SECONDS = 30.0  # for the checkpoint before; longer is an incident
 THREADS = 16
@@ -51,9 +49,7 @@ THREADS = 16
 
 @dataclass
 class Saving:
-    """A checkpoint that is being written; `parts` gives its files' hashes once they are there. memory: where, if not on
-    the disk.
-    """
+    """A checkpoint that is being written, to the disk or to `memory`; `parts` gives its files' hashes once written."""
 
     step: int
     began: float
@@ -69,6 +65,7 @@ class Checkpoints:
         """Remove half-written checkpoints, and replace the engine's way to save and load."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self.layout = self.world_size, plan.zero_stage, plan.offload_optimizer
         self.members = entry.ranks_sharing(run.checkpoints)
         self.leads = self.rank == self.members[0]
         self._clean()
@@ -136,14 +133,15 @@ class Checkpoints:
         states = self._collect_states(step)
         if asynchronous and self.plan.device == "cuda":
             torch.cuda.synchronize()
+        write = functools.partial(storage.write_files, states=states, rank=self.rank, threads=self.threads)
         if memory is not None:
             names = Counter(name for names in entry.gather_values(list(states)) for name in names)
             mine = [name for name in states if names[name] == 1]  # each host has the others
-            parts = self.pool.submit(memory.write, step, lambda directory: self._write(directory, states), mine)
+            parts = self.pool.submit(memory.write, step, write, mine)
         else:
             if not self.leads and self.plan.zero_stage < 3:
                 states.pop(Path(self.engine._get_ckpt_name("", "")).name, None)
-            parts = self.pool.submit(self._write, disk.temporary_path(self.run.checkpoint(step)), states)
+            parts = self.pool.submit(write, disk.temporary_path(self.run.checkpoint(step)))
         self.saving = Saving(step, began, time.monotonic() - called, parts, memory)
         if not asynchronous:
             self.finish()
@@ -151,9 +149,9 @@ class Checkpoints:
     def resume(self) -> int:
         """Load the newest whole checkpoint and return its step, 0 without one; the launcher announced that step.
 
-        Raises UserError as newest does, and when the step is another.
+        Raises UserError as _find_newest does, and when the step is another.
         """
-        checkpoint = resuming.newest(self)
+        checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
         announced = os.environ.get(STEP_VARIABLE) or str(step)
         if announced != str(step):
@@ -163,26 +161,127 @@ class Checkpoints:
                 fix="the same command goes on from what is whole, and says the step",
             )
         if checkpoint:
-            resuming.load(self, *checkpoint)
+            self._load(*checkpoint)
         return step
 
     def roll_back(self, at_most: int) -> int | None:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without one.
 
         Those that signals asked for are left out, so that a run ends as one without signals. Later ones are removed:
-        they belong to the steps that are taken back. Raises UserError as newest does.
+        they belong to the steps that are taken back. Raises UserError as _find_newest does.
         """
         self.finish()
-        checkpoint = resuming.newest(self, at_most)
+        checkpoint = self._find_newest(at_most)
         if checkpoint is None:
             return None
-        resuming.load(self, *checkpoint)
+        self._load(*checkpoint)
         if self.leads:
             for step, directory in self.run.complete_checkpoints():
                 if step > checkpoint[1].step:
                     disk.remove(directory)
         distributed.barrier()
         return checkpoint[1].step
+
+    def _find_newest(self, at_most: int | None = None) -> tuple[Path, Manifest] | None:
+        """Return the newest checkpoint that is whole on all ranks' disks, None without any; set damaged ones aside.
+
+        at_most: only scheduled ones of this step or before; None also where all of them are damaged. Raises UserError
+        when there were checkpoints and all ranks can use none.
+        """
+        while candidates := self._find_common(at_most):
+            step = max(candidates)
+            directory = candidates[step]
+            manifest, problem = self._prove(directory)
+            problems = self.gather_problems(problem)
+            if manifest and not problems:
+                return directory, manifest
+            kept = disk.set_aside(directory).name if self.leads else ""
+            names = ", ".join(dict.fromkeys(name for name in entry.gather_values(kept) if name))
+            self.note(step, "damaged checkpoint", f"{'; '.join(problems[:5])}; set aside as {names}, not used")
+        if at_most is not None:
+            return None
+        folders = self.run.checkpoints, self.run.path / "continued"
+        damaged = [str(path) for folder in folders for path in sorted(folder.glob("step-*.damaged"))]
+        if every := [name for names in entry.gather_values(damaged) for name in names]:
+            raise UserError(
+                "no whole checkpoint is left",
+                evidence="damaged: " + ", ".join(dict.fromkeys(every)),
+                fix="restore one of them from a copy, or start another run with --new",
+            )
+        if recorded := entry.gather_values(self.run.recorded_checkpoint())[0]:
+            hosts = dict.fromkeys(entry.gather_values(host_name()), ())
+            raise disk.missing_error(self.run.path, hosts, recorded=recorded)
+        return None
+
+    def _find_common(self, at_most: int | None) -> dict[int, Path]:
+        """Return directories by step of the checkpoints that all ranks have, also of the run that this run continues.
+
+        at_most: of those only scheduled ones of this step or before. Raises UserError when only some ranks have any.
+        """
+        # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
+        here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
+        every = entry.gather_values((host_name(), disk.identities(here.items())))
+        common = disk.common_steps([steps for _, steps in every])
+        if not common and any(steps for _, steps in every):
+            raise disk.missing_error(self.run.path, dict(every))
+        if at_most is not None:
+            own, due = self.run.checkpoints, self.keep.every_steps
+            common = {step for step in common if step <= at_most and (here[step].parent != own or is_due(step, due))}
+        return {step: here[step] for step in common}
+
+    def _prove(self, directory: Path) -> tuple[Manifest | None, str]:
+        """Return (manifest, what is wrong with this rank's share of the files, or ""); None for an unreadable manifest.
+
+        The share: its own files, and some of absent ranks.
+        """
+        try:
+            manifest = Manifest.read(directory)
+        except disk.Unreadable as error:
+            return None, error.problem
+        owners = {part.rank for part in manifest.files.values()} & set(self.members)
+        has_copies = (
+            directory.parent == self.run.checkpoints and manifest.layout == self.layout
+        )  # whose hosts prove them
+        mine = {}
+        for number, (name, part) in enumerate(manifest.files.items()):
+            owner = part.rank if part.rank in owners else self.members[number % len(self.members)]
+            if owner == self.rank and (part.rank in owners or not has_copies):
+                mine[name] = part
+        if self.leads and (unknown := disk.strangers(directory, manifest)):
+            print(f"{directory}: not in its manifest, ignored: {', '.join(unknown)}", flush=True)
+        return manifest, "; ".join(disk.faults(directory, mine, self.threads))
+
+    def _load(self, directory: Path, manifest: Manifest) -> None:
+        """Load a proved checkpoint into the engine, cut for its ranks, ZeRO stage and groups, and into watch_loaded.
+
+        Records where it had to be cut. Restores random generators where this rank saved some among as many
+        ranks. Raises RuntimeError when DeepSpeed does not load it.
+        """
+        engine, folder, tag = self.engine, str(directory.parent), directory.name
+        name = engine._get_ckpt_name(folder, tag)
+        is_whole = manifest.zero_stage == self.plan.zero_stage == 0
+        if is_whole or (manifest.layout == self.layout and storage.has_groups(engine, Path(name))):
+            self.store.given = {disk.MANIFEST: self.store.load(name)}
+        else:
+            shard = Path(engine._get_zero_ckpt_name(folder, tag)).name
+            states = storage.cut_anew(engine, storage.Shards(directory, manifest), self.rank, self.world_size)
+            self.store.given = dict(zip((disk.MANIFEST, shard), states, strict=True))
+            saved, loaded = list(manifest.layout), list(self.layout)
+            self.events.record("resharded", step=manifest.step, saved=saved, loaded=loaded)
+        if self.plan.offload_optimizer == "none":
+            storage.free_moments(engine.module, engine.basic_optimizer)
+        path, _ = engine.load_checkpoint(folder, tag=tag)
+        self.store.given = {}
+        if path is None:
+            raise RuntimeError(f"DeepSpeed did not load {directory}")
+        if self.plan.offload_optimizer == "cpu":
+            storage.replay_powers(engine.basic_optimizer)
+        names = sorted(name for name in manifest.files if name.startswith("loop_rank_") and (directory / name).exists())
+        mine = f"loop_rank_{self.rank}.pt"
+        loop = self.store.load(str(directory / (mine if mine in names else names[0]))) if names else {}
+        if mine in names and manifest.world_size == self.world_size:
+            entry.restore_generators(loop["generators"])
+        self.watch_loaded = entry.gather_values(loop.get("watch"))[0]
 
     def poll(self) -> None:
         """Publish the checkpoint being written if all ranks have written theirs; to be called after every step."""
@@ -272,23 +371,6 @@ class Checkpoints:
             return ""
         return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
 
-    def _write(self, directory: Path, states: dict[str, State]) -> dict[str, Part]:
-        """Write this rank's files, in the thread; return their hashes. Removes them and raises OSError on failure."""
-        paths = [directory / name for name in states]
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for path, state in zip(paths, states.values(), strict=True):
-                write(state, path)
-            hashes = disk.sha256(paths, self.threads)
-            return {path.name: Part(path.stat().st_size, hashes[path], self.rank) for path in paths}
-        except (OSError, RuntimeError) as error:  # torch's writer hides the number of the system's error
-            free = shutil.disk_usage(directory.parent).free
-            for path in paths:
-                path.unlink(missing_ok=True)
-            hidden = os.strerror(errno.ENOSPC) if free < FULL_BYTES else str(error).partition("\n")[0]
-            why = reason(error) if isinstance(error, OSError) else hidden
-            raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
-
     def _publish_written(self) -> None:
         """Publish the written checkpoint and remove old ones; remove it when a rank could not write its part."""
         saving = self.saving
@@ -300,20 +382,20 @@ class Checkpoints:
         why = "" if failure is None else reason(failure)
         every = entry.gather_values((why, {} if failure else saving.parts.result()))
         problems = [problem for problem, _ in every if problem]
-        directory = self.run.checkpoint(saving.step)
-        memory = saving.memory
+        directory, memory = self.run.checkpoint(saving.step), saving.memory
         members, leads = (memory or self).members, (memory or self).leads
         parts = {name: part for rank in members for name, part in every[rank][1].items()}
-        layout = self.world_size, self.plan.zero_stage, self.plan.offload_optimizer
         identity = files.sha256_json([[name, part.sha256] for _, each in every for name, part in sorted(each.items())])
-        manifest = Manifest(saving.step, *layout, dict(sorted(parts.items())), identity)
+        manifest = Manifest(saving.step, *self.layout, dict(sorted(parts.items())), identity)
         for first in (False, True):  # rank 0's directory is the last one that counts
             mine = leads and (self.rank == 0) == first
-            publish = memory.publish if memory else functools.partial(_try_publish, directory)
-            problems = problems or self.gather_problems(publish(manifest) if mine else "")
+            problems = problems or self.gather_problems(_publish(directory, manifest, memory) if mine else "")
         if problems:
-            if leads:
-                self._discard(directory, memory)
+            if leads and memory is not None:
+                memory.discard(directory.name)
+            elif leads:
+                shutil.rmtree(disk.temporary_path(directory), ignore_errors=True)
+                disk.remove(directory)
             self._record_failure(saving.step, problems, memory)
             return
         if leads and memory is not None:
@@ -321,24 +403,12 @@ class Checkpoints:
         elif leads:
             self._remove_superseded(saving.step)
         seconds, stall = round(time.monotonic() - saving.began, 3), round(saving.stall_seconds, 3)
-        size, path = manifest.bytes, str(directory)
+        row = {"path": str(directory), "bytes": manifest.bytes, "seconds": seconds, "stall_seconds": stall}
         if memory is None:
-            self.events.record(
-                "checkpoint", step=saving.step, path=path, bytes=size, seconds=seconds, stall_seconds=stall
-            )
+            self.events.record("checkpoint", step=saving.step, **row)
             return
         memory.schedule(saving.step, saving.stall_seconds, seconds)
-        after = round(memory.every_seconds, 1)
-        row = {"step": saving.step, "path": path, "bytes": size, "seconds": seconds}
-        self.events.record("in_memory", **row, stall_seconds=stall, next_seconds=after)
-
-    def _discard(self, directory: Path, memory: InMemory | None) -> None:
-        """Remove what is left of a checkpoint that failed, on the disk or in memory; the leader calls it."""
-        if memory is not None:
-            memory.discard(directory.name)
-            return
-        shutil.rmtree(disk.temporary_path(directory), ignore_errors=True)
-        disk.remove(directory)
+        self.events.record("in_memory", step=saving.step, **row, next_seconds=round(memory.every_seconds, 1))
 
     def _remove_superseded(self, saved: int) -> None:
         """Remove the checkpoints on disk that keep_last and keep_every_steps leave out, in the thread."""
@@ -357,9 +427,9 @@ class Checkpoints:
         if memory is not None:
             memory.problem = detail
             self.note(step, "checkpoint not in memory", f"{detail}; training goes on, with those on disk alone")
-            return
-        detail += "; training goes on, the next checkpoint is tried in its turn"
-        self.note(step, "checkpoint not saved", detail)
+        else:
+            tried = "training goes on, the next checkpoint is tried in its turn"
+            self.note(step, "checkpoint not saved", f"{detail}; {tried}")
 
     def note(self, step: int, what: str, detail: str) -> None:
         """Record an incident in events.jsonl, and print it, on rank 0."""
@@ -368,10 +438,13 @@ class Checkpoints:
         self.events.record("incident", step=step, what=what, detail=detail)
 
 
-def _try_publish(directory: Path, manifest: Manifest) -> str:
-    """Publish the checkpoint; return the disk's error, or ""."""
+def _publish(directory: Path, manifest: Manifest, memory: InMemory | None) -> str:
+    """Publish the checkpoint on the disk or in memory; return the system's error, or ""."""
     try:
-        disk.publish(directory, manifest)
+        if memory is not None:
+            memory.publish(manifest)
+        else:
+            disk.publish(directory, manifest)
     except OSError as error:
         return f"{host_name()}: {reason(error)}"
     return ""

@@ -34,8 +34,7 @@ from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import reason
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.units import format_bytes
-from finlm.plan import failures
-from finlm.plan.plan import Plan
+from finlm.plan.plan import Plan, best_interval, seconds_between
 from finlm.recipe.schema import Checkpoint
 from finlm.train import entry
 
@@ -62,7 +61,7 @@ class InMemory:
         self.next_step: int | None = None
         self.every_seconds = 0.0
         self._since: tuple[int, float] | None = None  # step and time.monotonic() of the last one
-        self._history = entry.gather_values(failures.of_run(run) if distributed.get_rank() == 0 else None)[0]
+        self._history = entry.gather_values(run.count_failures() if distributed.get_rank() == 0 else None)[0]
         if problems := [each for each in entry.gather_values(self.problem) if each]:
             self.problem = problems[0]
             return
@@ -93,7 +92,7 @@ class InMemory:
         for link in self.run.checkpoints.glob("step-*"):
             if link.is_symlink() and not (link / disk.MANIFEST).exists():
                 link.unlink(missing_ok=True)
-        with _locked(self.directory.parent):
+        with _lock(self.directory.parent):
             for path in self.directory.parent.iterdir():
                 if path != self.directory and _is_superseded(path, self.run):
                     shutil.rmtree(path, ignore_errors=True)
@@ -133,8 +132,8 @@ class InMemory:
         measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
         stall, seconds, step_seconds = (statistics.median(each) for each in zip(*measured, strict=True))
         if self.minutes == "auto":
-            between = failures.seconds_between(self.ranks, *self._history)
-            self.every_seconds = failures.best_interval(stall, between, seconds)
+            between = seconds_between(self.ranks, *self._history)
+            self.every_seconds = best_interval(stall, between, seconds)
         else:
             self.every_seconds = 60.0 * float(self.minutes or 0)
         self.next_step = step + max(1, round(self.every_seconds / max(step_seconds, 1e-6)))
@@ -216,14 +215,10 @@ class InMemory:
                     problems.append(f"{path.name}: {reason(error)}")
         return problems
 
-    def publish(self, manifest: Manifest) -> str:
-        """Publish the written checkpoint of this host; return the error, or "". The leader calls it."""
+    def publish(self, manifest: Manifest) -> None:
+        """Publish the written checkpoint of this host. The leader calls it. Raises OSError."""
         directory = self.directory / f"step-{manifest.step}"
-        try:
-            disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
-        except OSError as error:
-            return f"{host_name()}: {reason(error)}"
-        return ""
+        disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
         """Remove the checkpoint of this name, whole or half-written; the leader calls it."""
@@ -265,7 +260,7 @@ def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     """Hold a directory's lock in the block, in which no other rank or run makes or removes what is below it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -284,7 +279,7 @@ def _make(directory: Path, run: RunDir) -> str:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
             return f"{host_name()}: {directory.parent} belongs to somebody else"
-        with _locked(directory.parent):
+        with _lock(directory.parent):
             directory.mkdir(exist_ok=True)
             (directory / RUN).write_text(str(run.path.resolve()), encoding="utf-8")
     except OSError as error:

@@ -12,8 +12,11 @@ those of stage 3 a ceil(numel / ranks) piece of each. Not covered: stage 0 (no s
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 import re
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,11 +30,15 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from finlm.base.checkpoints import Manifest, sync_path
-from finlm.base.errors import UserError
+from finlm.base import checkpoints
+from finlm.base.checkpoints import Manifest, Part
+from finlm.base.errors import UserError, reason
+from finlm.base.rundir import host_name
+from finlm.base.units import format_bytes
 from finlm.train.zero.engine import lock_pages
 
 SAFE = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
+FULL_BYTES = 1 << 20  # free on a disk that is full
 SMALL_BYTES = 1 << 20  # below it a buffer that stays is not worth its page-locking
 
 State = dict[str, Any]
@@ -58,7 +65,25 @@ def write(state: State, path: Path) -> None:
     """Write the state to a torch file and wait until it has reached the disk. Raises RuntimeError or OSError."""
     torch.serialization.set_crc32_options(False)  # a slow checksum in the zip; the manifest has sha256
     torch.save(state, path)
-    sync_path(path)
+    checkpoints.sync_path(path)
+
+
+def write_files(directory: Path, states: dict[str, State], rank: int, threads: int) -> dict[str, Part]:
+    """Write a rank's files and return their hashes, in a thread. Removes them and raises OSError on failure."""
+    paths = [directory / name for name in states]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, state in zip(paths, states.values(), strict=True):
+            write(state, path)
+        hashes = checkpoints.sha256(paths, threads)
+        return {path.name: Part(path.stat().st_size, hashes[path], rank) for path in paths}
+    except (OSError, RuntimeError) as error:  # torch's writer hides the number of the system's error
+        free = shutil.disk_usage(directory.parent).free
+        for path in paths:
+            path.unlink(missing_ok=True)
+        hidden = os.strerror(errno.ENOSPC) if free < FULL_BYTES else str(error).partition("\n")[0]
+        why = reason(error) if isinstance(error, OSError) else hidden
+        raise OSError(errno.EIO, f"{host_name()}: {why} ({format_bytes(free)} free)") from None
 
 
 class Store(CheckpointEngine):  # type: ignore[misc]
@@ -298,7 +323,12 @@ def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
     return {"fp32": list(masters)} | {key: [moments[i][key] for i in range(len(masters))] for key in KEYS[1:]}
 
 
-def model_state(engine: Any, shards: Shards, world_size: int) -> State:
+def cut_anew(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[State, State]:
+    """Return (model states, shard) as this rank would have saved them in the engine's layout, of the saved values."""
+    return _model_state(engine, shards, world_size), _optimizer_state(engine, shards, rank, world_size)
+
+
+def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
     """Return what a file of model states would hold for this rank in the engine's layout, for DeepSpeed to load.
 
     The weights are the shards' in the model's precision; under ZeRO-3 they are place holders.
@@ -313,7 +343,7 @@ def model_state(engine: Any, shards: Shards, world_size: int) -> State:
     return state | {"module": module}
 
 
-def optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> State:
+def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> State:
     """Return the shard that this rank would have saved in the engine's layout: the engine's form, the saved values."""
     optimizer, old = engine.optimizer, shards.optimizer[0]
     state: State = optimizer.state_dict()

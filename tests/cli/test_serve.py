@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from finlm.base import machine
+from finlm.base import processes
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.cli import main
-from finlm.inference import serve
+from finlm.cli import main, recipes
 
 TAIL = ["--host", "localhost", "--port", "8000"]
 
 
 def test_the_line_is_that_of_transformers_or_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"fastapi", "uvicorn", "openai"}
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    line = serve.command(tmp_path, "localhost", 8000, "auto")
+    line = recipes.server_command(tmp_path, "localhost", 8000, "auto")
     assert line == [sys.executable, "-m", "transformers.cli.transformers", "serve", str(tmp_path), *TAIL]
     with pytest.raises(UserError, match="vLLM is not installed"):
-        serve.command(tmp_path, "localhost", 8000, "vllm")
+        recipes.server_command(tmp_path, "localhost", 8000, "vllm")
     installed.remove("uvicorn")
     with pytest.raises(UserError, match="transformers' server needs uvicorn") as caught:
-        serve.command(tmp_path, "localhost", 8000, "auto")
+        recipes.server_command(tmp_path, "localhost", 8000, "auto")
     assert "requirements-serve.lock" in caught.value.fix
     monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/vllm")
-    assert serve.command(tmp_path, "localhost", 8000, "vllm") == ["/usr/bin/vllm", "serve", str(tmp_path), *TAIL]
+    assert recipes.server_command(tmp_path, "localhost", 8000, "vllm") == [
+        "/usr/bin/vllm",
+        "serve",
+        str(tmp_path),
+        *TAIL,
+    ]
 
 
 def test_a_run_is_served_by_its_export_and_what_is_no_model_is_refused(
@@ -40,13 +46,14 @@ def test_a_run_is_served_by_its_export_and_what_is_no_model_is_refused(
 ) -> None:
     lines: list[list[str]] = []
     monkeypatch.setattr(os, "execvp", lambda _, line: lines.append(line))
-    monkeypatch.setattr(serve, "command", lambda directory, *_: ["server", str(directory)])
-    with machine.listen("localhost", 0) as taken:
+    monkeypatch.setattr(recipes, "server_command", lambda directory, *_: ["server", str(directory)])
+    with processes.listen("localhost", 0) as taken:
         port = taken.getsockname()[1]
+        asked = Namespace(model=finished[0].path, host="localhost", port=port, engine="auto")
         with pytest.raises(UserError, match=f"cannot listen at localhost:{port}"):
-            serve.run(finished[0].path, "localhost", port, "auto")
+            recipes.serve(asked)
         assert lines == []
-    serve.run(finished[0].path, "localhost", port, "auto")
+    recipes.serve(asked)
     assert lines == [["server", str(finished[0].export.resolve())]]
     assert "has no chat template" in capsys.readouterr().err
     (tmp_path / "judge").mkdir()
