@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> int:
             )
     compile_packages(python)
     STAMP.write_text(wanted)
+    print("done; next: source .venv/bin/activate", flush=True)
     return 0
 
 

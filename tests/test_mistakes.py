@@ -28,6 +28,8 @@ FILES: dict[str, bytes] = {
     "binary.yaml": bytes(range(256)),
     "twice.yaml": b"base: once.yaml\nname: twice\n",
     "once.yaml": f"base: {QUICKSTART}\nname: once\n".encode(),
+    "wide.yaml": "name：宽\ntrain：{steps: 10}\n".encode(),
+    "gbk.yaml": "name: x\ndescription: 中文\n".encode("gbk"),
     "lost.yaml": b"base: gone.yaml\nname: lost\n",
     "file": b"x",
     "hosts": b"worker-a slots\n",
@@ -38,12 +40,17 @@ FILES: dict[str, bytes] = {
     "text.jsonl": "净利润\n".encode() * 50,
     "empty.jsonl": b"",
     "field.jsonl": '{"content": "营业收入"}\n'.encode() * 50,
+    "gbk.jsonl": '{"text": "营业收入增长"}\n'.encode("gbk") * 50,
+    "said.jsonl": '{"messages": [{"role": "user", "content": "营业收入？"}]}\n'.encode() * 50,
+    "notes.md": "# 公告\n\n营业收入增长。\n".encode() * 50,
     "few.jsonl": '{"text": "营业收入增长。"}\n'.encode() * 3,
     "cut.jsonl.gz": gzip.compress('{"text": "营业收入增长"}\n'.encode() * 500)[:-30],
     "bad.parquet": b"PAR1xxxx",
     "table.csv": "代码,营业收入\n1,2\n".encode(),
     "paper.pdf": b"%PDF-1.7\n",
     "bad.model": b"no model",
+    "tiny.gguf": b"GGUF",
+    "old/a-1/recipe.yaml": b"name: a\n",
     "folder/config.json": b"{}",
     "folder/a.yaml": QUICKSTART.read_bytes(),
     "folder/b.yaml": QUICKSTART.read_bytes(),
@@ -63,6 +70,7 @@ EDITS = {
 }
 DATA = "--set tokenizer.vocab_size=300 --set train.steps=5 --set data.sources="
 Q, SFT = "quickstart", "quickstart/sft"
+ALONE = "--set data.mixture=[] --set eval.suites=[] --set data.sources="
 
 ROWS: list[tuple[str, str]] = [
     # The recipe's file
@@ -76,6 +84,8 @@ ROWS: list[tuple[str, str]] = [
     ("plan binary.yaml", "cannot read the recipe binary.yaml"),
     ("plan twice.yaml", "inheritance is one level deep"),
     ("plan lost.yaml", "lost.yaml:1: base: cannot read gone.yaml"),
+    ("plan wide.yaml", "write the ASCII mark instead of ："),
+    ("plan gbk.yaml", "save it as UTF-8"),
     ("plan lengths.yaml", "give exactly one of steps, tokens, epochs; found steps, tokens"),
     ("plan endless.yaml", "found none"),
     ("plan words.yaml", "data.num_proc: should be a whole number, got 'many'"),
@@ -142,7 +152,7 @@ ROWS: list[tuple[str, str]] = [
     (f"plan {Q} --set zero.stage=3 --set zero.offload_param=nvme", "zero.nvme_path: is required"),
     (f"plan {Q} --set train.precision=fp16", "fp16 does not run on CPU ranks"),
     (f"plan {Q} --set train.precision=bfloat16", "did you mean 'bf16'?"),
-    (f"plan {Q} --gpu A100", "nearest: A10, H100, A100-80G"),
+    (f"plan {Q} --gpu A100", "nearest: A100-40G, A100-80G;"),
     (f"plan {Q} --gpu-memory 48GiB", "add --gpu NAME"),
     (f"plan {Q} --gpu X --gpu-memory lots", "for example --gpu-memory 48GiB"),
     ("plan xuanyuan-70b --gpu V100-32G", "does not fit this cluster"),
@@ -173,6 +183,7 @@ ROWS: list[tuple[str, str]] = [
     ("chat folder --tools gone.json", "there is no file gone.json"),
     ("import-gguf gone.gguf out", "there is no file gone.gguf"),
     (f"train {SFT} --set model.init_from=modelscope:org/name", "needs model.revision"),
+    ("new mine --model tiny.gguf", "finlm import-gguf tiny.gguf DIRECTORY"),
     ("sample gone 净利润", "gone holds no model"),
     ("export gone out", "gone holds no model"),
     # Data
@@ -180,6 +191,15 @@ ROWS: list[tuple[str, str]] = [
     (f"prepare {Q} {DATA}text.jsonl", "text.jsonl:1: not JSON"),
     (f"prepare {Q} {DATA}empty.jsonl", "source empty has no row"),
     (f"prepare {Q} {DATA}field.jsonl", "no field 'text', only 'content'"),
+    (f"prepare {Q} {DATA}gbk.jsonl", "set data.sources[i].encoding, for example gb18030"),
+    (f"prepare {Q} {DATA}said.jsonl", "these are dialogues, for a recipe of stage sft"),
+    (f"prepare {Q} {DATA}notes.md", "set data.sources[i].format to txt or lines"),
+    (f"prepare {Q} {DATA}text.jsonl,few.jsonl", "--set 'data.sources=[text.jsonl, few.jsonl]'"),
+    # told before the model to start from is trained
+    (f"train {SFT} {ALONE}gone.jsonl", "no file matches gone.jsonl"),
+    (f"train {SFT} {ALONE}said.jsonl", "said.jsonl:1: the last turn is the user's"),
+    (f"train {SFT} --dry-run {ALONE}text.jsonl", "text.jsonl:1: not JSON"),
+    (f"train {SFT} --dry-run {ALONE}table.csv", "pandas.read_csv"),
     (f"prepare {Q} {DATA}few.jsonl", "source few has no document to train on"),
     (f"prepare {Q} {DATA}cut.jsonl.gz", "the archive is cut short"),
     (f"prepare {Q} {DATA}bad.parquet", "bad.parquet is damaged"),
@@ -200,6 +220,7 @@ ROWS: list[tuple[str, str]] = [
     ("report gone", "there is no run gone"),
     ("reproduce gone", "there is no run gone"),
     ("diagnose gone.log", "cannot read gone.log"),
+    ("diagnose old", "old is a directory of runs, not a run"),
     ("runs --runs file", "--runs: file is a file"),
     (f"train {Q} --runs file", "--runs: file is a file"),
     # Forks
@@ -254,7 +275,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory with the files above; whatever is expensive fails the test."""
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(content)
     text = QUICKSTART.read_text(encoding="utf-8")
     for name, (old, new) in EDITS.items():

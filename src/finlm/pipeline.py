@@ -192,6 +192,7 @@ def _export_or_train(t: Training, key: str, named: str) -> Path:
         screen.say(f"passed over {sentence} (--set {key}=RUN takes it)")
     if export is not None:
         return export
+    prepare.check_sources(t.recipe)  # rather than when the other recipe has been trained
     screen.say(f"{t.loaded.path} needs {named}, of which, as it is written, no finished run is in {t.runs}:")
     screen.say("that is trained first")
     if train(Training(parent, t.hosts, t.runs, accept_new=t.accept_new, read=t.read)) != 0:

@@ -107,10 +107,11 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def check_sources(recipe: Recipe) -> None:
-    """Raise UserError for a path in data.sources that no file matches. Reads and fetches nothing."""
-    for number, source in enumerate(recipe.data.sources):
-        if source.path is not None:
-            sources.find_inputs(source, f"data.sources[{number}]")
+    """Raise UserError for a path in data.sources that no file matches, and for rows that are no dialogues."""
+    places = [(source, f"data.sources[{number}]") for number, source in enumerate(recipe.data.sources) if source.path]
+    inputs = [found for source, key in places for found in sources.find_inputs(source, key)]
+    if recipe.stage != "pretrain":
+        convert.check_rows(recipe, inputs)
 
 
 def make_plan(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> Plan:

@@ -47,6 +47,7 @@ def chinese() -> Iterator[None]:
         (["plan"], {"LC_ALL": "", "LC_MESSAGES": "zh_TW", "LANG": "C"}, "zh"),
         (["plan"], {"FINLM_LANG": "en", "LC_ALL": "zh_CN"}, "en"),
         (["plan"], {"FINLM_LANG": "zh", "LC_ALL": "C"}, "zh"),
+        (["plan"], {"FINLM_LANG": "cn"}, "zh"),
     ],
 )
 def test_the_option_comes_before_the_environment(

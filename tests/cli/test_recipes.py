@@ -49,6 +49,15 @@ def test_what_is_written_loads_plans_and_has_the_models_shape(
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_run_stands_for_its_export(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = model.parent / "runs/mine-20260101-000000"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    model.rename(run / "export")
+    assert main.main(["new", "mine", "--model", str(run)]) == 0
+    assert recipe.load(Path(capsys.readouterr().out.strip())).recipe.model.init_from == str(run / "export")
+
+
 def test_documents_do_not_end_with_the_end_of_a_turn(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings(model, eos_token="<|im_end|>")
     assert main.main(["new", "mine", "--model", str(model)]) == 0

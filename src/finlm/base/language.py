@@ -51,7 +51,7 @@ def choose(arguments: Sequence[str], environment: Mapping[str, str] = os.environ
             wanted = value or next(iter(arguments[position + 1 :]), "")
             return wanted if wanted in LANGUAGES else "en"
     said = next((environment[name] for name in VARIABLES if environment.get(name)), "")
-    return "zh" if said.lower().startswith("zh") else "en"
+    return "zh" if said.lower().startswith(("zh", "cn")) else "en"
 
 
 def use(language: str) -> None:

@@ -238,6 +238,9 @@ def write_for_model(name: str, model: str, revision: str | None, stage: str, rec
     from finlm.tokens import pretrained
 
     path = derive.new_path(name, f"{stage}.yaml", recipes)
+    model = parents.export_of("--model", model)
+    if Path(model).suffix == ".gguf":
+        raise UserError(f"{model} is a GGUF file", fix=f"finlm import-gguf {model} DIRECTORY, then --model DIRECTORY")
     place = weights.fetch_description(model, revision)
     shape = parents.shape_of(place, revision)
     directory = Path(place) if Path(place).is_dir() else pretrained.snapshot(place, revision)

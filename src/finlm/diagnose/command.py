@@ -101,6 +101,9 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
         for path in paths:
             if path == "-" or not Path(path).is_dir():
                 files.append(path)
+            elif runs := sorted(run for run in Path(path).iterdir() if (run / "recipe.yaml").is_file()):
+                names = ", ".join(run.name for run in runs[:8])
+                return _print_refusal(f"{path} is a directory of runs, not a run", f"it holds {names}")
             elif own := _read_run(Path(path)):
                 findings += _of_run(own, Path(path), lang)
                 logs += own

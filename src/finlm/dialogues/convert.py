@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.step_cache import Step, bar
+from finlm.base.step_cache import Step, bar, ignore_progress
 from finlm.corpus import normalize, selection, steps
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
@@ -114,6 +115,49 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     step = context.cache.step("dialogues", depends_on, make, 4 * size)
     context.say(step, _describe_step(step.manifest))
     return step
+
+
+def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
+    """Raise UserError where make_shards would for the form of rows: needs no tokenizer, so no model to start from.
+
+    Of a source of several blocks only the first rows are read.
+    """
+    allowed, cache = recipe.data.max_broken_fraction, Path(recipe.data.cache_dir)
+    formats = templates.FORMATS if recipe.stage == "sft" else encode.FORMATS
+    read, inputs = partial(_check_forms, recipe.stage), [replace(item, text_field=readers.WHOLE_ROW) for item in inputs]
+    parsing.check_first_rows(inputs, allowed, parsing.Reader(parsing.dialogue_blocks, read, formats))
+    counts, lines = list[parsing.RowCounts](), list[str]()
+    for item in inputs:
+        blocks = list(itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 2))
+        if len(blocks) == 1:
+            rows, broken = read(blocks[0], item, None)
+            counts.append(parsing.RowCounts(item.source, rows, len(broken), bool(blocks[0].cut)))
+            lines += [parsing.json_line(item.source, row) for row in broken]
+    with tempfile.TemporaryDirectory() as directory:
+        files.write_text(Path(directory) / "broken.jsonl", "".join(lines))
+        if lines:
+            cache.mkdir(parents=True, exist_ok=True)
+        parsing.check_broken_rows(Path(directory), counts, allowed, cache, formats)
+
+
+def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tuple[int, list[parsing.BrokenRow]]:
+    """Return (rows looked at, those that no tokenizer could encode) of a block's first `most` rows."""
+    rows, broken = 0, list[parsing.BrokenRow]()
+    for row in itertools.islice(parsing.parse_dialogues(block), most):
+        rows, reason = rows + 1, row.broken
+        try:
+            if not reason and stage != "sft":
+                encode.read_preference(row.value, needs_both=stage != "grpo")
+            elif not reason and not isinstance(messages := templates.read_messages(row.value), str):
+                templates.read_tools(row.value)
+                templates.check_messages(messages, ())
+        except LeftOut:
+            continue
+        except Refused as error:
+            reason = str(error).encode("utf-8", "replace").decode()
+        if reason:
+            broken.append((block.path, row.line, reason, row.excerpt()))
+    return rows, broken
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:

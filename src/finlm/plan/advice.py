@@ -259,6 +259,7 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
 def _describe_checkpoint(advice: Advice, plan: Plan) -> str:
     """Return size, cost in time and advised interval of checkpoints in words."""
     every = advice.checkpoint_every_steps
+    every = None if every and every >= plan.steps else every
     text = f"{format_bytes(advice.checkpoint_bytes)} each, {format_bytes(advice.checkpoint_disk_bytes)} of disk a host"
     if plan.tokens_per_second is None:
         return text + (f"; every {every:,} steps" if every else "; at the end only")

@@ -121,7 +121,9 @@ def find(name: str) -> Gpu:
     for gpu in known.values():
         if re.search(gpu.nvidia_smi, name, re.IGNORECASE):
             return _declared.get(gpu.name.casefold(), gpu)
-    near = difflib.get_close_matches(name.upper().removeprefix("NVIDIA "), known, n=3, cutoff=0.4)
+    wanted = name.upper().removeprefix("NVIDIA ")
+    near = [kind for kind in known if wanted in kind.upper()][:3]
+    near = near or difflib.get_close_matches(wanted, known, n=3, cutoff=0.4)
     raise PlanError(
         f"no facts about the GPU kind {name!r}",
         evidence=f"nearest: {', '.join(near) or 'none'}; known: {', '.join(known)}",

@@ -162,7 +162,8 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot read the recipe {shown}" if child_of is None else f"{child_of}: base: cannot read {shown}"
-        raise UserError(problem, evidence=str(error), fix="recipes are in recipes/<family>/<stage>.yaml") from None
+        fix = "recipes are in recipes/<family>/<stage>.yaml" if isinstance(error, OSError) else "save it as UTF-8"
+        raise UserError(problem, evidence=str(error), fix=fix) from None
     try:
         root = YAML(typ="rt").load(text)
         if not isinstance(root, CommentedMap):
@@ -176,9 +177,11 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
         document.values = _plain(root, (), shown, document.lines)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(
-            f"{shown}:{line}: not valid YAML: {error.problem}", evidence=error.context or "", fix=_YAML_FIX
-        ) from None
+        near = "".join(text.split("\n")[max(0, line - 2) : line])
+        wide = [mark for mark in "：，｛｝［］“”" if mark in near]
+        fix = f"write the ASCII mark instead of {' '.join(wide)}" if wide else _YAML_FIX
+        problem = f"{shown}:{line}: not valid YAML: {error.problem}"
+        raise UserError(problem, evidence=error.context or "", fix=fix) from None
     except ReaderError as error:  # its own sentence repeats the file
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{shown}:{line}: not valid YAML: a control character", evidence=_first_line(error)) from None

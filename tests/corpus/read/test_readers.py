@@ -380,6 +380,7 @@ def test_a_link_that_leads_nowhere_is_no_file_less(tmp_path: Path) -> None:
     for pattern in ("in/*.jsonl", "**/*.jsonl", "in/b.jsonl"):
         with pytest.raises(UserError, match=r"b\.jsonl leads nowhere"):
             sources.expand(f"{tmp_path}/{pattern}")
+    assert sources.expand(f"{tmp_path}/in/a*.jsonl") == [tmp_path / "in/a.jsonl"]
     (tmp_path / "in/b.jsonl").unlink()
     assert sources.expand(f"{tmp_path}/**/*.jsonl") == [tmp_path / "in/a.jsonl"]
 

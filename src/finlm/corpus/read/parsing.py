@@ -236,7 +236,13 @@ _KEPT = 10_000  # rows of a source that are kept for a look: most often all are 
 _FIRST = 1000  # rows that a source is judged by
 _ALMOST_ALL = 0.9
 _SAMPLES = 3
-_HOW = "mend the file (or set data.sources[i].text_field or .encoding), or raise data.max_broken_fraction"
+_HINTS = {
+    "is null, not a string": "set data.sources[i].null_text to empty, which leaves out such rows and no others",
+    "only 'messages'": "these are dialogues, for a recipe of stage sft",
+    "no field": "set data.sources[i].text_field",
+    "not UTF-8": "set data.sources[i].encoding, for example gb18030",
+    "not JSON": "set data.sources[i].format to txt or lines where it is plain text",
+}
 
 
 class Reader(NamedTuple):
@@ -262,7 +268,8 @@ def check_first_rows(inputs: Sequence[Input], max_broken_fraction: float, reader
         rows, broken = reader.first(blocks[0], item, _FIRST)
         if len(broken) > max(_ALMOST_ALL, max_broken_fraction) * rows:
             raise UserError(
-                f"source {item.source}: {len(broken):,} of its first {rows:,} rows {_describe_failure(reader.formats)}",
+                f"source {item.source}: {len(broken):,} of its first {rows:,} rows "
+                f"cannot be {'used' if reader.formats else 'read'}",
                 evidence=_format_evidence(broken),
                 fix=_suggest_fix(broken[0], reader.formats),
             )
@@ -311,7 +318,7 @@ def check_broken_rows(
         readers.refuse_cut(item.source, where, item.rows, item.broken, allowed)
         each = "\n" + format_reasons(reasons) if formats and len(reasons) > 1 else ""
         raise UserError(
-            f"source {item.source}: {item.broken:,} of {item.rows:,} rows {_describe_failure(formats)} "
+            f"source {item.source}: {item.broken:,} of {item.rows:,} rows cannot be {'used' if formats else 'read'} "
             f"({item.broken / item.rows:.2%}); data.max_broken_fraction allows {allowed:.2%}",
             evidence=_format_evidence([*ends[:1], *(row for row in rows if row not in ends[:1])]) + each,
             fix=f"{'all' if item.broken <= _KEPT else f'the first {_KEPT:,}'} of them are in {kept}; "
@@ -327,28 +334,21 @@ def json_line(source: str, row: BrokenRow) -> str:
 
 
 def format_reasons(reasons: Mapping[str, int]) -> str:
-    """Return the four most frequent reasons with their numbers of rows, a line each."""
-    return "\n".join(f"{count:,} rows: {reason}" for reason, count in Counter(reasons).most_common(4))
-
-
-def _describe_failure(formats: Sequence[str]) -> str:
-    """Return the verb phrase of the message: rows with `formats` cannot be used, others cannot be read."""
-    return "cannot be used" if formats else "cannot be read"
+    """Return the eight most frequent reasons with their numbers of rows, a line each."""
+    return "\n".join(f"{count:,} rows: {reason}" for reason, count in Counter(reasons).most_common(8))
 
 
 def _suggest_fix(first: BrokenRow, formats: Sequence[str]) -> str:
     """Return the fix to suggest, judging by the first broken row."""
     _, number, reason, start = first
+    hint = next((f"{hint}; " for mark, hint in _HINTS.items() if mark in reason), "")
     if formats:
-        mend = "mend them" + " or set data.sources[i].encoding" * reason.startswith("not UTF-8")
+        hint = hint * reason.startswith("not UTF-8")
         known = "".join(f"\n- {text}" for text in formats)
-        return f"{mend}, or raise data.max_broken_fraction to leave them out; a row is one of{known}"
-    if reason.endswith("is null, not a string"):
-        return f"set data.sources[i].null_text to empty, which leaves out such rows and no others, or {_HOW}"
-    is_list = number == 1 and start.lstrip().startswith("[")
-    return (
-        f"it is one JSON list: write a row a line (jq -c '.[]' LIST.json > ROWS.jsonl), or {_HOW}" if is_list else _HOW
-    )
+        return f"{hint}mend them, or raise data.max_broken_fraction to leave them out; a row is one of{known}"
+    if number == 1 and start.lstrip().startswith("["):
+        hint = "it is one JSON list: write a row a line (jq -c '.[]' LIST.json > ROWS.jsonl); "
+    return f"{hint}mend the file, or raise data.max_broken_fraction"
 
 
 def _format_evidence(broken: Sequence[BrokenRow]) -> str:

@@ -32,6 +32,10 @@ from finlm.recipe.schema_data import Source
 Split = Literal["train", "held_out", "share"]
 Format = Literal["jsonl", "lines", "txt", "parquet", "arrow"]
 _NOT_READ = (".csv", ".tsv", ".xls", ".xlsx", ".pdf", ".doc", ".docx")
+_CONVERT = (
+    'convert it to JSON lines: python -c "import pandas,sys;pandas.read_csv(sys.argv[1],dtype=str)'
+    ".to_json(sys.argv[2],orient='records',lines=True,force_ascii=False)\" FILE.csv FILE.jsonl"
+)
 _SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
 _LOOKED_AT = 10_000  # entries of a directory that was given instead of its files
 READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
@@ -87,7 +91,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         raise UserError(
             f"{key}: no file matches {source.path}",
             evidence=_similar_names(str(source.path)),
-            fix="download it and name the file" if "://" in str(source.path) else f"correct {key}.path",
+            fix=_path_fix(str(source.path), key),
         )
     by_format: dict[Format, list[Path]] = {}
     for path in paths:
@@ -109,6 +113,15 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
                 )
             )
     return inputs
+
+
+def _path_fix(path: str, key: str) -> str:
+    """Return the fix to suggest for a path that no file matches."""
+    if "://" in path:
+        return "download it and name the file"
+    if "," in path:
+        return f"write a list: --set 'data.sources=[{', '.join(part.strip() for part in path.split(','))}]'"
+    return f"correct {key}.path"
 
 
 def expand(pattern: str, split: str = "train") -> list[Path]:
@@ -162,8 +175,8 @@ def _glob(directory: Path, parts: Sequence[str]) -> Iterator[Path]:
         for inner in _below(directory):
             yield from _glob(inner, parts[1:])
     elif directory.is_dir():
-        for path in _entries(directory):
-            if fnmatchcase(path.name, parts[0]) and (len(parts) == 1 or path.is_dir()):
+        for path in _entries(directory, parts[0]):
+            if len(parts) == 1 or path.is_dir():
                 yield from _glob(path, parts[1:])
 
 
@@ -176,15 +189,18 @@ def _below(directory: Path) -> Iterator[Path]:
             continue
         seen.add(here.resolve())
         yield here
-        for inner in _entries(here):
+        for inner in _entries(here, "*"):
             if inner.is_dir() and inner.name != "lost+found":  # root's alone, on every ext4
                 (links if inner.is_symlink() else waiting).append(inner)
 
 
-def _entries(directory: Path) -> list[Path]:
-    """Return the paths in a directory, sorted. Raises UserError if it cannot be listed or has a visible dead link."""
+def _entries(directory: Path, pattern: str) -> list[Path]:
+    """Return the paths in a directory that match, sorted.
+
+    Raises UserError if it cannot be listed, and for a visible dead link among them.
+    """
     try:
-        paths = sorted(directory.iterdir())
+        paths = sorted(path for path in directory.iterdir() if fnmatchcase(path.name, pattern))
         for path in paths:
             if path.is_symlink() and not path.exists() and not path.name.startswith("."):
                 raise _dead_link_error(path)
@@ -301,7 +317,7 @@ def _format(path: Path, source: Source) -> Format:
         raise UserError(
             f"finlm does not read {path}",
             evidence="it reads JSON lines, .txt, .parquet and .arrow, the first two also as .gz and .zst",
-            fix="convert it to JSON lines, a document or a dialogue a line",
+            fix=_CONVERT if name.endswith(".csv") else "convert it to JSON lines, a document or a dialogue a line",
         )
     return _SUFFIXES.get(Path(name).suffix, "jsonl")
 
