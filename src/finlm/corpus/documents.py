@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import files, screen, step_cache, units
+from finlm.base.files import File
 from finlm.base.step_cache import Cache, Step
 from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
@@ -44,7 +45,7 @@ _VALUES = 10_000  # different values of a counted field, above which it is no ca
 _EXCERPT = 200
 
 Values = dict[str, Counter[str]]  # of each counted field: {value: documents}
-Where = tuple[tuple[Path, int], ...]  # of each part of a chunk: its file and first line
+Where = tuple[tuple[File, int], ...]  # of each part of a chunk: its file and first line
 KeptRow = tuple[int, int, str, str]  # number of its part, lines after its first, reason, start
 
 
@@ -305,7 +306,7 @@ def _bundles(blocks: Iterator[Block]) -> Iterator[tuple[Block, ...]]:
         yield tuple(waiting)
 
 
-def _parts(block: Block) -> list[tuple[Path, int]]:
+def _parts(block: Block) -> list[tuple[File, int]]:
     """Return (file, first line) of each part of a block; a block of text files has a part per file."""
     return [(path, 1) for path, _ in block.data] if isinstance(block.data, tuple) else [(block.path, block.first)]
 

@@ -24,7 +24,9 @@ from typing import Any, Literal
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
+from finlm.base.files import File
 from finlm.base.step_cache import NotPrepared
+from finlm.corpus.read import remote
 from finlm.recipe import parents
 from finlm.recipe.schema_data import Source
 
@@ -42,7 +44,7 @@ class Input:
     """The files of one source and how their rows are read."""
 
     source: str
-    paths: tuple[Path, ...]
+    paths: tuple[File, ...]
     split: Split
     format: Format = "jsonl"
     text_field: str = "text"
@@ -59,7 +61,7 @@ class Input:
         how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
         return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
 
-    def files_with_hashes(self) -> Iterator[tuple[Path, str]]:
+    def files_with_hashes(self) -> Iterator[tuple[File, str]]:
         """Yield (file, its SHA-256) of every file; "" where the files are not hashed."""
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
@@ -74,22 +76,18 @@ class Input:
 def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     """Return the inputs of a recipe's entry. `key` is its place in the recipe, for messages.
 
-    Raises UserError when no file matches. Without `fetch` nothing is downloaded: NotPrepared for files of the Hub that
-    are not in its cache.
+    Raises UserError when no file matches, and for a store that does not answer. Without `fetch` nothing is downloaded:
+    NotPrepared for files of the Hub that are not in its cache.
     """
     if source.dataset is not None:
-        paths, expected = hub_files(source, key, fetch=fetch), f"{source.dataset}@{source.revision}"
+        paths: Sequence[File] = hub_files(source, key, fetch=fetch)
+        expected = f"{source.dataset}@{source.revision}"
     else:
         assert source.path is not None
-        paths, expected = expand(source.path, source.split), source.sha256 or ""
+        paths, expected = find_files(source.path, source.split), source.sha256 or ""
     if not paths:
-        _check_directory(Path(str(source.path)), key)
-        raise UserError(
-            f"{key}: no file matches {source.path}",
-            evidence=_similar_names(str(source.path)),
-            fix="download it and name the file" if "://" in str(source.path) else f"correct {key}.path",
-        )
-    by_format: dict[Format, list[Path]] = {}
+        raise _no_file_error(str(source.path), key)
+    by_format: dict[Format, list[File]] = {}
     for path in paths:
         by_format.setdefault(_format(path, source), []).append(path)
     together = source.dataset or str(source.path)
@@ -98,7 +96,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         groups = [[path] for path in members] if kind == "jsonl" and source.name is None else [members]
         for group in groups:
             alone = len(by_format) == len(groups) == 1
-            file_name = stem(group[0]) if len(group) == 1 and kind != "arrow" else _common_name(together)
+            file_name = stem(group[0].name) if len(group) == 1 and kind != "arrow" else _common_name(together)
             name = _source_name(source.name, file_name, alone)
             inputs.append(
                 Input(
@@ -109,6 +107,11 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
                 )
             )
     return inputs
+
+
+def find_files(pattern: str, split: str = "train") -> Sequence[File]:
+    """Return the files of a path, URL or glob, sorted by name. Raises UserError as expand() and remote.expand() do."""
+    return remote.expand(pattern) if remote.is_url(pattern) else expand(pattern, split)
 
 
 def expand(pattern: str, split: str = "train") -> list[Path]:
@@ -211,13 +214,30 @@ def is_readable(name: str) -> bool:
     return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
+def _no_file_error(pattern: str, key: str) -> UserError:
+    """Return the UserError for a path, URL or glob that no file matches, with what lies nearby."""
+    if remote.is_url(pattern):
+        where, entries = remote.entries_near(pattern)
+        if where == pattern.rstrip("/") and entries:
+            suffixes = Counter(suffix(name) for name, is_directory in entries if not is_directory and is_readable(name))
+            glob = f"*{suffixes.most_common(1)[0][0]}" if suffixes else "**/*.jsonl"
+            evidence, fix = _listing(where, [name for name, _ in entries], glob), f"name its files: {where}/{glob}"
+            return UserError(f"{key}: {pattern} is a directory", evidence=evidence, fix=fix)
+        evidence = _listing(where, [name for name, _ in entries], pattern.rpartition("/")[2])
+    else:
+        _check_directory(Path(pattern), key)
+        evidence = _similar_names(pattern)
+    return UserError(f"{key}: no file matches {pattern}", evidence=evidence, fix=f"correct {key}.path")
+
+
 def _check_directory(path: Path, key: str) -> None:
     """Raise UserError for a directory that was given instead of files, and suggest the glob of most files in it."""
     directory = path.expanduser()
     if not directory.is_dir():
         return
     inside = itertools.islice(directory.rglob("*"), _LOOKED_AT)
-    names = [(file.parent == directory, suffix(file)) for file in inside if is_readable(file.name) and file.is_file()]
+    readable = (file for file in inside if is_readable(file.name) and file.is_file())
+    names = [(file.parent == directory, suffix(file.name)) for file in readable]
     counts = Counter(names).most_common()
     is_here, kind = next((found for found, _ in counts if found[0]), counts[0][0] if counts else (True, ""))
     raise UserError(
@@ -252,8 +272,8 @@ def _other_names(same: Sequence[Input]) -> str:
     if any("@" in item.expected for item in again):
         return f"write an entry for each instead of {again[0].entry}, with files and a name of its own"
     paths = [item.paths[0] for item in again]
-    if len({path.parent for path in paths}) == len(paths):
-        paths = [path.parent / f"*{suffix(path)}" for path in paths]
+    if len({path.with_name("_") for path in paths}) == len(paths):
+        paths = [path.with_name(f"*{suffix(path.name)}") for path in paths]
     example = ", ".join(f"{{path: {path}, name: {chr(ord('a') + at)}}}" for at, path in enumerate(paths[:2]))
     what = "directory" if "*" in paths[0].name else "file"
     more = ", ..." if len(paths) > 2 else ""
@@ -277,14 +297,14 @@ def verify_hashes(item: Input, sha256: Sequence[str]) -> Input:
     return replace(item, sha256=tuple(sha256))
 
 
-def stem(path: Path) -> str:
+def stem(name: str) -> str:
     """Return a file's name without its kind and compression: news.jsonl.gz -> news."""
-    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", path.name) or path.name
+    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", name) or name
 
 
-def suffix(path: Path) -> str:
+def suffix(name: str) -> str:
     """Return the kind and compression of a file's name: news.jsonl.gz -> .jsonl.gz."""
-    return path.name.removeprefix(stem(path))
+    return name.removeprefix(stem(name))
 
 
 def safe_name(name: str) -> str:
@@ -292,7 +312,7 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _format(path: Path, source: Source) -> Format:
+def _format(path: File, source: Source) -> Format:
     """Return the format of a file: the recipe's, or that of its suffix (default jsonl). Raises UserError."""
     if source.format != "auto":
         return source.format
@@ -314,7 +334,7 @@ def _source_name(given: str | None, file_name: str, alone: bool) -> str:
 def _common_name(pattern: str) -> str:
     """Return a name for several files: the last part of their path that is no glob."""
     parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
-    return stem(Path(parts[-1])) if parts else "files"
+    return stem(parts[-1]) if parts else "files"
 
 
 def _similar_names(pattern: str) -> str:
@@ -322,9 +342,14 @@ def _similar_names(pattern: str) -> str:
     wanted = Path(pattern).expanduser()
     directory = next(parent for parent in wanted.absolute().parents if parent.is_dir())
     names = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
-    closest = difflib.get_close_matches(wanted.name, names, n=10, cutoff=0)
+    return f"looked for {wanted.absolute()}\n{_listing(directory, names, wanted.name)}"
+
+
+def _listing(directory: object, names: Sequence[str], wanted: str) -> str:
+    """Return, for messages, the names in a directory that are most like the wanted one."""
+    closest = difflib.get_close_matches(wanted, names, n=10, cutoff=0)
     more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
-    return f"looked for {wanted.absolute()}\n{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
+    return f"{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
 
 
 def hub_files(source: Source, key: str, *, fetch: bool) -> list[Path]:
