@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,22 +29,12 @@ Answer = TypeVar("Answer")
 RANGE_BYTES = 8 * 2**20
 TRIES = 5
 _PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further one
-# What stores call a file's version, the best first. One alone: MinIO lists milliseconds and answers for a key in seconds.
-_VERSIONS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5",
-    "mtime",
-    "modificationTime",
-    "LastModified",
-    "last_modified",
-    "created",
-)
+# What stores call a file's version, the best first. One alone: MinIO lists milliseconds, and tells a key in seconds.
+_VERSIONS = ("ETag", "etag", "generation", "md5", "mtime", "modificationTime", "LastModified", "created")
 _INSTALL = ".venv/bin/pip install -r requirements-s3.lock"
 _GLOB = frozenset("*?[")
 # Three layers that each ask again took two minutes to say that a store is busy.
-_ASK_ONCE = dict.fromkeys(("s3", "s3a"), {"config_kwargs": {"retries": {"total_max_attempts": 1}}})
+_ONCE = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 
 
 def is_url(path: str) -> bool:
@@ -234,8 +225,10 @@ def _listed(url: str, about: dict[str, Any]) -> RemoteFile:
     """Return the file of which a store says this. Raises UserError where it does not tell the size."""
     if about.get("size") is None:
         raise UserError(f"the size of {url} is unknown", evidence="its server does not say", fix=_DOWNLOAD)
-    version = next((str(about[key]) for key in _VERSIONS if about.get(key)), "")
-    return RemoteFile(url, int(about["size"]), version)
+    version = next((about[key] for key in _VERSIONS if about.get(key)), "")
+    if isinstance(version, datetime):  # of info() where ls() gives a number
+        version = version.timestamp()
+    return RemoteFile(url, int(about["size"]), str(version))
 
 
 @lru_cache(maxsize=64)
@@ -245,16 +238,9 @@ def _open_root(root: str) -> Any:
     if importlib.util.find_spec("fsspec") is None:
         raise UserError(f"{root} needs the package fsspec", fix=".venv/bin/pip install fsspec, or 'finlm[data]'")
     from fsspec.core import url_to_fs
-    from fsspec.registry import available_protocols
 
-    if scheme not in available_protocols():
-        raise UserError(
-            f"no store is known by {scheme}://",
-            evidence=f"in {root}",
-            fix="give a path, s3://..., hdfs://host:port/...",
-        )
     try:
-        fs = url_to_fs(root, use_listings_cache=False, **_ASK_ONCE.get(scheme, {}))[0]
+        fs = url_to_fs(root, use_listings_cache=False, **(_ONCE if scheme in ("s3", "s3a") else {}))[0]
         fs.retries = 1
         return fs
     except ImportError as error:
@@ -263,6 +249,9 @@ def _open_root(root: str) -> Any:
             evidence=str(error),
             fix=_fix(scheme, f"install it: {_INSTALL if scheme in _BY_S3FS else 'pip install what the message names'}"),
         ) from None
+    except ValueError as error:
+        fix = "give a path, or a URL such as s3://bucket/... or hdfs://host:port/..."
+        raise UserError(f"no store is known by {scheme}://", evidence=f"{root}: {error}", fix=fix) from None
     except Exception as error:  # an address that no host answers at, a library that is missing
         raise _failure(root, error, asked=1) from None
 
