@@ -65,8 +65,6 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"data.sources[{index}]", "give either path or dataset or synthetic"
         if source.dataset is None and (source.revision or source.files):
             yield f"data.sources[{index}]", "revision and files belong to a dataset, which is not given"
-        if re.match(r"[^/]+://[^/@]*:[^/]*@", source.path or ""):  # it would be written to every place the recipe is
-            yield f"data.sources[{index}].path", "holds a password; credentials are the store's own, as ~/.aws is"
         if source.sha256 is not None and source.path is not None and set(source.path) & set("*?["):
             yield f"data.sources[{index}].sha256", f"belongs to one file, but path is a glob ({source.path})"
     if "://" in recipe.data.cache_dir:

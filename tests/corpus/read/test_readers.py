@@ -93,7 +93,7 @@ def test_every_format_gives_the_same_texts(
     monkeypatch.setattr(readers, "BLOCK_BYTES", 5000)
     entry, texts, broken = read(tmp_path, path=str(tmp_path / name), **settings)
     assert texts == TEXTS and broken == [] and entry.rows == 500
-    assert entry.files == [{"source": sources.stem(Path(name)), "split": "share", "file": name, "sha256": entry.sha256}]
+    assert entry.files == [{"source": sources.stem(name), "split": "share", "file": name, "sha256": entry.sha256}]
 
 
 def test_a_saved_data_set_is_read_without_its_library(tmp_path: Path) -> None:

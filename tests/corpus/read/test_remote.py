@@ -226,18 +226,9 @@ def test_a_wrong_url_is_told_with_what_is_there(
     assert main.main(["plan", str(QUICKSTART), "--set", f"data.sources={path}"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("data.sources=s3://id:secret@bucket/a.jsonl", "holds a password"),
-        ("data.cache_dir=s3://bucket/cache", "data.cache_dir: is a URL"),
-    ],
-)
-def test_what_a_url_cannot_be_is_refused_in_the_recipe(
-    setting: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["prepare", str(QUICKSTART), "--set", setting]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_a_cache_has_to_be_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["prepare", str(QUICKSTART), "--set", "data.cache_dir=s3://bucket/cache"]) == 2
+    assert "data.cache_dir: is a URL" in " ".join(capsys.readouterr().err.split())
 
 
 @needs_s3fs
