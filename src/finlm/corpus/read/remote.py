@@ -244,14 +244,15 @@ def _open_root(root: str) -> Any:
         fs.retries = 1
         return fs
     except ImportError as error:
+        package = _INSTALL if scheme in _BY_S3FS else "pip install what it names"
         raise UserError(
             f"{scheme}:// needs a package that is not installed",
-            evidence=str(error),
-            fix=_fix(scheme, f"install it: {_INSTALL if scheme in _BY_S3FS else 'pip install what the message names'}"),
+            evidence=f"fsspec says {error}",
+            fix=_fix(scheme, f"install it: {package}"),
         ) from None
     except ValueError as error:
         fix = "give a path, or a URL such as s3://bucket/... or hdfs://host:port/..."
-        raise UserError(f"no store is known by {scheme}://", evidence=f"{root}: {error}", fix=fix) from None
+        raise UserError(f"no store is known by {scheme}://", evidence=f"fsspec says {error}", fix=fix) from None
     except Exception as error:  # an address that no host answers at, a library that is missing
         raise _failure(root, error, asked=1) from None
 
