@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, Self
 
 from finlm.base.errors import UserError
 
+_READABLE = 1_000_000  # characters
+
 
 class HasSize(Protocol):
     """What is known of a file."""
@@ -78,8 +80,11 @@ def write_bytes(path: Path, *parts: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write value to path as indented JSON with its keys in their own order, atomically."""
-    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+    """Write value to path as JSON with its keys in their own order, atomically; indented unless too long to read."""
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) < _READABLE:  # indenting takes ten times as long
+        text = json.dumps(value, ensure_ascii=False, indent=2)
+    write_text(path, text + "\n")
 
 
 class NotJson(UserError, ValueError):

@@ -10,7 +10,6 @@ that says nothing has its files hashed by every command.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 import time
@@ -235,11 +234,9 @@ def _listed(url: str, about: dict[str, Any]) -> RemoteFile:
 def _open_root(root: str) -> Any:
     """Return the fsspec filesystem of a URL's scheme and authority. Raises UserError."""
     scheme = root.partition("://")[0]
-    if importlib.util.find_spec("fsspec") is None:
-        raise UserError(f"{root} needs the package fsspec", fix=".venv/bin/pip install fsspec, or 'finlm[data]'")
-    from fsspec.core import url_to_fs
-
     try:
+        from fsspec.core import url_to_fs
+
         fs = url_to_fs(root, use_listings_cache=False, **(_ONCE if scheme in ("s3", "s3a") else {}))[0]
         fs.retries = 1
         return fs

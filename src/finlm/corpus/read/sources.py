@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch, fnmatchcase
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
@@ -150,24 +151,48 @@ def _matching(pattern: str, split: str) -> list[Path]:
     rest = path.parts[len(fixed) :]
     if not rest:
         return []
-    paths = sorted(file for file in _glob(Path(*fixed), rest) if file.is_file() and not file.name.startswith("."))
-    return list({file.resolve(): file for file in reversed(paths)}.values())[::-1] if "**" in rest else paths
+    found = [entry for entry in _glob(Path(*fixed), rest) if entry.is_file and not entry.name.startswith(".")]
+    found.sort(key=lambda entry: (*entry.directory.parts, entry.name))  # as paths sort, which takes five times as long
+    if "**" in rest:
+        real = lru_cache(Path.resolve)  # of directories, which are few
+        once = dict[tuple[Path, str], _Entry]()
+        for entry in found:
+            where = entry.path.resolve() if entry.is_link else None
+            once.setdefault((where.parent, where.name) if where else (real(entry.directory), entry.name), entry)
+        found = list(once.values())
+    return [entry.path for entry in found]
 
 
-def _glob(directory: Path, parts: Sequence[str]) -> Iterator[Path]:
+class _Entry(NamedTuple):
+    """What a directory says of a name in it; a link is what it leads to, and a link."""
+
+    directory: Path
+    name: str
+    is_directory: bool
+    is_file: bool
+    is_link: bool
+
+    @property
+    def path(self) -> Path:
+        """Its path."""
+        return self.directory / self.name
+
+
+def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
     """Yield the paths that Path.glob yields, and those in linked directories below `**`; nothing is passed over.
 
     Raises UserError for a directory that cannot be listed, and for a link that leads nowhere.
     """
-    if not parts:
-        yield directory
-    elif parts[0] == "**":
-        for inner in _below(directory):
+    if parts[0] == "**":
+        for inner in _below(directory) if len(parts) > 1 else ():
             yield from _glob(inner, parts[1:])
     elif directory.is_dir():
-        for path in _entries(directory):
-            if fnmatchcase(path.name, parts[0]) and (len(parts) == 1 or path.is_dir()):
-                yield from _glob(path, parts[1:])
+        for entry in _entries(directory):
+            if fnmatchcase(entry.name, parts[0]):
+                if len(parts) == 1:
+                    yield entry
+                elif entry.is_directory:
+                    yield from _glob(entry.path, parts[1:])
 
 
 def _below(directory: Path) -> Iterator[Path]:
@@ -179,25 +204,26 @@ def _below(directory: Path) -> Iterator[Path]:
             continue
         seen.add(here.resolve())
         yield here
-        for inner in _entries(here):
-            if inner.is_dir() and inner.name != "lost+found":  # root's alone, on every ext4
-                (links if inner.is_symlink() else waiting).append(inner)
+        for entry in _entries(here):
+            if entry.is_directory and entry.name != "lost+found":  # root's alone, on every ext4
+                (links if entry.is_link else waiting).append(entry.path)
 
 
-def _entries(directory: Path) -> list[Path]:
-    """Return the paths in a directory, sorted. Raises UserError if it cannot be listed or has a visible dead link."""
+def _entries(directory: Path) -> list[_Entry]:
+    """Return what is in a directory, by name. Raises UserError if it cannot be listed or has a visible dead link."""
     try:
-        paths = sorted(directory.iterdir())
-        for path in paths:
-            if path.is_symlink() and not path.exists() and not path.name.startswith("."):
-                raise _dead_link_error(path)
+        with os.scandir(directory) as listed:
+            entries = [_Entry(directory, at.name, at.is_dir(), at.is_file(), at.is_symlink()) for at in listed]
+        for entry in entries:
+            if entry.is_link and not entry.path.exists() and not entry.name.startswith("."):
+                raise _dead_link_error(entry.path)
     except OSError as error:
         raise UserError(
             f"cannot look into {directory}",
             evidence=str(error),
             fix="correct its permissions or mount, or name the files so that it does not belong to them",
         ) from None
-    return paths
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def _dead_link_error(link: Path) -> UserError:
@@ -323,7 +349,7 @@ def _format(path: File, source: Source) -> Format:
             evidence="it reads JSON lines, .txt, .parquet and .arrow, the first two also as .gz and .zst",
             fix="convert it to JSON lines, a document or a dialogue a line",
         )
-    return _SUFFIXES.get(Path(name).suffix, "jsonl")
+    return _SUFFIXES.get(f".{name.rpartition('.')[2]}", "jsonl")
 
 
 def _source_name(given: str | None, file_name: str, alone: bool) -> str:
