@@ -24,7 +24,7 @@ from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache, NotPrepared
 from finlm.corpus import contamination, encode, perplexity, ray_engine, steps, vocabulary
-from finlm.corpus.read import sources
+from finlm.corpus.read import remote, sources
 from finlm.corpus.workers import Context, Engine
 from finlm.dialogues import convert, lint, templates
 from finlm.launch import ray_cluster
@@ -106,11 +106,18 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
     return [row for step in cache.used for row in files.read_json_lines(step / "dropped.jsonl")]
 
 
-def check_sources(recipe: Recipe) -> None:
-    """Raise UserError for a path in data.sources that no file matches, and for rows that are no dialogues."""
-    places = [(source, f"data.sources[{number}]") for number, source in enumerate(recipe.data.sources) if source.path]
-    inputs = [found for source, key in places for found in sources.find_inputs(source, key)]
-    if recipe.stage != "pretrain":
+def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
+    """Raise UserError for a path or URL in data.sources that no file matches, and for rows that are no dialogues.
+
+    only_urls: look for those alone, and read no rows.
+    """
+    inputs = [
+        found
+        for number, source in enumerate(recipe.data.sources)
+        if source.path is not None and (remote.is_url(source.path) or not only_urls)
+        for found in sources.find_inputs(source, f"data.sources[{number}]")
+    ]
+    if recipe.stage != "pretrain" and not only_urls:
         convert.check_rows(recipe, inputs)
 
 

@@ -19,7 +19,8 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ from typing import Any
 
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError, reason
+from finlm.base.files import File
 
 _HASH_BLOCK = 16 * 2**20
+_AT_ONCE = 8  # of a store's files: waiting for each is what takes time, and each has a range in memory
 _SPACE_TO_SPARE = 16 * 2**20
 
 
@@ -117,22 +120,23 @@ class Cache:
         """Return the path, without a suffix, at which a step keeps the chunk with this key."""
         return self.directory / "chunks" / name / key[:2] / key
 
-    def fingerprints(self, paths: list[Path]) -> dict[Path, str]:
+    def fingerprints(self, paths: Sequence[File]) -> dict[File, str]:
         """Return the sha256 of each file; files whose path, inode, size and times are known are not read again.
+
+        Of a store's file, size and version must be known. Several of those are read at once.
 
         Stores new hashes in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile,
         NotPrepared for an unknown file when build is False.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
-        states, names = {path: _state(path) for path in paths}, {path: str(path.absolute()) for path in paths}
-        new = [path for path in paths if known.get(names[path], [])[:-1] != states[path]]
+        states, names = {path: _state(path) for path in paths}, {path: str(_absolute(path)) for path in paths}
+        new = [path for path in paths if known.get(names[path], [])[:-1] != states[path] or "" in states[path]]
         if new and not self.build:
             raise NotPrepared("fingerprints")
         with bar("fingerprints", sum(states[path][0] for path in new), fast_bytes=2_000_000_000) as advance:
-            for path in new:
-                known[names[path]] = [*states[path], _sha256(path, advance)]
-                if _state(path) != states[path]:
-                    raise file_changed(path)
+            for path, digest in zip(new, _hash_all(new, advance), strict=True):
+                known[names[path]] = [*states[path], digest]
+                check_unchanged(path, states[path])
         if new:
             files.write_json(self._fingerprints, known)
         return {path: known[names[path]][-1] for path in paths}
@@ -197,24 +201,55 @@ def ignore_progress(amount: float, description: str | None = None) -> None:
     """Do nothing: the Advance where no bar is shown."""
 
 
-def _state(path: Path) -> list[int]:
-    """Return inode, size, mtime and ctime of a file; ctime cannot be set, as mtime can (rsync -t, cp -p)."""
+def _state(path: File) -> list[Any]:
+    """Return inode, size, mtime and ctime of a file; ctime cannot be set, as mtime can (rsync -t, cp -p).
+
+    Of a store's file, what it was listed with.
+    """
+    if not isinstance(path, Path):
+        return path.state()
     about = path.stat()
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
-def file_changed(path: Path) -> UserError:
+def check_unchanged(path: File, state: list[Any]) -> None:
+    """Raise UserError when a file is no longer in this state."""
+    if (_state(path) if isinstance(path, Path) else path.state_now()) != state:
+        raise file_changed(path)
+
+
+def file_changed(path: File) -> UserError:
     """Return the error of a file whose bytes changed while, or after, they were hashed."""
+    if isinstance(path, Path):
+        size: Any = path.stat().st_size if path.exists() else None
+    else:
+        state = path.state_now()
+        size = state and state[0]
     return UserError(
         f"{path} changed while it was read",
-        evidence=f"it has {path.stat().st_size:,} bytes now, and other ones than were hashed"
-        if path.exists()
-        else "it is gone",
+        evidence="it is gone" if size is None else f"it has {size:,} bytes now, and other ones than were hashed",
         fix="run again when nothing writes to it any more; finished work is kept",
     )
 
 
-def _sha256(path: Path, advance: screen.Advance) -> str:
+def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
+    """Yield the sha256 of each file in order; as many as _AT_ONCE of a store's files are read at once."""
+    if all(isinstance(path, Path) for path in paths):
+        yield from (_sha256(path, advance) for path in paths)
+        return
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            yield from pool.map(lambda path: _sha256(path, advance), paths)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _absolute(path: File) -> File:
+    """Return the path from the root; a store's file as it is."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def _sha256(path: File, advance: screen.Advance) -> str:
     """Return the hex sha256 of a file; advance gets each block's bytes. Raises UserError when it cannot be opened."""
     digest = hashlib.sha256()
     try:

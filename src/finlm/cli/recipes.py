@@ -168,6 +168,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.recipe is None:
         raise UserError("finlm plan needs a recipe", fix="give recipes/<family>/<stage>.yaml")
     loaded = load(options)
+    prepare.check_sources(loaded.recipe, only_urls=True)  # a path may lie on the hosts alone
     if loaded.recipe.train.epochs is not None and (shards := prepare.locate(loaded.recipe)):
         loaded = recipe.fit_warmup(loaded, prepare.epoch_tokens(loaded.recipe, shards))
     plan, consulted, warnings = consult(loaded.recipe, command_line.to_plan(options, loaded.recipe), options.price)

@@ -19,7 +19,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import files, screen, step_cache, units
+from finlm.base.files import File
 from finlm.base.step_cache import Cache, Step
 from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
@@ -44,7 +45,7 @@ _VALUES = 10_000  # different values of a counted field, above which it is no ca
 _EXCERPT = 200
 
 Values = dict[str, Counter[str]]  # of each counted field: {value: documents}
-Where = tuple[tuple[Path, int], ...]  # of each part of a chunk: its file and first line
+Where = tuple[tuple[File, int], ...]  # of each part of a chunk: its file and first line
 KeptRow = tuple[int, int, str, str]  # number of its part, lines after its first, reason, start
 
 
@@ -155,7 +156,7 @@ class Documents:
         names = "input", "file", "documents"
         rows = ((c.input, "/".join(c.path.parts[-4:]), c.rows.stop - c.rows.start) for c in self.chunks)
         about = {"chunks": [dict(zip(names, row, strict=True)) for row in rows], "content": self.content}
-        return {"inputs": [asdict(item) for item in self.inputs], **about, "kept_bytes": self.kept_bytes}
+        return {"inputs": [dict(vars(item)) for item in self.inputs], **about, "kept_bytes": self.kept_bytes}
 
     @classmethod
     def of(cls, step: Step) -> Documents:
@@ -185,9 +186,9 @@ def write(
     store = _Store(Cache(keep, build=True), rules, clean.depends_on(rules))
     spans = list(_spans(inputs, store))
     used = max(1, readers.estimate_bytes([span.item for span in spans if not span.known]) // readers.BLOCK_BYTES)
-    total = sum(path.stat().st_size for span in spans if not span.known for path in span.item.paths)
+    total = sum(span.size for span in spans if not span.known)
     if any(span.known for span in spans) and total:
-        all_bytes = sum(path.stat().st_size for item in inputs for path in item.paths)
+        all_bytes = sum(span.size for span in spans)
         shown, all_shown = units.format_bytes(total), units.format_bytes(all_bytes)
         screen.say(f"documents: {shown} of {all_shown} to read, the rest is kept")
     with (
@@ -237,6 +238,7 @@ class _Span(NamedTuple):
 
     number: int  # of the input
     item: Input  # with these files alone
+    size: int  # of them together, in bytes
     record: Path  # where its chunks are listed: [[digest, [[number of the file, first line]]]]
     known: list[tuple[str, list[list[int]]]]  # the list, empty where the files have to be read
 
@@ -256,7 +258,7 @@ def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
             listed = files.read_json(record) if all(sha256) and record.is_file() else []
             if not all(Parsed.load(store.chunk(digest, item)) for digest, _ in listed):
                 listed = []
-            yield _Span(number, part, record, listed)
+            yield _Span(number, part, size, record, listed)
             first, size = last, 0
 
 
@@ -305,7 +307,7 @@ def _bundles(blocks: Iterator[Block]) -> Iterator[tuple[Block, ...]]:
         yield tuple(waiting)
 
 
-def _parts(block: Block) -> list[tuple[Path, int]]:
+def _parts(block: Block) -> list[tuple[File, int]]:
     """Return (file, first line) of each part of a block; a block of text files has a part per file."""
     return [(path, 1) for path, _ in block.data] if isinstance(block.data, tuple) else [(block.path, block.first)]
 

@@ -299,7 +299,7 @@ def _find_files(context: Context, settings: Perplexity) -> list[Input]:
     key = "data.clean.perplexity.clean_set"
     inputs: list[Input] = []
     for pattern in settings.clean_set:
-        if not context.cache.build and not sources.expand(pattern):
+        if not context.cache.build and not sources.find_files(pattern):
             raise NotPrepared("language_model")
         inputs += sources.find_inputs(Source(path=pattern, text_field=settings.text_field), key)
     return inputs

@@ -85,7 +85,7 @@ def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input
 def _has_files(source: Source) -> bool:
     """Return whether the files of a source can be found on this machine."""
     try:
-        return bool(sources.expand(str(source.path), source.split))
+        return bool(sources.find_files(str(source.path), source.split))
     except UserError:  # a disk that is not mounted here
         return False
 

@@ -67,6 +67,8 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"data.sources[{index}]", "revision and files belong to a dataset, which is not given"
         if source.sha256 is not None and source.path is not None and set(source.path) & set("*?["):
             yield f"data.sources[{index}].sha256", f"belongs to one file, but path is a glob ({source.path})"
+    if "://" in recipe.data.cache_dir:
+        yield "data.cache_dir", "is a URL; prepared data are locked and mapped into memory: give a directory"
     given_share = sum(stage.share or 0.0 for stage in recipe.data.mixture)
     if given_share > 1 + 1e-9:
         yield "data.mixture", f"the stages' shares are {given_share:g} of the run together, more than 1"

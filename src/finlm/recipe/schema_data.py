@@ -179,7 +179,9 @@ class Source(Section):
     """Where documents come from: files, a data set of the Hugging Face Hub, or the embedded generator."""
 
     path: str | None = Field(
-        None, description="File, glob, or directory of datasets.save_to_disk: .jsonl, .txt (.gz, .zst), .parquet."
+        None,
+        description="File or glob, as a path or a URL such as s3://bucket/*.jsonl, or directory of "
+        "datasets.save_to_disk: .jsonl, .txt (.gz, .zst), .parquet.",
     )
     dataset: str | None = Field(None, description="Id of a data set on the Hugging Face Hub instead of a path.")
     revision: str | None = Field(None, description="Commit of the data set, 40 digits.")

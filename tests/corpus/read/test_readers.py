@@ -93,7 +93,7 @@ def test_every_format_gives_the_same_texts(
     monkeypatch.setattr(readers, "BLOCK_BYTES", 5000)
     entry, texts, broken = read(tmp_path, path=str(tmp_path / name), **settings)
     assert texts == TEXTS and broken == [] and entry.rows == 500
-    assert entry.files == [{"source": sources.stem(Path(name)), "split": "share", "file": name, "sha256": entry.sha256}]
+    assert entry.files == [{"source": sources.stem(name), "split": "share", "file": name, "sha256": entry.sha256}]
 
 
 def test_a_saved_data_set_is_read_without_its_library(tmp_path: Path) -> None:
@@ -359,14 +359,14 @@ def test_a_glob_names_the_directory_that_it_cannot_list(tmp_path: Path, monkeypa
     for name in ("open", "closed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "news.jsonl").write_bytes(jsonl(TEXTS))
-    plain = Path.iterdir
+    plain = os.scandir
 
-    def iterdir(path: Path) -> Any:  # chmod does not keep root out
+    def scandir(path: Path) -> Any:  # chmod does not keep root out
         if path.name == "closed":
             raise PermissionError(13, "Permission denied", str(path))
         return plain(path)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(sources.os, "scandir", scandir)
     for pattern in ("*/*.jsonl", "**/*.jsonl"):
         with pytest.raises(UserError, match=r"cannot look into .*closed"):
             sources.expand(f"{tmp_path}/{pattern}")

@@ -25,6 +25,7 @@ from isal import isal_zlib
 
 from finlm.base import files, screen, step_cache
 from finlm.base.errors import UserError
+from finlm.base.files import File
 from finlm.corpus.read.sources import Input
 
 SHARE = 0.01  # of the source's rows
@@ -95,10 +96,8 @@ class Cut(Exception):
     """A file ends too early or is damaged; says how."""
 
 
-def compression(path: Path) -> str:
-    """Return "gzip", "zstd" or "" by a file's first bytes. Raises UserError for other archives, which are not read."""
-    with path.open("rb") as file:
-        start = file.read(6)
+def compression(path: File, start: bytes) -> str:
+    """Return "gzip", "zstd" or "" by a file's first 6 bytes. Raises UserError for an archive that is not read."""
     for mark, (what, unpack) in _UNREAD.items():
         if start.startswith(mark):
             raise UserError(
@@ -108,14 +107,15 @@ def compression(path: Path) -> str:
     return "gzip" if start[:2] == GZIP else "zstd" if start[:4] == ZSTD else ""
 
 
-def pieces(path: Path, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
+def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
     """Yield the file as UTF-8, in pieces of `most` bytes before decoding. Raises Cut after the last good piece.
 
     Raises UserError at the end when the bytes that were read have another hash than sha256, where that is given.
     """
-    kind = compression(path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        kind = compression(path, file.read(6))
+        file.seek(0)
         raw = _raw(file, min(_READ, most) if kind else most, advance, digest.update)
         try:
             yield from _utf8(_decompress(raw, kind) if kind else raw, encoding)
@@ -127,7 +127,7 @@ def pieces(path: Path, encoding: str, most: int, advance: screen.Advance, sha256
     _check_hash(path, digest.hexdigest(), sha256)
 
 
-def _check_hash(path: Path, digest: str, wanted: str) -> None:
+def _check_hash(path: File, digest: str, wanted: str) -> None:
     """Raise UserError when a file's hash is not the wanted hash, where one is wanted."""
     if wanted and digest != wanted:
         raise step_cache.file_changed(path)
@@ -239,9 +239,9 @@ class Block:
     """Rows of one file: its lines from `first` on, or rows of a table; of kind "files" the (path, content) of some."""
 
     kind: Kind
-    path: Path
+    path: File
     first: int
-    data: bytes | tuple[tuple[Path, bytes], ...]
+    data: bytes | tuple[tuple[File, bytes], ...]
     cut: str = ""  # why the file ends here when it ends too early; data is then the row it struck
 
 
@@ -256,13 +256,15 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
     for path, sha256 in item.files_with_hashes():
         if item.format in ("parquet", "arrow"):
             yield from _tables(item, path, advance)
-            if sha256:  # its columns are read here and there
+            if not isinstance(path, Path):
+                step_cache.check_unchanged(path, path.state())
+            elif sha256:  # its columns are read here and there
                 _check_hash(path, files.sha256_file(path), sha256)
         else:
             yield from _lines(item, path, sha256, "jsonl" if item.format == "jsonl" else "lines", advance)
 
 
-def _lines(item: Input, path: Path, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
+def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
     """Yield the blocks of a file of lines; a file that is cut short ends in a block with `cut`."""
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
@@ -295,7 +297,7 @@ def _ends_early(row: bytes) -> bool:
 
 def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield blocks of text files, each file one document; small ones share a block."""
-    waiting: list[tuple[Path, bytes]] = []
+    waiting: list[tuple[File, bytes]] = []
     size = 0
     for path, sha256 in item.files_with_hashes():
         parts: list[bytes] = []
@@ -313,7 +315,7 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
         yield Block("files", waiting[0][0], 1, tuple(waiting))
 
 
-def _tables(item: Input, path: Path, advance: screen.Advance) -> Iterator[Block]:
+def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]:
     """Yield a parquet or Arrow file as Arrow streams of the needed columns; a damaged one ends in a block of `cut`."""
     import pyarrow as pa
 
@@ -337,18 +339,19 @@ def _tables(item: Input, path: Path, advance: screen.Advance) -> Iterator[Block]
     advance(path.stat().st_size)
 
 
-def _batches(item: Input, path: Path) -> Iterator[Any]:
+def _batches(item: Input, path: File) -> Iterator[Any]:
     """Yield record batches of at most _ARROW_ROWS rows with the needed columns."""
     import pyarrow as pa
 
     if item.format == "parquet":
         import pyarrow.parquet as parquet
 
-        with parquet.ParquetFile(path, buffer_size=2**20) as file:
+        with parquet.ParquetFile(_source(path), buffer_size=2**20) as file:
             columns = _columns(item, path, file.schema_arrow.names)
             yield from file.iter_batches(batch_size=_ARROW_ROWS, columns=columns, use_threads=False)
         return
-    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+    mapped = pa.memory_map(str(path)) if isinstance(path, Path) else _source(path)
+    with mapped as source, pa.ipc.open_stream(source) as stream:
         columns = _columns(item, path, stream.schema.names)
         for batch in stream:
             chosen = batch.select(columns)
@@ -356,7 +359,14 @@ def _batches(item: Input, path: Path) -> Iterator[Any]:
                 yield chosen.slice(start, _ARROW_ROWS)
 
 
-def _columns(item: Input, path: Path, names: list[str]) -> list[str]:
+def _source(path: File) -> Any:
+    """Return what pyarrow reads a file from."""
+    import pyarrow as pa
+
+    return path if isinstance(path, Path) else pa.PythonFile(path.open_exactly(), "r")
+
+
+def _columns(item: Input, path: File, names: list[str]) -> list[str]:
     """Return the columns that hold the text and the counted fields: whole names, or the part before the first dot.
 
     Raises UserError when no column holds the text.
@@ -390,8 +400,9 @@ def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
     return sum(size * (packed if _is_compressed(path, size) else 1) for path, size in sizes)
 
 
-def _is_compressed(path: Path, size: int) -> bool:
-    """Return whether a file is compressed: by its first bytes, below 64 KiB by its name."""
-    if size < 2**16:
+def _is_compressed(path: File, size: int) -> bool:
+    """Return whether a file is compressed: by its first bytes; below 64 KiB, and of a store's file, by its name."""
+    if size < 2**16 or not isinstance(path, Path):
         return path.suffix in (".gz", ".zst", ".parquet")
-    return bool(compression(path)) or path.suffix == ".parquet"
+    with path.open("rb") as file:
+        return bool(compression(path, file.read(6))) or path.suffix == ".parquet"

@@ -19,12 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch, fnmatchcase
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
+from finlm.base.files import File
 from finlm.base.step_cache import NotPrepared
+from finlm.corpus.read import remote
 from finlm.recipe import parents
 from finlm.recipe.schema_data import Source
 
@@ -46,7 +49,7 @@ class Input:
     """The files of one source and how their rows are read."""
 
     source: str
-    paths: tuple[Path, ...]
+    paths: tuple[File, ...]
     split: Split
     format: Format = "jsonl"
     text_field: str = "text"
@@ -63,7 +66,7 @@ class Input:
         how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
         return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
 
-    def files_with_hashes(self) -> Iterator[tuple[Path, str]]:
+    def files_with_hashes(self) -> Iterator[tuple[File, str]]:
         """Yield (file, its SHA-256) of every file; "" where the files are not hashed."""
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
@@ -78,22 +81,18 @@ class Input:
 def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     """Return the inputs of a recipe's entry. `key` is its place in the recipe, for messages.
 
-    Raises UserError when no file matches. Without `fetch` nothing is downloaded: NotPrepared for files of the Hub that
-    are not in its cache.
+    Raises UserError when no file matches, and for a store that does not answer. Without `fetch` nothing is downloaded:
+    NotPrepared for files of the Hub that are not in its cache.
     """
     if source.dataset is not None:
-        paths, expected = hub_files(source, key, fetch=fetch), f"{source.dataset}@{source.revision}"
+        paths: Sequence[File] = hub_files(source, key, fetch=fetch)
+        expected = f"{source.dataset}@{source.revision}"
     else:
         assert source.path is not None
-        paths, expected = expand(source.path, source.split), source.sha256 or ""
+        paths, expected = find_files(source.path, source.split), source.sha256 or ""
     if not paths:
-        _check_directory(Path(str(source.path)), key)
-        raise UserError(
-            f"{key}: no file matches {source.path}",
-            evidence=_similar_names(str(source.path)),
-            fix=_path_fix(str(source.path), key),
-        )
-    by_format: dict[Format, list[Path]] = {}
+        raise _no_file_error(str(source.path), key)
+    by_format: dict[Format, list[File]] = {}
     for path in paths:
         by_format.setdefault(_format(path, source), []).append(path)
     together = source.dataset or str(source.path)
@@ -102,7 +101,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         groups = [[path] for path in members] if kind == "jsonl" and source.name is None else [members]
         for group in groups:
             alone = len(by_format) == len(groups) == 1
-            file_name = stem(group[0]) if len(group) == 1 and kind != "arrow" else _common_name(together)
+            file_name = stem(group[0].name) if len(group) == 1 and kind != "arrow" else _common_name(together)
             name = _source_name(source.name, file_name, alone)
             inputs.append(
                 Input(
@@ -115,13 +114,9 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     return inputs
 
 
-def _path_fix(path: str, key: str) -> str:
-    """Return the fix to suggest for a path that no file matches."""
-    if "://" in path:
-        return "download it and name the file"
-    if "," in path:
-        return f"write a list: --set 'data.sources=[{', '.join(part.strip() for part in path.split(','))}]'"
-    return f"correct {key}.path"
+def find_files(pattern: str, split: str = "train") -> Sequence[File]:
+    """Return the files of a path, URL or glob, sorted by name. Raises UserError as expand() and remote.expand() do."""
+    return remote.expand(pattern) if remote.is_url(pattern) else expand(pattern, split)
 
 
 def expand(pattern: str, split: str = "train") -> list[Path]:
@@ -160,24 +155,47 @@ def _matching(pattern: str, split: str) -> list[Path]:
     rest = path.parts[len(fixed) :]
     if not rest:
         return []
-    paths = sorted(file for file in _glob(Path(*fixed), rest) if file.is_file() and not file.name.startswith("."))
-    return list({file.resolve(): file for file in reversed(paths)}.values())[::-1] if "**" in rest else paths
+    found = [entry for entry in _glob(Path(*fixed), rest) if entry.is_file and not entry.name.startswith(".")]
+    found.sort(key=lambda entry: (*entry.directory.parts, entry.name))  # as paths sort, which takes five times as long
+    if "**" in rest:
+        real = lru_cache(Path.resolve)  # of directories, which are few
+        once = dict[tuple[Path, str], _Entry]()
+        for entry in found:
+            where = entry.path.resolve() if entry.is_link else None
+            once.setdefault((where.parent, where.name) if where else (real(entry.directory), entry.name), entry)
+        found = list(once.values())
+    return [entry.path for entry in found]
 
 
-def _glob(directory: Path, parts: Sequence[str]) -> Iterator[Path]:
+class _Entry(NamedTuple):
+    """What a directory says of a name in it; a link is what it leads to, and a link."""
+
+    directory: Path
+    name: str
+    is_directory: bool
+    is_file: bool
+    is_link: bool
+
+    @property
+    def path(self) -> Path:
+        """Its path."""
+        return self.directory / self.name
+
+
+def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
     """Yield the paths that Path.glob yields, and those in linked directories below `**`; nothing is passed over.
 
     Raises UserError for a directory that cannot be listed, and for a link that leads nowhere.
     """
-    if not parts:
-        yield directory
-    elif parts[0] == "**":
-        for inner in _below(directory):
+    if parts[0] == "**":
+        for inner in _below(directory) if len(parts) > 1 else ():
             yield from _glob(inner, parts[1:])
     elif directory.is_dir():
-        for path in _entries(directory, parts[0]):
-            if len(parts) == 1 or path.is_dir():
-                yield from _glob(path, parts[1:])
+        for entry in _entries(directory, parts[0]):
+            if len(parts) == 1:
+                yield entry
+            elif entry.is_directory:
+                yield from _glob(entry.path, parts[1:])
 
 
 def _below(directory: Path) -> Iterator[Path]:
@@ -189,28 +207,30 @@ def _below(directory: Path) -> Iterator[Path]:
             continue
         seen.add(here.resolve())
         yield here
-        for inner in _entries(here, "*"):
-            if inner.is_dir() and inner.name != "lost+found":  # root's alone, on every ext4
-                (links if inner.is_symlink() else waiting).append(inner)
+        for entry in _entries(here, "*"):
+            if entry.is_directory and entry.name != "lost+found":  # root's alone, on every ext4
+                (links if entry.is_link else waiting).append(entry.path)
 
 
-def _entries(directory: Path, pattern: str) -> list[Path]:
-    """Return the paths in a directory that match, sorted.
+def _entries(directory: Path, pattern: str) -> list[_Entry]:
+    """Return what matches in a directory, by name.
 
-    Raises UserError if it cannot be listed, and for a visible dead link among them.
+    Raises UserError if it cannot be listed, and for a visible dead link that matches.
     """
     try:
-        paths = sorted(path for path in directory.iterdir() if fnmatchcase(path.name, pattern))
-        for path in paths:
-            if path.is_symlink() and not path.exists() and not path.name.startswith("."):
-                raise _dead_link_error(path)
+        with os.scandir(directory) as listed:
+            matching = [at for at in listed if fnmatchcase(at.name, pattern)]
+            entries = [_Entry(directory, at.name, at.is_dir(), at.is_file(), at.is_symlink()) for at in matching]
+        for entry in entries:
+            if entry.is_link and not entry.path.exists() and not entry.name.startswith("."):
+                raise _dead_link_error(entry.path)
     except OSError as error:
         raise UserError(
             f"cannot look into {directory}",
             evidence=str(error),
             fix="correct its permissions or mount, or name the files so that it does not belong to them",
         ) from None
-    return paths
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def _dead_link_error(link: Path) -> UserError:
@@ -227,13 +247,33 @@ def is_readable(name: str) -> bool:
     return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
+def _no_file_error(pattern: str, key: str) -> UserError:
+    """Return the UserError for a path, URL or glob that no file matches, with what lies nearby."""
+    if remote.is_url(pattern):
+        where, entries = remote.entries_near(pattern)
+        if where == pattern.rstrip("/") and entries:
+            suffixes = Counter(suffix(name) for name, is_directory in entries if not is_directory and is_readable(name))
+            glob = f"*{suffixes.most_common(1)[0][0]}" if suffixes else "**/*.jsonl"
+            evidence, fix = _listing(where, [name for name, _ in entries], glob), f"name its files: {where}/{glob}"
+            return UserError(f"{key}: {pattern} is a directory", evidence=evidence, fix=fix)
+        evidence = _listing(where, [name for name, _ in entries], pattern.rpartition("/")[2])
+    else:
+        _check_directory(Path(pattern), key)
+        evidence = _similar_names(pattern)
+    fix = f"correct {key}.path"
+    if "," in pattern:
+        fix = f"write a list: --set 'data.sources=[{', '.join(part.strip() for part in pattern.split(','))}]'"
+    return UserError(f"{key}: no file matches {pattern}", evidence=evidence, fix=fix)
+
+
 def _check_directory(path: Path, key: str) -> None:
     """Raise UserError for a directory that was given instead of files, and suggest the glob of most files in it."""
     directory = path.expanduser()
     if not directory.is_dir():
         return
     inside = itertools.islice(directory.rglob("*"), _LOOKED_AT)
-    names = [(file.parent == directory, suffix(file)) for file in inside if is_readable(file.name) and file.is_file()]
+    readable = (file for file in inside if is_readable(file.name) and file.is_file())
+    names = [(file.parent == directory, suffix(file.name)) for file in readable]
     counts = Counter(names).most_common()
     is_here, kind = next((found for found, _ in counts if found[0]), counts[0][0] if counts else (True, ""))
     raise UserError(
@@ -268,8 +308,8 @@ def _other_names(same: Sequence[Input]) -> str:
     if any("@" in item.expected for item in again):
         return f"write an entry for each instead of {again[0].entry}, with files and a name of its own"
     paths = [item.paths[0] for item in again]
-    if len({path.parent for path in paths}) == len(paths):
-        paths = [path.parent / f"*{suffix(path)}" for path in paths]
+    if len({path.with_name("_") for path in paths}) == len(paths):
+        paths = [path.with_name(f"*{suffix(path.name)}") for path in paths]
     example = ", ".join(f"{{path: {path}, name: {chr(ord('a') + at)}}}" for at, path in enumerate(paths[:2]))
     what = "directory" if "*" in paths[0].name else "file"
     more = ", ..." if len(paths) > 2 else ""
@@ -293,14 +333,14 @@ def verify_hashes(item: Input, sha256: Sequence[str]) -> Input:
     return replace(item, sha256=tuple(sha256))
 
 
-def stem(path: Path) -> str:
+def stem(name: str) -> str:
     """Return a file's name without its kind and compression: news.jsonl.gz -> news."""
-    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", path.name) or path.name
+    return re.sub(r"(\.(jsonl?|txt|parquet|arrow))?(\.(gz|zst))?$", "", name) or name
 
 
-def suffix(path: Path) -> str:
+def suffix(name: str) -> str:
     """Return the kind and compression of a file's name: news.jsonl.gz -> .jsonl.gz."""
-    return path.name.removeprefix(stem(path))
+    return name.removeprefix(stem(name))
 
 
 def safe_name(name: str) -> str:
@@ -308,7 +348,7 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _format(path: Path, source: Source) -> Format:
+def _format(path: File, source: Source) -> Format:
     """Return the format of a file: the recipe's, or that of its suffix (default jsonl). Raises UserError."""
     if source.format != "auto":
         return source.format
@@ -319,7 +359,7 @@ def _format(path: Path, source: Source) -> Format:
             evidence="it reads JSON lines, .txt, .parquet and .arrow, the first two also as .gz and .zst",
             fix=_CONVERT if name.endswith(".csv") else "convert it to JSON lines, a document or a dialogue a line",
         )
-    return _SUFFIXES.get(Path(name).suffix, "jsonl")
+    return _SUFFIXES.get(f".{name.rpartition('.')[2]}", "jsonl")
 
 
 def _source_name(given: str | None, file_name: str, alone: bool) -> str:
@@ -330,7 +370,7 @@ def _source_name(given: str | None, file_name: str, alone: bool) -> str:
 def _common_name(pattern: str) -> str:
     """Return a name for several files: the last part of their path that is no glob."""
     parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
-    return stem(Path(parts[-1])) if parts else "files"
+    return stem(parts[-1]) if parts else "files"
 
 
 def _similar_names(pattern: str) -> str:
@@ -338,9 +378,14 @@ def _similar_names(pattern: str) -> str:
     wanted = Path(pattern).expanduser()
     directory = next(parent for parent in wanted.absolute().parents if parent.is_dir())
     names = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
-    closest = difflib.get_close_matches(wanted.name, names, n=10, cutoff=0)
+    return f"looked for {wanted.absolute()}\n{_listing(directory, names, wanted.name)}"
+
+
+def _listing(directory: object, names: Sequence[str], wanted: str) -> str:
+    """Return, for messages, the names in a directory that are most like the wanted one."""
+    closest = difflib.get_close_matches(wanted, names, n=10, cutoff=0)
     more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
-    return f"looked for {wanted.absolute()}\n{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
+    return f"{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
 
 
 def hub_files(source: Source, key: str, *, fetch: bool) -> list[Path]:

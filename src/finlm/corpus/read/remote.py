@@ -1,0 +1,312 @@
+"""Find and read files by URL through fsspec: object stores (s3://), clusters (hdfs://), whatever else it knows.
+
+A file is read in ranges of at most 8 MiB, each asked for again when it fails for a reason that may pass, so memory is a
+range and not a file. Credentials and endpoints are the store's own: environment, ~/.aws, ~/.config/fsspec. Every level
+of a glob is listed by itself, because fsspec's own glob passes over directories that it may not list.
+
+What the store says of a file's version (an ETag, a time) decides only whether known bytes are hashed again. A store
+that says nothing has its files hashed by every command.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from finlm.base import step_cache
+from finlm.base.errors import UserError
+
+Answer = TypeVar("Answer")
+
+RANGE_BYTES = 8 * 2**20
+TRIES = 5
+_PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further one
+# What stores call a file's version, the best first. One alone: MinIO lists milliseconds, and tells a key in seconds.
+_VERSIONS = ("ETag", "etag", "generation", "md5", "mtime", "modificationTime", "LastModified", "created")
+_INSTALL = ".venv/bin/pip install -r requirements-s3.lock"
+_GLOB = frozenset("*?[")
+# Three layers that each ask again took two minutes to say that a store is busy.
+_ONCE = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path of a recipe is a URL of a store."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+class _Size(NamedTuple):
+    st_size: int
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a store as it was listed; stands where a Path to read stands."""
+
+    url: str
+    size: int  # bytes
+    version: str  # "" where the store has no name for it
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of its URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of its name: .gz of news.jsonl.gz."""
+        return "." + self.name.rpartition(".")[2] if "." in self.name.lstrip(".") else ""
+
+    def with_name(self, name: str) -> RemoteFile:
+        """Return a file of another name beside it."""
+        return RemoteFile(f"{self.url.rpartition('/')[0]}/{name}", 0, "")
+
+    def stat(self) -> _Size:
+        """Return its size in bytes when it was listed."""
+        return _Size(self.size)
+
+    def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
+        """Open it for reading in ranges. Reading raises UserError where a range cannot be had whole."""
+        return io.BufferedReader(_Ranges(self), min(RANGE_BYTES, max(1, self.size)))
+
+    def open_exactly(self) -> io.RawIOBase:
+        """Open it for reading of just the ranges that are asked for, as a table's columns are."""
+        return _Ranges(self)
+
+    def state(self) -> list[Any]:
+        """Return what tells its content from another when it was listed: size and version."""
+        return [self.size, self.version]
+
+    def state_now(self) -> list[Any] | None:
+        """Return the state of the file that the store holds under this name now, None when it is gone."""
+        fs, path = _open_store(self.url)
+        found = _ask(self.url, lambda: _info(fs, path))
+        return None if found is None else _listed(self.url, found).state()
+
+
+class _Ranges(io.RawIOBase):
+    """A file of a store as a raw stream that can be entered anywhere."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
+        self._store, self._path = _open_store(file.url)
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return that it can be entered anywhere."""
+        return True
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place and return it."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next range into the buffer; return its bytes, 0 at the end."""
+        with memoryview(buffer).cast("B") as view:
+            end = min(self._at + min(len(view), RANGE_BYTES), self._file.size)
+            if end <= self._at:
+                return 0
+            try:
+                data = _ask(self._file.url, lambda: self._read(end))
+            except UserError:
+                step_cache.check_unchanged(self._file, self._file.state())  # the usual cause
+                raise
+            view[: len(data)] = data
+        self._at = end
+        return len(data)
+
+    def readall(self) -> bytes:
+        """Return what is left; the inherited method asks for 8 KiB at a time."""
+        return b"".join(iter(lambda: self.read(RANGE_BYTES) or b"", b""))
+
+    def _read(self, end: int) -> bytes:
+        """Return the bytes up to `end`. Raises _CutShort when the store gives fewer."""
+        data: bytes = self._store.cat_file(self._path, start=self._at, end=end)
+        if len(data) != end - self._at:
+            raise _CutShort(f"bytes {self._at:,} to {end:,} of {self._file.size:,}: {len(data):,} came")
+        return data
+
+
+class _CutShort(Exception):
+    """A store gave another number of bytes than it was asked for."""
+
+
+def expand(pattern: str) -> list[RemoteFile]:
+    """Return the files of a URL or glob with size and version, sorted by name; `**` spans directories.
+
+    Hidden files are left out of globs. Raises UserError for a store, bucket or directory that cannot be listed.
+    """
+    prefix, parts = _split(pattern)
+    fixed = next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))
+    base, rest = "/".join([prefix, *parts[:fixed]]), parts[fixed:]
+    fs, path = _open_store(base)
+    if not rest:
+        found = _ask(base, lambda: _info(fs, path))
+        return [_listed(base, found)] if found and found["type"] == "file" else []
+    return sorted(set(_walk(fs, base, path, rest)), key=lambda file: file.url)
+
+
+def entries_near(url: str) -> tuple[str, list[tuple[str, bool]]]:
+    """Return (URL, names in it with whether each is a directory) of the nearest existing directory of a URL."""
+    prefix, parts = _split(url)
+    parts = parts[: next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))]
+    while True:
+        base = "/".join([prefix, *parts])
+        fs, path = _open_store(base)
+        found = _ask(base, lambda fs=fs, path=path, base=base: _list(fs, path, base))  # type: ignore[misc]
+        if found or not parts:
+            return base, [(name, about["type"] == "directory") for name, about in found or ()]
+        parts = parts[:-1]
+
+
+def _split(url: str) -> tuple[str, list[str]]:
+    """Return (scheme and authority, the parts of the path): s3://bucket/a/b -> (s3://bucket, [a, b])."""
+    scheme, _, rest = url.partition("://")
+    authority, *parts = rest.split("/")
+    return f"{scheme}://{authority}", [part for part in parts if part]
+
+
+def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[RemoteFile]:
+    """Yield the files below a directory whose paths match the parts of a glob."""
+    if parts[0] == "**" and len(parts) > 1:
+        yield from _walk(fs, url, path, parts[1:])
+    for name, about in _ask(url, lambda: _list(fs, path, url)) or ():
+        inner, is_directory = f"{url}/{name}", about["type"] == "directory"
+        if parts[0] == "**":
+            if is_directory:
+                yield from _walk(fs, inner, about["name"].rstrip("/"), parts)
+        elif fnmatchcase(name, parts[0]):
+            if len(parts) > 1 and is_directory:
+                yield from _walk(fs, inner, about["name"].rstrip("/"), parts[1:])
+            elif len(parts) == 1 and not is_directory and not name.startswith("."):
+                yield _listed(inner, about)
+
+
+def _list(fs: Any, path: str, url: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return (name, what the store says of it) of a directory's entries; None for one that is not there."""
+    try:
+        entries = fs.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        if not _split(url)[1]:  # the bucket itself
+            raise
+        return None
+    here = path.rstrip("/")
+    named = [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+    return sorted((pair for pair in named if pair[1]["name"].rstrip("/") != here), key=lambda pair: pair[0])
+
+
+def _info(fs: Any, path: str) -> dict[str, Any] | None:
+    """Return what the store says of a path, None when it is not there."""
+    try:
+        return dict(fs.info(path))
+    except FileNotFoundError:
+        return None
+
+
+def _listed(url: str, about: dict[str, Any]) -> RemoteFile:
+    """Return the file of which a store says this. Raises UserError where it does not tell the size."""
+    if about.get("size") is None:
+        raise UserError(f"the size of {url} is unknown", evidence="its server does not say", fix=_DOWNLOAD)
+    version = next((about[key] for key in _VERSIONS if about.get(key)), "")
+    if isinstance(version, datetime):  # of info() where ls() gives a number
+        version = version.timestamp()
+    return RemoteFile(url, int(about["size"]), str(version))
+
+
+@lru_cache(maxsize=64)
+def _open_root(root: str) -> Any:
+    """Return the fsspec filesystem of a URL's scheme and authority. Raises UserError."""
+    scheme = root.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        fs = url_to_fs(root, use_listings_cache=False, **(_ONCE if scheme in ("s3", "s3a") else {}))[0]
+        fs.retries = 1
+        return fs
+    except ImportError as error:
+        package = _INSTALL if scheme in _BY_S3FS else "pip install what it names"
+        raise UserError(
+            f"{scheme}:// needs a package that is not installed",
+            evidence=f"fsspec says {error}",
+            fix=_fix(scheme, f"install it: {package}"),
+        ) from None
+    except ValueError as error:
+        fix = "give a path, or a URL such as s3://bucket/... or hdfs://host:port/..."
+        raise UserError(f"no store is known by {scheme}://", evidence=f"fsspec says {error}", fix=fix) from None
+    except Exception as error:  # an address that no host answers at, a library that is missing
+        raise _failure(root, error, asked=1) from None
+
+
+_BY_S3FS = ("s3", "s3a", "http", "https")  # aiohttp comes with it
+_ADDRESS = {
+    "s3": "see to the network and AWS_ENDPOINT_URL, then run again",
+    "hdfs": "see to the network, JAVA_HOME, HADOOP_HOME and CLASSPATH (`hadoop classpath --glob`), then run again",
+}
+_DOWNLOAD = "download it and name the file"
+
+
+def _open_store(url: str) -> tuple[Any, str]:
+    """Return (filesystem, path in it) of a URL. Raises UserError for a store that cannot be used."""
+    fs = _open_root(_split(url)[0])
+    return fs, fs._strip_protocol(url)
+
+
+def _ask(url: str, question: Callable[[], Answer]) -> Answer:
+    """Return what a store answers, asked again when that may help. Raises UserError for a failure that stays."""
+    for number in range(TRIES):
+        try:
+            return question()
+        except Exception as error:  # each store has its own kinds
+            if number + 1 == TRIES or not _may_pass(error):
+                raise _failure(url, error) from None
+            time.sleep(_PAUSE_SECONDS * 2**number)
+    raise AssertionError
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a store's failure may be gone in a moment."""
+    lasting = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ValueError, ImportError)
+    return not isinstance(error, lasting) and "Credentials" not in type(error).__name__
+
+
+def _failure(url: str, error: Exception, asked: int = TRIES) -> UserError:
+    """Return the UserError for a store's failure."""
+    scheme, said = url.partition("://")[0], " ".join(str(error).split())[:400]
+    evidence = f"{type(error).__name__}: {said}"
+    if isinstance(error, _CutShort):
+        return UserError(f"{url} is cut short", evidence=said, fix="write or fetch the file again, then run again")
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{url} is not there", evidence=evidence, fix="correct the bucket, host or path")
+    if "Credentials" in type(error).__name__:
+        fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
+        return UserError(f"{url} cannot be read without credentials", evidence=evidence, fix=fix)
+    if isinstance(error, PermissionError):
+        fix = "correct the credentials, or the rights that they give"
+        return UserError(f"the store refuses {url}", evidence=evidence, fix=fix)
+    return UserError(
+        f"{url} cannot be read",
+        evidence=f"{evidence}\nasked {asked} times" if _may_pass(error) and asked > 1 else evidence,
+        fix=_fix(scheme, _ADDRESS.get(scheme, "see to the network and the store's address, then run again")),
+    )
+
+
+def _fix(scheme: str, first: str) -> str:
+    """Return the fix to suggest, for a web page with another one."""
+    return f"{first}; or {_DOWNLOAD}" if scheme in ("http", "https") else first
