@@ -22,7 +22,7 @@ TINY = (
     "model.layers=2",
     "model.heads=2",
     "model.ffn_size=128",
-    "tokenizer.vocab_size=4096",
+    "tokenizer.vocab_size=2048",
     "data.sources=[{synthetic: {size: 1MB, held_out_size: 100KB, seed: 3}}]",
     "batch.sequence_length=64",
     "batch.tokens_per_step=1024",
@@ -30,7 +30,7 @@ TINY = (
     "optim.warmup_steps=4",
     "checkpoint.every_steps=10",
     "eval.every_steps=10",
-    "eval.max_tokens_per_source=2000",
+    "eval.max_tokens_per_source=1000",
     "launch.restarts=0",  # a test's fault ends its run
     "incidents.straggler.ratio=1000",  # the machine may be busy: its slow ranks are no test's subject
 )

@@ -114,7 +114,8 @@ def warm_up() -> None:
     import gc
 
     gc.disable()
-    importlib.import_module("finlm.train.pretrain")
+    for name in ("finlm.train.pretrain", "transformers.models.llama.modeling_llama", "deepspeed.module_inject.auto_ep_layer"):
+        importlib.import_module(name)
     gc.freeze()  # the ranks share these pages, and need not look for garbage there
     gc.enable()
 
