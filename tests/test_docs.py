@@ -94,12 +94,12 @@ def run_copies(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_quickstart_learns(shell: Shell, checkout: Path) -> None:
-    """The first command of the README, for 50 of its 250 steps: in full it is a third of the time of all tests."""
-    result = shell("bash scripts/pretrain_run.sh --new --set train.steps=50", timeout=2300)
+    """The first command of the README, for 30 of its 250 steps: in full it is a third of the time of all tests."""
+    result = shell("bash scripts/pretrain_run.sh --new --set train.steps=30", timeout=2300)
     assert result.returncode == 0, result.stderr[-3000:]
     run = open_run(checkout / re.findall(r"run directory\s+(\S+)", result.stderr)[0])
     first, *_, last = (event["loss"] for event in run.read_events("eval"))
-    assert last < 0.65 * first
+    assert last < 0.7 * first
     assert run.report.exists()
 
 
@@ -145,9 +145,8 @@ def test_the_command_works(command: str, shell: Shell, request: pytest.FixtureRe
         small += [f"data.cache_dir={tmp_path / 'cache'}"]
         options = " ".join(f"--set '{value}'" for value in small)
         if "pretrain_run" in command:
-            options += (
-                f" --runs {tmp_path / 'runs'} --set tokenizer.vocab_size=2048 --print torchrun"  # all but to train
-            )
+            options += f" --runs {tmp_path / 'runs'} --set tokenizer.vocab_size=2048"
+            options += " --print torchrun"  # all that comes before the ranks
         command = command.replace("=corpus/", f"={request.getfixturevalue('corpus')}/") + " " + options
     result = shell(command)
     if NEEDS_DOWNLOAD.search(command) and not re.search(" plan | doctor |--toy", command):
