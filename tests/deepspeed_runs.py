@@ -26,7 +26,7 @@ import ranks
 
 STEPS = 6
 # Otherwise compiled at first use (25-48 s); gloo gives the same bits.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.ops.__compatible_ops__ = {}
 # For the tests only: this CPU has no fp16 units, torch computes fp16 all the same.
 type(get_accelerator()).is_fp16_supported = lambda self: True
 

@@ -1,5 +1,7 @@
 """Ranks of runs, forked from one process that has imported the trainer: `with Ranks() as ranks: ranks.train(run)`.
 
+Programs that would import it too can be run the same way (`ranks.run_program`).
+
 A launch through `finlm train` costs 15 CPU seconds on two ranks, nearly all of them imports (torch, DeepSpeed,
 transformers). Here they are paid once a session; each rank runs `finlm.train.__main__.main` as the launcher's ranks do.
 What the launcher itself does is proved where it is used: tests/launch, tests/cluster, tests/test_train_command.py.
@@ -11,11 +13,13 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,13 +54,23 @@ class Ranks:
         """
         stage = getattr(recipe.load(run.recipe).recipe, "stage", "pretrain")
         request = {"run": str(run.path), "world_size": Plan.read(run.plan).world_size, "stage": stage, "fault": fault}
+        return list(self._ask(request, run.logs))
+
+    def run_program(self, program: Path, arguments: Sequence[str], directory: Path) -> tuple[int, str]:
+        """Run a Python program in this working directory, to which it leaves logs; (exit code, what it printed)."""
+        printed = directory / "printed.log"
+        request = {"program": str(program), "arguments": arguments, "printed": str(printed)}
+        return int(self._ask(request, directory)), printed.read_text(encoding="utf-8")
+
+    def _ask(self, request: dict[str, Any], logs: Path) -> Any:
+        """The answer to a request. logs: the directory of those to be shown when it does not come."""
         try:
-            return list(self._ask(request))
+            return self._answer(request)
         except BaseException:  # also of a test that ran out of time: the answer would be taken for the next one's
-            self._kill(run)
+            self._kill(logs)
             raise
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _answer(self, request: dict[str, Any]) -> Any:
         if self._process is None:
             paths = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
             # DeepSpeed compiles its CPU Adam with the ninja of this environment; threads would not survive a fork.
@@ -73,14 +87,14 @@ class Ranks:
         assert answer, f"the process of the ranks ended with {self._process.wait()}"
         return json.loads(answer)
 
-    def _kill(self, run: RunDir) -> None:
+    def _kill(self, logs: Path) -> None:
         """Print where the ranks are and kill them with their process; the next request starts another one."""
         if self._process is None:
             return
         for pid in processes.children(self._process.pid):
             processes.send_signal(pid, signal.SIGUSR1)  # each writes its stack to its log
         time.sleep(2)
-        for path in sorted(run.logs.glob("*.log")):
+        for path in sorted(logs.glob("*.log")):
             print(f"{path.name}: {path.read_text()[-4000:]}")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -104,9 +118,13 @@ def serve() -> None:
     warm_up()
     for line in sys.stdin:
         request = json.loads(line)
-        importlib.import_module(f"finlm.train.{STAGES[request['stage']]}")
-        codes = fork_ranks(request["world_size"], ["finlm.train", request["run"]], request.get("fault", ()))
-        print(json.dumps(codes), file=answers, flush=True)
+        answer: Any
+        if "program" in request:
+            answer = fork_program(**request)
+        else:
+            importlib.import_module(f"finlm.train.{STAGES[request['stage']]}")
+            answer = fork_ranks(request["world_size"], ["finlm.train", request["run"]], request.get("fault", ()))
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def warm_up() -> None:
@@ -114,9 +132,37 @@ def warm_up() -> None:
     import gc
 
     gc.disable()
-    importlib.import_module("finlm.train.pretrain")
+    for name in ("finlm.train.pretrain", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
     gc.freeze()  # the ranks share these pages, and need not look for garbage there
     gc.enable()
+
+
+def fork_program(program: str, arguments: Sequence[str], printed: str) -> int:
+    """Fork a process that runs a program as `python program arguments` does; its exit code.
+
+    printed: the file for what it writes to stdout and stderr; it works in the directory of that.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.chdir(Path(printed).parent)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for stream in (1, 2):
+                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            sys.argv[:], sys.path[0] = [program, *arguments], str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            print(end.code)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def fork_ranks(world_size: int, argv: Sequence[str], fault: Sequence[Any] = ()) -> list[int]:

@@ -16,7 +16,7 @@ from finlm.cli import main, options
 from finlm.doctor import gather
 from finlm.recipe import recipe
 
-from helpers import QUICKSTART, TINY, finlm, sets
+from helpers import QUICKSTART, TINY, finlm_here, sets
 
 GOOD = "".join(
     json.dumps({"text": f"第{n}家公司营业收入为{n * 37}万元，净利润为{n * 5}万元。"}) + "\n" for n in range(400)
@@ -80,7 +80,7 @@ def test_a_mistake_gives_one_clear_screen_and_leaves_nothing(name: str, tmp_path
     if "--hostfile" in overrides:
         (tmp_path / "hosts").write_text("worker-a slots\n", encoding="utf-8")
         options += ["--hostfile", str(tmp_path / "hosts")]
-    result = finlm("train", path, *options, "--runs", runs)
+    result = finlm_here("train", path, *options, "--runs", runs)
     assert result.returncode == 2, result.stderr
     assert words in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
@@ -118,12 +118,12 @@ def test_a_host_that_does_not_answer_is_told_before_anything_is_prepared(
 def test_broken_rows_are_kept_aside_and_their_limit_can_be_raised(tmp_path: Path) -> None:
     source = corpus(tmp_path, GOOD + "not json\n" * 4)
     options = sets([*TINY, f"data.cache_dir={tmp_path / 'cache'}", SMALL, source])
-    refused = finlm("prepare", QUICKSTART, *options)
+    refused = finlm_here("prepare", QUICKSTART, *options)
     assert refused.returncode == 2
     assert "own.jsonl:401" in refused.stderr and "max_broken_fraction" in refused.stderr
     (aside,) = (tmp_path / "cache").glob("broken-*.jsonl")
     assert [json.loads(line)["line"] for line in aside.read_text(encoding="utf-8").splitlines()] == [401, 402, 403, 404]
-    accepted = finlm("prepare", QUICKSTART, *options, "--set", "data.max_broken_fraction=0.02")
+    accepted = finlm_here("prepare", QUICKSTART, *options, "--set", "data.max_broken_fraction=0.02")
     assert accepted.returncode == 0 and "4 broken" in accepted.stderr
 
 
@@ -136,9 +136,9 @@ def test_a_tokenizer_that_does_not_match_the_shards_is_refused_with_both_hashes(
             corpus(tmp_path, GOOD),
             f"tokenizer.vocab_size={vocabulary}",
         ]
-        made.append(finlm("prepare", QUICKSTART, *sets(options)).stdout.strip())
+        made.append(finlm_here("prepare", QUICKSTART, *sets(options)).stdout.strip())
     other = ["tokenizer.vocab_size=null", f"tokenizer.path={made[1]}/tokenizer.model", f"data.prepared={made[0]}"]
-    result = finlm("train", QUICKSTART, *sets([*TINY, *other]), "--runs", tmp_path / "runs")
+    result = finlm_here("train", QUICKSTART, *sets([*TINY, *other]), "--runs", tmp_path / "runs")
     assert result.returncode == 2
     assert "the tokenizer does not match the shards" in result.stderr and result.stderr.count("sha256") >= 1
     assert not (tmp_path / "runs").exists()
@@ -146,9 +146,9 @@ def test_a_tokenizer_that_does_not_match_the_shards_is_refused_with_both_hashes(
 
 def test_a_model_with_fewer_rows_than_the_tokenizer_has_pieces_is_refused(tmp_path: Path) -> None:
     options = [*TINY, f"data.cache_dir={tmp_path / 'cache'}", corpus(tmp_path, GOOD), SMALL]
-    shards = finlm("prepare", QUICKSTART, *sets(options)).stdout.strip()
+    shards = finlm_here("prepare", QUICKSTART, *sets(options)).stdout.strip()
     small = ["tokenizer.vocab_size=290", "model.vocab_size=290", f"data.prepared={shards}"]
-    result = finlm("train", QUICKSTART, *sets([*TINY, *small]), "--runs", tmp_path / "runs")
+    result = finlm_here("train", QUICKSTART, *sets([*TINY, *small]), "--runs", tmp_path / "runs")
     assert result.returncode == 2 and "the tokenizer has 300 pieces, the model 290 rows" in result.stderr
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,13 +68,12 @@ def places(finished: tuple[RunDir, str], ranks: Ranks, tmp_path_factory: pytest.
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", TOYS)
-def test_it_runs_at_toy_size_and_prints_its_table(program: str, places: dict[str, Path], tmp_path: Path) -> None:
+def test_it_runs_at_toy_size_and_prints_its_table(
+    program: str, places: dict[str, Path], ranks: Ranks, tmp_path: Path
+) -> None:
     arguments, *lines = TOYS[program]
-    command = [sys.executable, BENCHMARKS / program, *arguments.format(**places, tmp=tmp_path).split()]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=850, check=False)
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    said = done.stdout + done.stderr
+    code, said = ranks.run_program(BENCHMARKS / program, arguments.format(**places, tmp=tmp_path).split(), tmp_path)
+    assert code == 0, said[-3000:]
     assert [line for line in lines if not re.search(line.replace("NUMBER", r"[\d.,]+"), said)] == [], said[-3000:]
 
 

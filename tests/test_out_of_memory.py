@@ -21,7 +21,7 @@ from finlm.recipe.cluster import Cluster, Host
 from finlm.record import history
 from finlm.record.report import run_page
 
-from helpers import QUICKSTART, finlm, incidents, logs, sets, with_fault
+from helpers import QUICKSTART, finlm_here, incidents, logs, sets, with_fault
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_a_smaller_plan_to_the_losses_of_one_planned_so_from_
 ) -> None:
     faulty = with_fault(tmp_path / "site", "out_of_memory(4, 3)")
     overrides = (*tiny, f"env={{OMP_NUM_THREADS: '1', PYTHONPATH: '{faulty}'}}")
-    done = finlm("train", QUICKSTART, *sets(overrides), "--runs", tmp_path / "train", timeout=600)
+    done = finlm_here("train", QUICKSTART, *sets(overrides), "--runs", tmp_path / "train")
     (path,) = (tmp_path / "train").iterdir()
     run = RunDir(path)
     assert done.returncode == 0, done.stderr + logs(run)
@@ -140,7 +140,7 @@ def test_shards_that_are_cut_anew_are_brought_to_hosts_that_have_their_own_only(
 def test_the_same_command_resumes_a_run_by_the_plan_it_was_given(tiny: tuple[str, ...], tmp_path: Path) -> None:
     # --print makes the run directory and the files that start what training would start.
     command = ("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--print", "torchrun")
-    made = finlm(*command)
+    made = finlm_here(*command)
     assert made.returncode == 0, made.stderr
     (path,) = tmp_path.iterdir()
     run = RunDir(path)
@@ -148,7 +148,7 @@ def test_the_same_command_resumes_a_run_by_the_plan_it_was_given(tiny: tuple[str
     files.write_json(run.path / "plan.1.json", planned)
     smaller = {"micro_batch": 4, "gradient_accumulation_steps": 2, "reasons": ["out of memory, planned again: so"]}
     files.write_json(run.plan, planned | smaller)
-    done = finlm(*command)
+    done = finlm_here(*command)
     assert done.returncode == 0, done.stderr
     assert f"{run.path} goes on by its plan.json: out of memory" in done.stderr
     assert str(run.path) in done.stdout and list(tmp_path.iterdir()) == [run.path]

@@ -27,7 +27,7 @@ from finlm.recipe import recipe
 from finlm.record.report import run_page
 
 import dialogues
-from helpers import QUICKSTART, ROOT, TINY, finlm, sets, with_fault
+from helpers import QUICKSTART, ROOT, TINY, finlm, finlm_here, sets, with_fault
 
 pytestmark = pytest.mark.slow
 ERROR = preflight.Finding("disk", "localhost", "error", "as if", "nothing")
@@ -59,7 +59,7 @@ def test_the_export_loads_in_plain_transformers_and_generates(finished: tuple[Ru
 
 def test_eval_of_the_last_checkpoint_equals_the_training_runs_own(finished: tuple[RunDir, str]) -> None:
     run, _ = finished
-    result = finlm("eval", run.path, "--json")  # of its newest checkpoint
+    result = finlm_here("eval", run.path, "--json")  # of its newest checkpoint
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["loss"] == pytest.approx(list(run.read_events("eval"))[-1]["loss"], abs=1e-4)
 
@@ -70,7 +70,7 @@ def test_the_command_of_a_finished_run_starts_a_new_one_on_the_same_data(
     former, _ = finished
     shutil.copytree(former.path, tmp_path / former.path.name, ignore=shutil.ignore_patterns("checkpoints", "export"))
     # --print makes the run directory that training would start from.
-    result = finlm("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--print", "torchrun")
+    result = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--print", "torchrun")
     assert result.returncode == 0, result.stderr
     assert "reused" in result.stderr
     (new,) = (path for path in tmp_path.iterdir() if path.name != former.path.name)
@@ -117,7 +117,7 @@ def test_a_report_that_cannot_be_written_hides_no_failure(
 
 def dry_run(*options: str | Path) -> dict[str, tuple[str, str]]:
     """State and words of every step that `finlm train --dry-run` prints."""
-    result = finlm("train", "--dry-run", *options)
+    result = finlm_here("train", "--dry-run", *options)
     assert result.returncode == 0, result.stderr
     rows = re.findall(r"^  (.{14}) (.{6}) (.*)$", result.stdout, re.MULTILINE)
     assert [name.rstrip() for name, _, _ in rows] == [step.name for step in pipeline.STEPS]
@@ -139,9 +139,9 @@ def test_a_dry_run_of_a_fresh_recipe_names_all_steps_and_writes_nothing(tmp_path
     steps = dry_run(family, "--set", f"data.cache_dir={tmp_path}/cache", "--runs", tmp_path / "runs")
     assert steps["parent"][0] == "to do" and steps["parent"][1].startswith(f"train {QUICKSTART.relative_to(ROOT)} fi")
     assert not list(tmp_path.iterdir())
-    refused = finlm("train", QUICKSTART, "--dry-run", *where, "--set", "zero.stage=4")
+    refused = finlm_here("train", QUICKSTART, "--dry-run", *where, "--set", "zero.stage=4")
     assert refused.returncode == 2 and "zero.stage" in refused.stderr
-    refused = finlm("train", QUICKSTART, "--dry-run", *where, "--set", f"data.sources={tmp_path}/*.jsonl")
+    refused = finlm_here("train", QUICKSTART, "--dry-run", *where, "--set", f"data.sources={tmp_path}/*.jsonl")
     assert refused.returncode == 2 and "data.sources[0]: no file matches" in refused.stderr
     assert not list(tmp_path.iterdir())
 
@@ -222,7 +222,7 @@ def test_the_next_stage_starts_from_the_recipe_as_written_and_says_from_which_ru
     source = dialogues.write(tmp_path / "rows.jsonl", dialogues.sample(60))
     wanted = dialogues.sft(tmp_path, tmp_path / "pretrain.yaml", source, "train={steps: 3, cpu_ranks: 1}")
     files.write_text(tmp_path / "sft.yaml", recipe.dump(wanted))
-    result = finlm("train", tmp_path / "sft.yaml", "--runs", runs)
+    result = finlm_here("train", tmp_path / "sft.yaml", "--runs", runs)
     assert result.returncode == 0, result.stderr
     assert f"passed over {trial.path}: train.seed 8, the recipe says 7" in result.stderr
     (run,) = map(RunDir, runs.glob("quickstart-sft-*"))
@@ -251,7 +251,7 @@ def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
     tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    command = ["train", str(QUICKSTART), *sets(tiny), "--runs", str(runs)]
+    command = ["train", str(QUICKSTART), *sets((*tiny, "train.cpu_ranks=1")), "--runs", str(runs)]
     env = os.environ | {"PYTHONPATH": with_fault(tmp_path / "site", "held(12)")}  # the signal comes in that step
     line = [sys.executable, "-m", "finlm", *command]
     process = subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
@@ -267,9 +267,9 @@ def test_a_terminated_run_leaves_no_process_and_the_same_command_resumes_it(
     assert RunDir(path).report.exists()
     (end,) = RunDir(path).read_events("end")
     assert (end["status"], end["exit_code"]) == ("interrupted", 143)
-    assert end["step"] in (12, 13), "ranks agree on a signal as they gather a step's loss: this one's or the next one's"
+    assert end["step"] in (12, 13), "a signal is looked at as a step's loss is gathered: this one's or the next one's"
     assert RunDir(path).complete_checkpoints()[-1][0] == end["step"], "the step that was running is not lost"
-    resumed = finlm(*command)
+    resumed = finlm_here(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming {path} from step" in resumed.stderr and "held-out loss" in resumed.stderr
     assert [event["status"] for event in RunDir(path).read_events("end")] == ["interrupted", "finished"]
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_not_started_from_and_the_step_before_it_is_anno
     run = copied(finished[0], tmp_path, "checkpoint")
     shard = next(run.checkpoint(20).glob("*optim_states.pt"))
     os.truncate(shard, shard.stat().st_size - 1)
-    result = finlm("train", QUICKSTART, *sets(tiny), "--runs", tmp_path)
+    result = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path)
     assert result.returncode == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if "resuming" in line or "set aside:" in line]
     assert [line.partition(" (--new")[0] for line in said] == [
@@ -299,7 +299,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(
     run = copied(finished[0], tmp_path, "checkpoint")
     before = run.events.read_bytes()
     shutil.rmtree(run.checkpoints)
-    result = finlm("train", QUICKSTART, *sets(tiny), "--runs", tmp_path)
+    result = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path)
     assert result.returncode == 2 and "resuming" not in result.stderr
     assert "localhost: none; events.jsonl records one after step 20" in result.stderr
     assert run.events.read_bytes() == before
@@ -309,7 +309,7 @@ def test_the_report_can_be_built_again(finished: tuple[RunDir, str], tmp_path: P
     copy = RunDir(tmp_path / "run")
     ignored = shutil.ignore_patterns("checkpoints", "export", "report.html")
     shutil.copytree(finished[0].path, copy.path, ignore=ignored)
-    assert finlm("report", copy.path).returncode == 0
+    assert finlm_here("report", copy.path).returncode == 0
     assert copy.report.exists()
 
 
@@ -333,15 +333,15 @@ def test_a_finished_run_goes_on_with_more_steps_and_another_rate_when_it_is_aske
 ) -> None:
     first = RunDir(tmp_path / finished[0].path.name)
     shutil.copytree(finished[0].path, first.path, symlinks=True)
-    again = finlm("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--continue")
+    again = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--continue")
     assert again.returncode == 2 and "has its 20 steps already" in again.stderr
-    other = finlm(
+    other = finlm_here(
         "train", QUICKSTART, *sets((*tiny, "train.steps=24", "train.seed=8")), "--runs", tmp_path, "--continue"
     )
     assert other.returncode == 2 and "train.seed differ; --continue may change train.steps" in other.stderr
     assert list(tmp_path.iterdir()) == [first.path]
     changed = (*tiny, "train.steps=24", "optim.lr=1e-3")
-    longer = finlm("train", QUICKSTART, *sets(changed), "--runs", tmp_path, "--continue")
+    longer = finlm_here("train", QUICKSTART, *sets(changed), "--runs", tmp_path, "--continue")
     assert longer.returncode == 0, longer.stderr
     assert f"continuing {first.path} from step 20 to 24" in longer.stderr
     assert "learning rate of a run of 24 steps: it ended at" in longer.stderr

@@ -30,7 +30,7 @@ from finlm.plan import planner
 from finlm.recipe import cluster, recipe, shape
 from finlm.record.report import run_page as report
 
-from helpers import QUICKSTART, ROOT, finlm
+from helpers import QUICKSTART, ROOT, finlm_here
 
 EVIL = "<script>alert('x')</script>"
 MARKS = re.compile(r"%(?:s|d|%|\.[0-9]f)")  # of a sentence with values
@@ -383,7 +383,7 @@ def test_forks_are_saved_only_where_actions_are_allowed_and_the_page_asked(
 def test_the_form_plans_as_the_command_does_and_words_mistakes_as_it_does(make: Make) -> None:
     with served(make("here").path.parent) as client:
         text = client.page(f"/recipes/plan?recipe={PRETRAIN}&set=train.steps%3D123%0Aoptim.lr%3D1e-3")
-        printed = finlm("plan", PRETRAIN, "--set", "train.steps=123", "--set", "optim.lr=1e-3").stdout
+        printed = finlm_here("plan", PRETRAIN, "--set", "train.steps=123", "--set", "optim.lr=1e-3").stdout
         (length,) = re.findall(r"length +(123 steps.*)", printed)
         assert f"<dd>{length}</dd>" in text
         assert "A100-40G" in client.page("/recipes/plan?recipe=recipes/llama2-7b-fincorpus/pretrain.yaml")

@@ -20,7 +20,6 @@ LONG = (  # a run that is still training when a host is lost
     *("train.steps=20000", "zero.stage=1", "checkpoint.every_steps=10", "eval.every_steps=20000"),
     "eval.max_tokens_per_source=500",
 )
-REFERENCE_STEPS = 250  # more than such a run takes before a test ends it
 PATIENCE_SECONDS = 250  # a guard: a fault ends a run in 3 to 40 s, and the machine may be busy
 ONE_THREAD = "env={OMP_NUM_THREADS: '1'}"  # all hosts share this machine's cores
 

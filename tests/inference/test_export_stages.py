@@ -147,6 +147,6 @@ def test_preferences_start_from_an_export_and_give_one(
     model, tokenizer = kind.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
-        assert model(**ids).logits.shape == ((1, 1) if stage == "reward" else (*ids["input_ids"].shape, 4096))
+        assert model(**ids).logits.shape == ((1, 1) if stage == "reward" else (*ids["input_ids"].shape, 2048))
     heads = {"score.weight"} if stage == "reward" else {"lm_head.weight"}
     assert heads == {name for name in weights(out) if "layers" not in name and "model." not in name}

@@ -17,7 +17,7 @@ from finlm.hosts.remote import fault
 from finlm.runs import drill
 from finlm.runs.drill import Failing, Injury
 
-from helpers import ROOT, finlm
+from helpers import ROOT, finlm, finlm_here
 
 
 def test_costs_are_read_from_the_events(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_one_failure_a_day_of_16_hosts_leaves_97_percent() -> None:
 
 def test_plan_prints_it() -> None:
     recipe = ROOT / "recipes/xuanyuan-6b/pretrain.yaml"
-    done = finlm("plan", recipe, "--failures", "0.1", "--json")
+    done = finlm_here("plan", recipe, "--failures", "0.1", "--json")
     assert done.returncode == 0, done.stderr
     assert "failures a host and day: one in" in done.stdout + done.stderr
     assert 0.5 < json.loads(done.stdout.splitlines()[-1])["failures"]["share"] < 1

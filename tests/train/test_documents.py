@@ -80,7 +80,8 @@ def test_bounds_and_windows_reach_the_kernel_through_transformers(
 ) -> None:
     attend_by_definition(monkeypatch)
     shown = "null" if window is None else window
-    model = built(f"model.config={{model_type: mistral, sliding_window: {shown}}}", "model.kv_heads=1")
+    mistral = f"model.config={{model_type: mistral, sliding_window: {shown}}}"
+    model = built(mistral, "model.kv_heads=1", f"tokenizer.vocab_size={VOCABULARY}")
     inputs, labels = batch()
     bounds = torch.from_numpy(batches.document_bounds(numbered()))
     masked = model(inputs, labels, bounds).item()

@@ -6,6 +6,7 @@ resolves it. Checks that need more than one key live in recipe.rules.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -361,7 +362,7 @@ class Recipe(Section):
         Raises UserError when another version of finlm wrote it, with other keys.
         """
         try:
-            return cls.model_validate(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+            return _parse(path.read_text(encoding="utf-8"))
         except ValidationError as error:
             keys = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
             raise UserError(
@@ -369,6 +370,11 @@ class Recipe(Section):
                 evidence="\n".join(keys),
                 fix="use the version that made it: the run's code/",
             ) from None
+
+
+@functools.lru_cache(maxsize=2)  # a rank asks for the same one several times: 0.2 s each
+def _parse(text: str) -> Recipe:
+    return Recipe.model_validate(YAML(typ="safe").load(text))
 
 
 def config_of(model: Model) -> traits.Config:

@@ -37,8 +37,9 @@ def join_ranks(recipe: Recipe, plan: Plan) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         # DeepSpeed compiles a shared-memory collective for CPU ranks at every first start (25-48 s, needs g++ and
-        # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # ninja); gloo gives the same bits, and the hundred microseconds it would save do not matter here. Nor does it
+        # try then for half a second which other operators this machine could compile.
+        deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo", verbose=False)
     world_size = distributed.get_world_size()
     if world_size != plan.world_size:

@@ -94,7 +94,7 @@ def test_a_run_killed_at_random_moments_ends_bit_identical(
     for number in range(KILLS):
         # One rank or all; every other time while the first to third checkpoint of this launch is written (50 ms).
         save = chance.randint(1, 3) if number % 2 else 0
-        seconds = chance.uniform(0, 0.06) if save else chance.uniform(1.0, 3.0)
+        seconds = chance.uniform(0, 0.06) if save else chance.uniform(0.5, 2.0)
         codes = ranks.codes(run, "killed", chance.choice([-1, 0, 1]), save, seconds)
         left = sorted(path.name for path in run.checkpoints.glob(".*")) if run.checkpoints.exists() else []
         print(f"kill {number + 1}: exit codes {codes}, half-written {left}")

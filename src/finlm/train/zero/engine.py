@@ -21,6 +21,7 @@ from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed
@@ -31,6 +32,9 @@ from finlm.train.model import products
 with mock.patch.object(compiler, "compile", lambda: lambda function: function):
     # Every engine imports Muon, which no recipe asks for. Its decorators import inductor: 1.4 CPU s of a rank's start.
     importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+# Its CPU Adam is compiled at the first use: debugging symbols would be two fifths of that.
+OpBuilder.strip_empty_entries = lambda _, entries: [entry for entry in entries if entry not in ("", "-g")]
 
 ALIGNED = 64  # elements: groups of a multiple of them are read in wide words
 
