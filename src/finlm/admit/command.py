@@ -93,7 +93,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
         ) from None
     heads = own.get("num_attention_heads")
     if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
-        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads}
+        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
         own |= {key: value for key, value in like.items() if key in own and own[key] is None}
     return {k: 0.0 if k.endswith(shape.DROPOUT) else v for k, v in own.items() if v is not None}, None
 

@@ -142,8 +142,7 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
         if parents.is_reward_model(files.read_json(path / "config.json")):  # as a writer, its head would be random
             raise _reward_model_error(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        capped = files.read_json(path / "config.json").get("attn_logit_softcapping")  # which SDPA ignores
-        attention = "eager" if capped else "sdpa"
+        attention = plain_attention(AutoConfig.from_pretrained(path))
         model = load_weights(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise UserError(

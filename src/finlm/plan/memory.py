@@ -46,7 +46,8 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and 
 
 # Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
 SCORES_KEPT = {False: 8, True: 12}
-READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+READ_A_LATENT = ("q_b_proj", "kv_b_proj")
 READ_THE_OTHER = ("gate_proj", "up_proj", "gate_up_proj", "c_fc")
 
 
@@ -117,16 +118,17 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     """
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
-    attention, ffn = (2 if shape.is_parallel else 4) * hidden + 4 * q + 4 * kv, 4 * shape.ffn
-    attention += 2 * (q + kv) * ("qkv_proj" in shape.matrices)
+    attention, ffn = (2 if shape.is_parallel else 4) * hidden, 4 * shape.ffn
+    attention += 4 * q + 4 * kv + 2 * (q + kv) * ("qkv_proj" in shape.matrices) if shape.latent is None else 0
+    attention += _latent_bytes(shape)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
         ffn = int(shape.ffn_bytes * shape.ffn)
-        attention += 2 * q * shape.copies_output
+        attention += 2 * shape.output_width * (shape.copies_output and not shape.pads_values)
     elif shape.is_gated and not shape.is_lean:
         ffn += 2 * shape.ffn
     # Each expert's input is gathered and its output weighed; the router keeps its scores.
-    ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0]
+    ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0] + shape.router_bytes * hidden
     if layout.precision == "fp8":
         attention -= 4 * hidden  # what the linear layers keep of their inputs has one byte
     attention += _attention_bytes(shape, layout)
@@ -134,6 +136,19 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
         attention, ffn = (one + more for one, more in zip((attention, ffn), _adapter_bytes(shape, layout), strict=True))
     kept = attention if layout.recompute == "selective" else attention + ffn
     return kept * layout.element_bytes // 2
+
+
+def _latent_bytes(shape: ModelShape) -> int:
+    """Return the bytes a token of queries, keys, values, attention's output and what they are made from, 16 bits each.
+
+    Values lie beside the keys' part without RoPE, except where they are filled up: then so is the output, which is cut.
+    """
+    if shape.latent is None:
+        return 0
+    latent, q, out = shape.latent, shape.q_width, shape.output_width
+    beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
+    attended = 8 * q + 2 * out if shape.pads_values else 4 * q + 2 * (q - beside) + 4 * out
+    return attended + 2 * (latent.cached + latent.queries)
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -167,7 +182,7 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
     for name in adapted:
         is_recomputed = layout.compiled and name == "down_proj"  # by train/model/kernels.py's LeanMlp
         more = 0 if is_recomputed else 2 * layout.rank + 3 * sides[name][0] * layout.has_dropout
-        here, block = (here + more, block) if name in (*READ_A_NORM, "o_proj") else (here, block + more)
+        here, block = (here + more, block) if name in (*READ_A_NORM, *READ_A_LATENT, "o_proj") else (here, block + more)
     return here, block
 
 
@@ -177,7 +192,7 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> int:
         # Measured with ZeRO-3 on one and two GPUs: something as wide as the feed-forward block stays too.
         width = shape.hidden + (shape.ffn if layout.zero_stage == 3 else 0)
         return shape.layers * layout.tokens * width * layout.element_bytes
-    return shape.layers * layout.tokens * layer_activation_bytes(shape, layout)
+    return sum(layers * layout.tokens * layer_activation_bytes(kind, layout) for layers, kind in shape.kinds)
 
 
 def backward_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -229,11 +244,13 @@ def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         return {}
     prompt = length - layout.answer_tokens
     reading = forward_bytes(shape, layout, max(1, min(rows, PROMPT_TOKENS // max(1, prompt))), prompt)
-    copied = 2 * e * rows * prompt * shape.kv_width  # a layer's, to the rows of all answers
+    copied = e * rows * prompt * shape.cached_width  # a layer's, to the rows of all answers
+    # A token of latent attention makes the keys and values of all tokens of a layer, as one product, then keys alone.
+    made = e * rows * length * (2 * shape.q_width + shape.output_width) if shape.latent else 0
     is_compiled = layout.device == "cuda" and not shape.experts[0]
     items = {
-        "keys and values": 2 * shape.layers * e * rows * length * shape.kv_width,
-        "generation of a token": max(reading + copied, DRAWN[is_compiled] * rows * shape.vocab),
+        "keys and values": shape.layers * e * rows * length * shape.cached_width,
+        "generation of a token": max(reading + copied, made, DRAWN[is_compiled] * rows * shape.vocab),
     }
     if layout.zero_stage == 3 and (layout.world_size > 1 or layout.offload_param != "none"):
         items["gathered weights for generation"] = e * shape.parameters

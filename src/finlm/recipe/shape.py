@@ -6,6 +6,7 @@ answers, a reference model. That is counted here too; bytes are plan/memory.py's
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ ROUTERS = ("gate", "router")
 # A layer that does the work of several of Llama's, whose adapters it gets.
 STANDS_FOR = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    **dict.fromkeys(("q_a_proj", "q_b_proj"), ("q_proj",)),
+    **dict.fromkeys(("kv_a_proj_with_mqa", "kv_b_proj"), ("k_proj", "v_proj")),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "c_fc": ("up_proj", "gate_proj"),
     "c_proj": ("down_proj",),
@@ -48,6 +51,20 @@ class ModelShape:
     bare_norms: Sizes = ()  # widths of the norms that have no tensor
     copies_output: bool = False  # attention's output is copied before o_proj
     keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
+    router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
+    latent: traits.Latent | None = None  # what keys, values and queries are made from
+    dense: int = 0  # layers that have no experts, in a model of experts
+    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
+    dense_ffn: int = 0
+
+    @property
+    def kinds(self) -> list[tuple[int, ModelShape]]:
+        """(layers, shape as if all were so) of each kind of layer, in the model's order."""
+        if not self.dense:
+            return [(self.layers, self)]
+        alone = {"experts": (0, 0), "ffn": self.dense_ffn, "layer": self.dense_layer, "router_bytes": 0}
+        dense = dataclasses.replace(self, dense=0, dense_layer=(), dense_ffn=0, **alone)  # type: ignore[arg-type]
+        return [(self.dense, dense), (self.layers - self.dense, dataclasses.replace(self, dense=0))]
 
     @property
     def padded_vocab(self) -> int:
@@ -63,6 +80,26 @@ class ModelShape:
     def kv_width(self) -> int:
         """Numbers of a token's keys, or values."""
         return self.q_width // self.heads * self.kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's values."""
+        return self.latent.value_size if self.latent else self.q_width // self.heads
+
+    @property
+    def output_width(self) -> int:
+        """Numbers of a token that attention gives to o_proj."""
+        return self.heads * self.value_size
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that generation keeps of a token and layer: keys and values, or what they are made from."""
+        return self.latent.cached + self.latent.rotated if self.latent else 2 * self.kv_width
+
+    @property
+    def pads_values(self) -> bool:
+        """Whether a head's values are filled up to the size of its keys, without which most kernels take neither."""
+        return self.value_size != self.q_width // self.heads
 
     @property
     def embedding_parameters(self) -> int:
@@ -90,6 +127,14 @@ class ModelShape:
         }
 
     @property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """The linear layers that adapters go on: beside experts attention's, as peft takes the names of others there
+        for those of the experts' own tensors.
+        """
+        within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in self.tensors}
+        return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
+
+    @property
     def norms(self) -> int:
         """Norms of hidden states in a layer."""
         return sum(
@@ -104,8 +149,8 @@ class ModelShape:
         for name, sizes in self.tensors:
             if "norm" in name and "attn." in name and "bias" not in name:
                 module = name.partition("attn.")[2]
-                whole = 0 if any(part.isdigit() for part in module.split(".")) else {"q": self.q_width}.get(module[0])
-                found += self.kv_width if whole is None else whole or sizes[0]
+                is_a_head = sizes[0] == self.head_size and not self.latent and not any(part.isdigit() for part in module.split("."))
+                found += (self.q_width if module[0] == "q" else self.kv_width) if is_a_head else sizes[0]
         return found
 
     @property
@@ -151,8 +196,10 @@ class ModelShape:
         return sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 1)
 
     @property
-    def active_matrices(self) -> int:
-        """Parameters of one layer's matrices that multiply a token: of the experts the active ones."""
+    def active_matrices(self) -> float:
+        """Parameters of a layer's matrices, a mean, that multiply a token: of the experts the active ones."""
+        if self.dense:
+            return sum(layers * kind.active_matrices for layers, kind in self.kinds) / self.layers
         idle = sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 2)
         all_, active = self.experts
         return self.layer_matrices - (idle * (all_ - active) // all_ if all_ else 0)
@@ -167,23 +214,25 @@ class ModelShape:
         """Elements of every parameter in the model's order: embedding, layers, norm, head."""
         embedding = [self.embedding_parameters]
         last = [self.beside] if self.beside else []
-        return [*embedding, *self.layer_sizes * self.layers, *last, *([] if self.tied else embedding)]
+        within = [size for layers, kind in self.kinds for size in kind.layer_sizes * layers]
+        return [*embedding, *within, *last, *([] if self.tied else embedding)]
 
     @property
     def matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
-        return self.layers * self.layer_matrices
+        return sum(layers * kind.layer_matrices for layers, kind in self.kinds)
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         head = 0 if self.tied else self.embedding_parameters
-        return self.embedding_parameters + head + self.layers * self.layer_parameters + self.beside
+        within = sum(layers * kind.layer_parameters for layers, kind in self.kinds)
+        return self.embedding_parameters + head + within + self.beside
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through."""
-        return self.parameters - self.layers * (self.layer_matrices - self.active_matrices)
+        return self.parameters - self.matrix_parameters + round(self.layers * self.active_matrices)
 
     def attended(self, sequence: int) -> float:
         """Return the tokens that a layer's queries meet without a causal mask, the mean of all layers."""
@@ -191,13 +240,13 @@ class ModelShape:
         return (seen + sequence * (self.layers - len(self.windows))) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 12 layers q-width sequence.
+        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 6 layers (queries + output) sequence.
 
         N are the active parameters.
         """
         # A tied head multiplies too, so only the embedding look-up is left out.
         matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
-        return 6.0 * matmul + 12.0 * self.layers * self.q_width * self.attended(sequence)
+        return 6.0 * (matmul + self.layers * (self.q_width + self.output_width) * self.attended(sequence))
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -216,9 +265,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:
         return
-    named = {part for name in shape.matrices for part in (name, *STANDS_FOR.get(name, ()))}
+    named = {part for name in shape.adaptable for part in (name, *STANDS_FOR.get(name, ()))}
     if lost := [name for name in recipe.lora.targets if name not in named]:
-        yield "lora.targets", f"the model's layers have no {', '.join(lost)}, but {', '.join(shape.matrices)}"
+        yield "lora.targets", f"the model's layers have no {', '.join(lost)}, but {', '.join(shape.adaptable)}"
     if is_quantized(recipe) and shape.experts[0]:
         yield "lora.quantize", "nf4 packs linear layers, and the experts of this model are none; use none"
 
@@ -259,6 +308,11 @@ def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None =
         bare_norms=read.bare_norms,
         copies_output=read.copies_output,
         keeps_scores=read.score_cap is not None,
+        router_bytes=read.router_bytes,
+        latent=read.latent,
+        dense=read.dense,
+        dense_layer=read.dense_layer,
+        dense_ffn=read.dense_ffn,
     )
 
 
@@ -327,7 +381,7 @@ def adapted(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, int]]:
     targets = recipe.lora.targets if recipe.lora else ()
     return {
         name: sides
-        for name, sides in shape.matrices.items()
+        for name, sides in shape.adaptable.items()
         if name in targets or any(part in targets for part in STANDS_FOR.get(name, ()))
     }
 
