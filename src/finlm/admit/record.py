@@ -40,7 +40,7 @@ FIELDS = (
     *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, "num_experts_per_tok"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     *("n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
-    *("qk_rope_head_dim", "v_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
 # Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
