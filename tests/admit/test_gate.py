@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from finlm.admit import cells, command, record, table
+from finlm.admit import cells, command, record, shrink, table
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan import planner
@@ -72,7 +72,7 @@ SCALED = {
 def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 500000.0, **SCALED[kind]}
     scaled, plain = case("llama", rope_parameters=rope, head_dim=160), case("llama", head_dim=160)
-    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == record.HEAD
+    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == shrink.HEAD
     for name in ("loss", "packed rows", "parameters"):
         assert cells.CELLS[name](scaled) == ""
     assert abs(scaled.expected[0] - plain.expected[0]) > 1e-3
@@ -81,8 +81,8 @@ def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
 def test_a_window_counts_and_what_ignores_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case("mistral", sliding_window=4096)
     assert cells.CELLS["loss"](at) == ""
-    monkeypatch.setattr(record, "WINDOW", None)
-    blind = dataclasses.replace(at, small=record.shrink(at.config, at.row, cells.VOCABULARY))
+    monkeypatch.setattr(shrink, "WINDOW", None)
+    blind = dataclasses.replace(at, small=shrink.shrink(at.config, at.row, cells.VOCABULARY))
     blind.__dict__["expected"] = at.expected  # of the windowed model
     assert cells.CELLS["loss"](blind).startswith("loss ")
 

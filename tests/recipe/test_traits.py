@@ -10,7 +10,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.recipe import parents, recipe, shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 
 from helpers import QUICKSTART
 
@@ -141,5 +141,5 @@ def test_a_type_with_a_failing_cell_is_refused_with_the_cell(monkeypatch: pytest
     )
     monkeypatch.setattr(traits, "records", lambda: {"new": row})
     with pytest.raises(UserError, match="'new' is not admitted: packed rows failed") as error:
-        shape.check_admitted({"model_type": "new"})
+        refusals.check_admitted({"model_type": "new"})
     assert error.value.evidence == "packed rows: they leak"

@@ -21,13 +21,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from finlm.admit import record
+from finlm.admit import record, shrink
 from finlm.base.errors import UserError
 from finlm.dialogues import encode
 from finlm.plan import memory
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Chat, Lora, Sft
 from finlm.rows.shards import IGNORED
@@ -287,7 +287,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
     for key, value in known.items():
         change: traits.Config = {}
         now = case.config.get(key, value)
-        if key in REFUSED or key.endswith(shape.DROPOUT):
+        if key in REFUSED or key.endswith(refusals.DROPOUT):
             continue
         if key == "use_sliding_window":
             change = {} if now else {key: True, "sliding_window": 4096}
@@ -350,7 +350,7 @@ CELLS: dict[str, Callable[[Case], str]] = {
 def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
     """Return the case of a model's config.json. Raises UserError when transformers refuses it."""
     try:
-        small = record.shrink(config, row, VOCABULARY)
+        small = shrink.shrink(config, row, VOCABULARY)
     except Exception as error:  # of every class's own validation
         raise UserError(
             f"transformers makes no {config['model_type']} of this config.json",

@@ -1,6 +1,6 @@
-"""Small configurations: the row of a model type in model_types.json, and a model's own config.json at a small size.
+"""The row of a model type in model_types.json.
 
-A row is read off transformers' own class at a size whose numbers differ.
+It is read off transformers' own class at a size whose numbers differ.
 A tensor's sizes become symbols (q*h is the query projection), so the planner counts a model of any size without torch.
 """
 
@@ -20,7 +20,6 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
 )
@@ -29,7 +28,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe import shape
-from finlm.recipe.models import traits
 from finlm.recipe.models.traits import EXPERTS, NORM_EPS, SCALES, Config, TypeRecord, evaluate
 
 # Keys that may be absent from config.json, whose defaults a row notes.
@@ -57,10 +55,6 @@ NAMED_LATENT = {
 }
 EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
-# Of a model for two CPU cores.
-SMALL_HIDDEN, FFN, HEADS, HEAD, SMALL_LAYERS, WINDOW, ORIGINAL = 64, 128, 4, 32, 3, 8, 64
-SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
 def record(model_type: str) -> TypeRecord:
@@ -139,7 +133,9 @@ def _measure(config: Any) -> dict[str, Any]:
         model(torch.arange(tokens)[None])
     block = getattr(layer, "mlp", None)
     has_experts = block is None or any(len(p.shape) > 2 for p in block.parameters())
-    router = next((child for name, child in block.named_children() if name in shape.ROUTERS), None) if has_experts else None
+    router = (
+        next((child for name, child in block.named_children() if name in shape.ROUTERS), None) if has_experts else None
+    )
     return {
         "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
         "router_bytes": 0 if router is None else _router_bytes(router, states),
@@ -154,7 +150,9 @@ def _scales(model_type: str) -> dict[str, int]:
     found = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
-        model = AutoModelForCausalLM.from_config(small_config(model_type, 2, **{key: 2 if key == "dim_model_base" else 2.0}))
+        model = AutoModelForCausalLM.from_config(
+            small_config(model_type, 2, **{key: 2 if key == "dim_model_base" else 2.0})
+        )
         with torch.no_grad():
             said = model(torch.arange(8)[None])
             plain = model.lm_head(model.model(torch.arange(8)[None]).last_hidden_state)
@@ -380,80 +378,6 @@ def _pattern(model_type: str) -> int:
     if full != [number for number in range(1, LAYERS + 1) if number % math.gcd(*full) == 0]:
         return -1
     return full[0]
-
-
-def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """Return transformers' configuration of the same model, small."""
-    known = row.defaults | dict(config)
-    values = dict(config) | {
-        "hidden_size": SMALL_HIDDEN,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": SMALL_LAYERS,
-        "vocab_size": vocab_size,
-        "use_cache": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    groups, heads = known.get("num_key_value_heads"), int(known["num_attention_heads"])
-    kind = CONFIG_MAPPING[str(config["model_type"])]()
-    if groups or hasattr(kind, "num_key_value_heads"):
-        values["num_key_value_heads"] = {heads: HEADS, 1: 1}.get(int(groups or heads), 2)
-    if hasattr(kind, "head_dim"):  # some classes have no number, and need one
-        own = int(known.get("head_dim") or 0)
-        values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
-    values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key)}
-    values |= {key: 4 for key in EXPERTS if config.get(key)}
-    values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
-    if known.get("kv_lora_rank"):
-        own = {key: known.get(key) for key in SMALL_LATENT}
-        values |= {key: size for key, size in SMALL_LATENT.items() if own[key]} | {"num_key_value_heads": HEADS}
-        if own["v_head_dim"] == own["qk_nope_head_dim"] + own["qk_rope_head_dim"]:
-            values["v_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
-        values.pop("head_dim", None)
-    values.update(_few_layers(config, known, row.pattern))
-    rotated = values.get("qk_rope_head_dim") or values.get("head_dim") or SMALL_HIDDEN // HEADS
-    rotated *= float(known.get("partial_rotary_factor") or 1.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key):
-            values[key] = _shrink_rope(config[key], int(rotated) // 2)
-    if any(rope.get("rope_type", rope.get("type", "default")) != "default" for rope in traits.ropes(config)):
-        values |= {"max_position_embeddings": 4 * ORIGINAL}
-        values |= {"original_max_position_embeddings": ORIGINAL} if "original_max_position_embeddings" in known else {}
-    else:
-        values["max_position_embeddings"] = max(256, ORIGINAL)
-    return AutoConfig.for_model(**values)
-
-
-def _few_layers(config: Config, known: Config, pattern: int) -> Config:
-    """Return the keys for few layers, with one of each kind."""
-    found: dict[str, Any] = {}
-    if known.get("sliding_window"):
-        found["sliding_window"] = WINDOW
-    if pattern > 0 and not config.get("layer_types"):
-        found["num_hidden_layers"] = pattern
-    layers = found.get("num_hidden_layers", SMALL_LAYERS)
-    for key in traits.LISTS:
-        if kinds := list(dict.fromkeys(config.get(key) or ())):
-            found[key] = [*kinds, *kinds * layers][:layers]
-    if known.get("first_k_dense_replace"):
-        found["first_k_dense_replace"] = 1
-    if known.get("mlp_only_layers"):
-        found["mlp_only_layers"] = [0]
-    if known.get("use_sliding_window") and "max_window_layers" in known:
-        found["max_window_layers"] = 1
-    return found
-
-
-def _shrink_rope(rope: Config, pairs: int) -> Config:
-    """Return RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
-    if any(isinstance(value, dict) for value in rope.values()):
-        return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
-    found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
-    if "original_max_position_embeddings" in found:
-        found["original_max_position_embeddings"] = ORIGINAL
-    return found
 
 
 def write(rows: dict[str, TypeRecord], path: Path) -> None:

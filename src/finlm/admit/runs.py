@@ -4,8 +4,9 @@ ZeRO stages give the same losses, a run that goes on from a checkpoint gives tho
 export is transformers' model again with every field of the start's config.json. The corpus is the synthetic one.
 
 `python -m finlm.admit.runs` is the process that the ranks are forked from, as it has imported the trainer: a run
-directory a line on stdin, its ranks' exit codes a line of JSON on a pipe of its own, as libraries print on stdout. A launch through `finlm train` would import
-torch and DeepSpeed anew for every rank of every run, which is most of such a run's time.
+directory a line on stdin, its ranks' exit codes a line of JSON on a pipe of its own, as libraries print on stdout. A
+launch through `finlm train` would import torch and DeepSpeed anew for every rank of every run, which is most of such a
+run's time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import Qwen2Tokenizer
 
 import finlm
 from finlm import pipeline
-from finlm.admit import cells, record
+from finlm.admit import cells, record, shrink
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
@@ -89,7 +90,7 @@ class Runs:
         self.made: dict[int, RunDir] = {}
         record.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
         trainer.tokenizer.save_pretrained(self.start)
-        config = record.shrink(case.config, case.row, len(trainer.tokenizer))
+        config = shrink.shrink(case.config, case.row, len(trainer.tokenizer))
         cells.build(config, "eager").save_pretrained(self.start)
         said = files.read_json(self.start / "config.json")
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})

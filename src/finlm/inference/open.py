@@ -242,6 +242,7 @@ def load_trained(checkpoint: Path) -> Trained:
     has_own_head = not recipe.model.tie_embeddings or recipe.stage == "reward"
     if not has_own_head:
         weights.pop("lm_head.weight", None)
+    _match_buffers(model, weights)
     missing, unknown = model.load_state_dict(weights, strict=False)
     if missing != ([] if has_own_head else ["lm_head.weight"]) or unknown:
         raise RuntimeError(f"{checkpoint} is not of this model: without {missing}, with {unknown}")
@@ -252,6 +253,13 @@ def load_trained(checkpoint: Path) -> Trained:
         ends = [number for number in known if number >= 0]  # -1: a tokenizer without an end
         model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return Trained(run, recipe, plan, shards, model.eval(), checkpoint)
+
+
+def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Give the model's buffers the dtype of the weights of their names: a router's are fp32, whatever its weights."""
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.data = buffer.data.to(weights[name].dtype)
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:

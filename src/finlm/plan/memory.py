@@ -12,16 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
+from finlm.plan import buckets
 from finlm.plan.plan import (
     LOGITS_SLICE_BYTES,
     ON_HOST,
     STREAM_SETS,
     Offload,
     OffloadParam,
-    group_members,
     is_contiguous,
     optimizer_group,
 )
@@ -325,7 +324,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
     items |= {"reward model": e * shape.parameters} if layout.has_judge else {}
     if layout.zero_stage == 3:
-        sizes = buckets(3, layout.offload_optimizer, shape)
+        sizes = buckets.sizes(3, layout.offload_optimizer, shape)
         if layout.world_size > 1 or not on_device:
             items["gathered weights"] = e * min(shape.parameters, max(sizes.live, shape.layer_parameters))
         if layout.hpz_partition_size > 1:
@@ -384,7 +383,7 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     """
     if not is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
         return 0, 0, 0.0
-    e, size = layout.element_bytes, buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
+    e, size = layout.element_bytes, buckets.sizes(layout.zero_stage, layout.offload_optimizer, shape).reduce
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
     stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
@@ -396,7 +395,7 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
 def _most_reduced(shape: ModelShape, layout: Layout) -> int:
     if layout.trainable is not None:
         return share(layout.trainable, layout, 1)
-    return most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
+    return buckets.most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -414,7 +413,7 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return (e + to_fp32) * own
     if layout.zero_stage == 3:
         checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
-        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
+        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets.sizes(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
@@ -422,46 +421,3 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     if layout.fp32_gradients:
         return 4 * own + passing  # added up flat
     return e * own + (e + to_fp32) * group + passing
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Element counts of DeepSpeed's buffers; config.py writes the same numbers into the JSON."""
-
-    reduce: int
-    allgather: int
-    prefetch: int
-    persistence: int
-    live: int
-    sub_group: int
-
-
-def buckets(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
-    """Return DeepSpeed's buffer sizes in elements: large at stages 1 and 2, its defaults at stage 3; <= the model."""
-    cap = max(shape.parameters, 1)
-    reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
-    return Buckets(
-        reduce=min(reduce, cap),
-        allgather=min(500_000_000, cap),
-        # A layer is gathered as a whole and the next must fit: DeepSpeed's 50 million are a quarter of XuanYuan-6B's.
-        prefetch=min(max(50_000_000, int(1.1 * shape.layer_parameters)), cap),
-        persistence=min(10 * shape.hidden, cap),  # norms stay whole, matrices are partitioned; the rule of transformers
-        live=min(1_000_000_000, cap),
-        sub_group=100_000_000 if offload_optimizer == "nvme" else 1_000_000_000,
-    )
-
-
-@cache
-def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
-    """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
-
-    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
-    """
-    kept = [0] * world_size
-    for members in group_members(shape.sizes, group, lambda size: size):
-        part, start = -(-sum(members) // world_size), 0
-        for size in members:
-            for rank in range(start // part, (start + size - 1) // part + 1):
-                kept[rank] += size
-            start += size
-    return max(kept)

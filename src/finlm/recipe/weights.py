@@ -233,10 +233,11 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     if row is None:
         return
     shapes = {name.replace(".block_sparse_moe.", ".mlp."): size for name, size in shapes.items()}
-    known, layer = {**row.defaults, **config}, dict(traits.read(config).layer)
+    known, read = {**row.defaults, **config}, traits.read(config)
     table, expected = [config["vocab_size"], config["hidden_size"]], dict[str, list[int]]()
     expected["model.embed_tokens.weight"] = table
     for number in range(config["num_hidden_layers"]):
+        layer = dict(read.dense_layer if number in read.dense else read.layer)
         sizes = {name: list(size) for name, size in layer.items() if len(size) < 3}
         expected |= {f"model.layers.{number}.{name}": size for name, size in sizes.items()}
     if not parents.is_reward_model(config) and (not known.get("tie_word_embeddings") or "lm_head.weight" in shapes):
@@ -249,7 +250,9 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
             yield f"{name} {has}; by config.json it has {size}"
     for name in shapes:
         match = _LAYER.search(name)
-        if match and match[2] not in layer and ".experts." not in name:
+        if not match or ".experts." in name or match[2] in row.buffers or int(match[1]) >= config["num_hidden_layers"]:
+            continue  # behind the last layer lies what predicts further tokens, which transformers has not
+        if match[2] not in dict(read.dense_layer if int(match[1]) in read.dense else read.layer):
             yield f"{name} is none of a {config['model_type']} with this config.json"
 
 

@@ -93,7 +93,7 @@ class Traits:
     windows: Sizes  # tokens seen, of the layers that do not see all before
     ropes: tuple[str, ...]
     latent: Latent | None = None
-    dense: int = 0  # layers that have no experts, in a model of experts
+    dense: Sizes = ()  # numbers of the layers that have no experts, in a model of experts
     dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
     dense_ffn: int = 0
     experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
@@ -157,7 +157,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         if known.get(key):
             tensors |= more
     experts = symbols["e"], int(known.get("num_experts_per_tok") or 0)
-    dense = _count_dense(known) if row.dense else 0
+    dense = tuple(_dense_layers(known)) if row.dense else ()
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
         found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
@@ -213,15 +213,15 @@ def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
     return Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"])
 
 
-def _count_dense(known: Config) -> int:
-    """Return how many layers of a model of experts have none."""
-    layers = int(known["num_hidden_layers"])
+def _dense_layers(known: Config) -> list[int]:
+    """Return the numbers of the layers that have no experts, in a model of experts."""
+    layers = range(int(known["num_hidden_layers"]))
     if (kinds := known.get("mlp_layer_types")) is not None:
-        return list(kinds).count("dense")
+        return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
     if "first_k_dense_replace" in known:
-        return min(layers, int(known["first_k_dense_replace"] or 0))
+        return list(layers[: int(known["first_k_dense_replace"] or 0)])
     step, listed = int(known.get("decoder_sparse_step") or 1), known.get("mlp_only_layers") or ()
-    return sum(number in listed or (number + 1) % step > 0 for number in range(layers))
+    return [number for number in layers if number in listed or (number + 1) % step > 0]
 
 
 def evaluate(size: str, symbols: Mapping[str, int]) -> int:

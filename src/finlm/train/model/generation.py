@@ -314,9 +314,9 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend from prompts to themselves, causally, or from a token of each row to the tokens before it.
 
-    query, key, value: [rows, heads, tokens, head], of which values may have another size. module.generation_bounds: int32 [rows] each, what a token of each
-    row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window and softcap, of the layers
-    that have them. Return ([rows, tokens, heads, head], None).
+    query, key, value: [rows, heads, tokens, head], of values their own size. module.generation_bounds: int32 [rows]
+    each, what a token of each row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window
+    and softcap, of the layers that have them. Return ([rows, tokens, heads, head of values], None).
     """
     bounds, sliding_window, softcap = module.generation_bounds, given.get("sliding_window"), given.get("softcap")
     rows, heads, tokens, size = query.shape
