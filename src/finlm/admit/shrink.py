@@ -46,7 +46,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
         if own["v_head_dim"] == own["qk_nope_head_dim"] + own["qk_rope_head_dim"]:
             values["v_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values.pop("head_dim", None)
-    values.update(_few_layers(config, known, row.pattern))
+    values.update(few_layers(config, known, row.pattern))
     rotated = values.get("qk_rope_head_dim") or values.get("head_dim") or SMALL_HIDDEN // HEADS
     rotated *= float(known.get("partial_rotary_factor") or 1.0)
     for key in ("rope_parameters", "rope_scaling"):
@@ -60,8 +60,11 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     return AutoConfig.for_model(**values)
 
 
-def _few_layers(config: Config, known: Config, pattern: int) -> Config:
-    """Return the keys for few layers, with one of each kind."""
+def few_layers(config: Config, known: Config, pattern: int) -> Config:
+    """Return the keys for few layers, with one of each kind. known: the config with its class's defaults.
+
+    pattern: TypeRecord.pattern.
+    """
     found: dict[str, Any] = {}
     if known.get("sliding_window"):
         found["sliding_window"] = WINDOW

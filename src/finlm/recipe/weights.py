@@ -251,7 +251,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     for name in shapes:
         match = _LAYER.search(name)
         if not match or ".experts." in name or match[2] in row.buffers or int(match[1]) >= config["num_hidden_layers"]:
-            continue  # behind the last layer lies what predicts further tokens, which transformers has not
+            continue
         if match[2] not in dict(read.dense_layer if int(match[1]) in read.dense else read.layer):
             yield f"{name} is none of a {config['model_type']} with this config.json"
 
@@ -276,12 +276,19 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
 
 
 def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list[str]:
-    """Return problems: layers of config.json that lack tensors, and embeddings of another shape."""
+    """Return problems: layers of config.json that lack tensors, and embeddings of another shape.
+
+    Layers behind the last one may predict further tokens, which transformers leaves out. Feed-forward blocks of a type
+    whose layers have experts or none are not compared.
+    """
     layers: dict[int, set[str]] = {}
+    count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))
+    further = int(config.get("num_nextn_predict_layers") or 0)
     for name in shapes:
-        if match := _LAYER.search(name):
-            layers.setdefault(int(match[1]), set()).add(match[2])
-    count = config.get("num_hidden_layers")
+        match = _LAYER.search(name)
+        if match and not (further and isinstance(count, int) and count <= int(match[1]) < count + further):
+            found = layers.setdefault(int(match[1]), set())
+            found |= set() if row and row.dense and match[2].startswith("mlp.") else {match[2]}
     if not layers or not isinstance(count, int):
         return []  # of another kind; loading it says what is wrong
     every = set[str]().union(*layers.values())
