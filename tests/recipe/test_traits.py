@@ -128,7 +128,10 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
         ({"layer_types": ["linear_attention"] * 36}, "it would leak into the next; they need flash-linear-attention"),
         ({"layer_types": ["chunked_attention"] * 36}, "36 layers of chunked_attention, which do not know where"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq)"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantised weights (mxfp4): start from a copy of the model in bf16",
+        ),
         ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),
         ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
         ({"output_router_logits": True}, "transformers adds the router's own loss"),

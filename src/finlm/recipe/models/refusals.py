@@ -61,7 +61,8 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
         if config.get(key) not in (None, 1) and row is not None and key not in row.defaults:
             yield f"{key} {config[key]}, which {config['model_type']}'s layers do not compute and trl's head does"
     if (kind := config.get("quantization_config")) is not None:
-        yield f"quantised weights ({kind.get('quant_method', 'quantization_config')})"
+        method = kind.get("quant_method", "quantization_config")
+        yield f"quantised weights ({method}): start from a copy of the model in bf16"
 
 
 def _malformed_keys(config: traits.Config) -> Iterator[str]:
