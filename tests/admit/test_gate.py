@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from finlm.admit import cells, command, record, table
+from finlm.admit import cells, command, record, shrink, table
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan import planner
@@ -72,7 +72,7 @@ SCALED = {
 def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 500000.0, **SCALED[kind]}
     scaled, plain = case("llama", rope_parameters=rope, head_dim=160), case("llama", head_dim=160)
-    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == record.HEAD
+    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == shrink.HEAD
     for name in ("loss", "packed rows", "parameters"):
         assert cells.CELLS[name](scaled) == ""
     assert abs(scaled.expected[0] - plain.expected[0]) > 1e-3
@@ -81,8 +81,8 @@ def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
 def test_a_window_counts_and_what_ignores_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case("mistral", sliding_window=4096)
     assert cells.CELLS["loss"](at) == ""
-    monkeypatch.setattr(record, "WINDOW", None)
-    blind = dataclasses.replace(at, small=record.shrink(at.config, at.row, cells.VOCABULARY))
+    monkeypatch.setattr(shrink, "WINDOW", None)
+    blind = dataclasses.replace(at, small=shrink.shrink(at.config, at.row, cells.VOCABULARY))
     blind.__dict__["expected"] = at.expected  # of the windowed model
     assert cells.CELLS["loss"](blind).startswith("loss ")
 
@@ -146,9 +146,9 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("bloom", "config.json has no"),
         ("phi", "has a head with a bias"),
         ("granitemoe", "feed-forward block is not called mlp"),
-        ("deepseek_v3", "self_attn.q_a_proj.weight has a size of"),
+        ("gpt_oss", "self_attn.sinks has a size of"),
         ("qwen3_next", "which do not know where a document of a packed row ends"),
-        ("glm4_moe", "layers of several kinds"),
+        ("ernie4_5_moe", "layers of several kinds"),
         ("gemma4_assistant", "has no default configuration"),
     ],
 )
@@ -196,13 +196,40 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "a norm for two blocks": {
         **{"model_type": "stablelm", "use_qkv_bias": True, "use_parallel_residual": True, "tie_word_embeddings": True},
     },
+    "latent attention whose queries are made from hidden states": {
+        **{"model_type": "deepseek_v3", "q_lora_rank": None, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8},
+        **{"kv_lora_rank": 48, "v_head_dim": 32, "first_k_dense_replace": 2, "moe_intermediate_size": 96},
+        **{"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_key_value_heads": 8},
+    },
+    "layers with and without experts": {
+        **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        **{"head_dim": 32, "mlp_only_layers": [0, 3]},
+    },
     "layers without RoPE": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "rope_theta": 2000000.0},
 }
 
 
+def test_a_small_model_keeps_every_kind_of_layer() -> None:
+    kinds = {
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+    }
+    config = command.read_config("qwen3")[0] | kinds | {"num_hidden_layers": 6, "no_rope_layers": [1] * 6}
+    found = shrink.few_layers(config, config, 0)
+    assert found["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert found["mlp_layer_types"] == ["dense", "sparse", "dense"] and found["no_rope_layers"] == [1, 1, 1]
+    assert (
+        shrink.few_layers(config | {"mlp_layer_types": ["sparse"] * 6}, config, 0)["mlp_layer_types"] == ["sparse"] * 3
+    )
+
+
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_configurations_are_what_transformers_makes_of_them(name: str) -> None:
-    said = {key: value for key, value in (SIZES | UNUSUAL[name]).items() if value is not None}
+    said = {
+        key: value
+        for key, value in (SIZES | UNUSUAL[name]).items()
+        if value is not None or key == "q_lora_rank"  # whose null is a choice of its own
+    }
     parents.refuse_model(said, name)
     at = cells.case_of(said, traits.shipped()[said["model_type"]], *small_run())
     wrong = {
@@ -217,6 +244,12 @@ def test_a_base_models_tokenizer_without_a_template_is_no_failure(tmp_path: Path
     assert not command._has_template(tmp_path)
     files.write_json(tmp_path / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
     assert command._has_template(tmp_path)
+
+
+def test_adapters_beside_experts_are_of_attention() -> None:
+    found = shape.of_config(case("deepseek_v2").small.to_dict(), cells.VOCABULARY)
+    assert {"q_a_proj", "kv_b_proj", "o_proj", "gate_proj"} <= found.matrices.keys()
+    assert found.adaptable.keys() == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 
 
 def test_a_model_type_is_admitted_with_its_own_defaults() -> None:

@@ -259,3 +259,12 @@ def test_an_imported_tokenizer_ends_with_the_files_own_token(
         patched.setattr(opening.AutoTokenizer, "from_pretrained", lambda **_: tokenizer)
         opening.import_gguf(tmp_path / "model.gguf", tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == end != tokenizer.bos_token
+
+
+def test_a_buffer_in_fp32_stays_so_in_a_model_of_16_bits() -> None:
+    router = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    router.register_buffer("correction", torch.zeros(2, dtype=torch.bfloat16))
+    weights = router.state_dict() | {"correction": torch.tensor([1.0001, 1.0002])}
+    opening._match_buffers(router, weights)
+    router.load_state_dict(weights)
+    assert torch.equal(router.correction, weights["correction"]) and router.weight.dtype == torch.bfloat16

@@ -10,7 +10,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.recipe import parents, recipe, shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 
 from helpers import QUICKSTART
 
@@ -42,6 +42,43 @@ def test_published_models_have_their_parameters_and_windows(
 ) -> None:
     found = shape.of_config(config, config["vocab_size"])
     assert (found.parameters, len(found.windows)) == (parameters, windows)
+
+
+DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128},
+    **{"num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "tie_word_embeddings": False},
+}
+DEEPSEEK_V2_LITE = {
+    **{"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16},
+    **{"num_key_value_heads": 16, "intermediate_size": 10944, "vocab_size": 102400, "tie_word_embeddings": False},
+    **{"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [(DEEPSEEK_V3, 671_026_404_352, 37_552_282_624), (DEEPSEEK_V2_LITE, 15_706_484_224, 2_661_150_208)],
+    ids=["V3", "V2-Lite"],
+)
+def test_a_model_of_latent_attention_and_experts_has_its_parameters(
+    config: dict[str, Any], parameters: int, active: int
+) -> None:
+    found = shape.of_config(config, config["vocab_size"])
+    assert (found.parameters, found.active_parameters) == (parameters, active)
+    assert sum(found.sizes) == parameters
+    assert found.cached_width == 512 + 64  # what keys and values of all heads are made from
+    assert (found.q_width, found.output_width) == (192 * found.heads, 128 * found.heads) and found.pads_values
+
+
+def test_layers_without_experts_are_found_under_every_key() -> None:
+    moe = QWEN3_4B | {"model_type": "qwen3_moe"}
+    assert traits.read(moe).dense == ()
+    assert traits.read(moe | {"mlp_only_layers": [0, 3]}).dense == (0, 3)
+    assert traits.read(moe | {"decoder_sparse_step": 2}).dense == tuple(range(0, 36, 2))
+    assert traits.read(DEEPSEEK_V3).dense == (0, 1, 2)
+    flash = DEEPSEEK_V3 | {"model_type": "glm4_moe_lite"}
+    assert traits.read(flash).dense == (0,)  # the class's own
+    assert traits.read(flash | {"mlp_layer_types": ["sparse", "dense"] + ["sparse"] * 59}).dense == (1,)
 
 
 def test_an_absent_window_is_the_classs_own_and_null_is_none() -> None:
@@ -91,7 +128,10 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
         ({"layer_types": ["linear_attention"] * 36}, "it would leak into the next; they need flash-linear-attention"),
         ({"layer_types": ["chunked_attention"] * 36}, "36 layers of chunked_attention, which do not know where"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq)"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantised weights (mxfp4): start from a copy of the model in bf16",
+        ),
         ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),
         ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
         ({"output_router_logits": True}, "transformers adds the router's own loss"),
@@ -141,5 +181,5 @@ def test_a_type_with_a_failing_cell_is_refused_with_the_cell(monkeypatch: pytest
     )
     monkeypatch.setattr(traits, "records", lambda: {"new": row})
     with pytest.raises(UserError, match="'new' is not admitted: packed rows failed") as error:
-        shape.check_admitted({"model_type": "new"})
+        refusals.check_admitted({"model_type": "new"})
     assert error.value.evidence == "packed rows: they leak"

@@ -167,6 +167,24 @@ def test_a_start_that_cannot_be_trained_ends_plan_and_dry_run(
     assert "model_type 'nosuch' is not admitted" in asked(command, start, capsys)
 
 
+def test_layers_without_experts_a_routers_buffer_and_predictors_of_further_tokens_are_no_misfits(
+    tmp_path: Path,
+) -> None:
+    config = LLAMA | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 2}
+    config |= {"num_nextn_predict_layers": 1}
+    read = traits.read(config)
+    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    for number, tensors in enumerate((read.dense_layer, read.layer, read.layer)):
+        shapes |= {f"model.layers.{number}.{name}": list(size) for name, size in tensors if len(size) < 3}
+    shapes |= {"model.layers.1.mlp.gate.e_score_correction_bias": [2], "model.layers.2.eh_proj.weight": [64, 128]}
+    write(tmp_path / "model.safetensors", shapes)
+    weights.check(tmp_path, config)
+    write(tmp_path / "model.safetensors", shapes | {"model.layers.0.mlp.gate.weight": [2, 64]})
+    with pytest.raises(UserError, match="do not fit") as caught:
+        weights.check(tmp_path, config)
+    assert "model.layers.0.mlp.gate.weight is none of a deepseek_v3" in caught.value.evidence
+
+
 def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path) -> None:
     whole(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
     weights.check(tmp_path, LLAMA)

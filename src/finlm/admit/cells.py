@@ -21,13 +21,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from finlm.admit import record
+from finlm.admit import record, shrink
 from finlm.base.errors import UserError
 from finlm.dialogues import encode
 from finlm.plan import memory
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Chat, Lora, Sft
 from finlm.rows.shards import IGNORED
@@ -230,25 +230,31 @@ def check_small_parameters(case: Case) -> str:
 def check_activations(case: Case) -> str:
     """Return how the planned bytes that a layer keeps differ from what autograd saves, in bf16, not compiled, or ""."""
     config = copy.deepcopy(case.small)
-    sizes = [_kept(config, layers) for layers in (len(case.plain.model.layers), 2 * len(case.plain.model.layers))]
-    found = (sizes[1] - sizes[0]) / len(case.plain.model.layers) / (ROWS * batch()[0].shape[1])
+    layers = len(case.plain.model.layers)
+    sizes = [_kept(config, times) for times in (1, 2)]
+    found = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
     layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
-    planned = memory.layer_activation_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
+    planned = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
+    planned /= layers * layout.tokens
     off = planned / found - 1
     return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {found:,.0f} saved"
 
 
-def _kept(config: Any, layers: int) -> int:
-    """Return the bytes that a forward pass of so many layers saves for its backward pass, without weights.
+def _kept(config: Any, times: int) -> int:
+    """Return the bytes that a forward pass of so many times its layers saves for its backward pass, without weights.
 
     Counts each storage once. Builds a model of its own in bf16; `config` is copied, not changed.
     """
     config = copy.deepcopy(config)
-    if kinds := getattr(config, "layer_types", None):
-        config.layer_types = (list(kinds) * 2)[:layers]
-    if kinds := getattr(config, "no_rope_layers", None):
-        config.no_rope_layers = (list(kinds) * 2)[:layers]
-    config.num_hidden_layers = layers
+    layers = config.num_hidden_layers
+    for key in traits.LISTS:
+        if kinds := getattr(config, key, None):
+            setattr(config, key, list(kinds) * times)
+    if first := getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = first * times
+    if listed := getattr(config, "mlp_only_layers", None):
+        config.mlp_only_layers = [number + layers * turn for turn in range(times) for number in listed]
+    config.num_hidden_layers = layers * times
     model = causal_class(config)._from_config(config, attn_implementation=plain_attention(config), dtype=torch.bfloat16)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
@@ -281,7 +287,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
     for key, value in known.items():
         change: traits.Config = {}
         now = case.config.get(key, value)
-        if key in REFUSED or key.endswith(shape.DROPOUT):
+        if key in REFUSED or key.endswith(refusals.DROPOUT):
             continue
         if key == "use_sliding_window":
             change = {} if now else {key: True, "sliding_window": 4096}
@@ -344,7 +350,7 @@ CELLS: dict[str, Callable[[Case], str]] = {
 def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
     """Return the case of a model's config.json. Raises UserError when transformers refuses it."""
     try:
-        small = record.shrink(config, row, VOCABULARY)
+        small = shrink.shrink(config, row, VOCABULARY)
     except Exception as error:  # of every class's own validation
         raise UserError(
             f"transformers makes no {config['model_type']} of this config.json",

@@ -26,7 +26,7 @@ from finlm.base.errors import UserError
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, parents, recipe, shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
 
 
@@ -51,7 +51,7 @@ def admit(model: str) -> Verdict:
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     config, directory = read_config(model)
-    shape.refuse_unsupported(dict(config), model)
+    refusals.refuse_unsupported(dict(config), model)
     model_type = str(config["model_type"])
     row = row_of(model_type)
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
@@ -93,9 +93,9 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
         ) from None
     heads = own.get("num_attention_heads")
     if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
-        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads}
+        like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
         own |= {key: value for key, value in like.items() if key in own and own[key] is None}
-    return {k: 0.0 if k.endswith(shape.DROPOUT) else v for k, v in own.items() if v is not None}, None
+    return {k: 0.0 if k.endswith(refusals.DROPOUT) else v for k, v in own.items() if v is not None}, None
 
 
 def row_of(model_type: str) -> traits.TypeRecord:

@@ -1,6 +1,6 @@
-"""Small configurations: the row of a model type in model_types.json, and a model's own config.json at a small size.
+"""The row of a model type in model_types.json.
 
-A row is read off transformers' own class at a size whose numbers differ.
+It is read off transformers' own class at a size whose numbers differ.
 A tensor's sizes become symbols (q*h is the query projection), so the planner counts a model of any size without torch.
 """
 
@@ -20,7 +20,6 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
 )
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe.models import traits
+from finlm.recipe import shape
 from finlm.recipe.models.traits import EXPERTS, NORM_EPS, SCALES, Config, TypeRecord, evaluate
 
 # Keys that may be absent from config.json, whose defaults a row notes.
@@ -38,19 +37,24 @@ FIELDS = (
     *(*NORM_EPS, "rope_theta", "hidden_act", "max_position_embeddings"),
     *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, "num_experts_per_tok"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *("n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
 # Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
 SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "v": 389}
+LATENT = {"l": 28, "c": 44, "n": 12, "r": 8, "w": 22}  # of which n + r is d
+SHARED, GROUPS = 3, {"n_group": 2, "topk_group": 1}
 LAYERS = 24  # enough to see which of them see all before
 NAMED = {
     **{"hidden_size": "h", "intermediate_size": "f", "num_attention_heads": "a", "num_key_value_heads": "g"},
     **{"moe_intermediate_size": "m", "shared_expert_intermediate_size": "s", "vocab_size": "v"},
 }
+NAMED_LATENT = {
+    **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"},
+}
 EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "1")
-# Of a model for two CPU cores.
-SMALL_HIDDEN, FFN, HEADS, HEAD, SMALL_LAYERS, WINDOW, ORIGINAL = 64, 128, 4, 32, 3, 8, 64
-SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
 
 
 def record(model_type: str) -> TypeRecord:
@@ -68,6 +72,7 @@ def record(model_type: str) -> TypeRecord:
         try:
             config = small_config(model_type, **changes)
             layer, outer, switches = _structure(config)
+            dense, buffers = _dense(model_type, layer), _buffers(config)
             measured = _measure(config)
             break
         except Exception as error:  # of transformers' classes there are many kinds
@@ -85,6 +90,8 @@ def record(model_type: str) -> TypeRecord:
         outer,
         switches,
         _defaults(model_type, config),
+        dense,
+        buffers,
         _pattern(model_type),
         rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         scales=_scales(model_type),
@@ -96,7 +103,7 @@ def record(model_type: str) -> TypeRecord:
 def _unsaid(model_type: str) -> Config:
     """Return the keys that a class reads and fills in from others unless they are None here."""
     config = CONFIG_MAPPING[model_type]()
-    return {key: getattr(config, key, "") for key in ("head_dim", "num_key_value_heads")}
+    return {key: getattr(config, key, "") for key in ("head_dim", "num_key_value_heads", "num_experts_per_tok")}
 
 
 def _measure(config: Any) -> dict[str, Any]:
@@ -126,8 +133,12 @@ def _measure(config: Any) -> dict[str, Any]:
         model(torch.arange(tokens)[None])
     block = getattr(layer, "mlp", None)
     has_experts = block is None or any(len(p.shape) > 2 for p in block.parameters())
+    router = (
+        next((child for name, child in block.named_children() if name in shape.ROUTERS), None) if has_experts else None
+    )
     return {
         "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
+        "router_bytes": 0 if router is None else _router_bytes(router, states),
         "ffn_bytes": 8 if has_experts else round(_kept(block, states, with_input=False) / (tokens * SIZES["f"]), 2),
         "bare_norms": widths,
         "copies_output": any(first),
@@ -137,13 +148,26 @@ def _measure(config: Any) -> dict[str, Any]:
 def _scales(model_type: str) -> dict[str, int]:
     """Return {key of SCALES: 1 where the class multiplies its logits by it, -1 where it divides}."""
     found = {}
-    for key in (key for key in SCALES if hasattr(CONFIG_MAPPING[model_type](), key)):
-        model = AutoModelForCausalLM.from_config(small_config(model_type, 2, **{key: 2.0}))
+    known = CONFIG_MAPPING[model_type]().to_dict()
+    for key in (key for key in (*SCALES, "dim_model_base") if key in known):
+        model = AutoModelForCausalLM.from_config(
+            small_config(model_type, 2, **{key: 2 if key == "dim_model_base" else 2.0})
+        )
         with torch.no_grad():
             said = model(torch.arange(8)[None])
             plain = model.lm_head(model.model(torch.arange(8)[None]).last_hidden_state)
-        found[key] = round(math.log2(float((said.logits / plain).median())))
+        power = float((said.logits / plain).median()) * (SIZES["h"] if key == "dim_model_base" else 1)
+        found |= {key: round(math.log2(power))} | ({"hidden_size": -1} if key == "dim_model_base" else {})
     return found
+
+
+def _router_bytes(router: Any, states: torch.Tensor) -> int:
+    """Return the bytes that a router keeps a number of its input: of copies in another dtype."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in (*router.parameters(), states)}
+    with collect_saved(left_out) as kept:
+        out = router(states)
+    del out
+    return sum(size for size in kept.values() if size >= 2 * states.numel()) // states.numel()
 
 
 def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
@@ -181,14 +205,17 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     """Return (layer, outer, switches) of a TypeRecord; `plain` is changed meanwhile."""
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
+    values: Config = dict.fromkeys(keys, True)
+    if known.get("q_lora_rank"):
+        keys, values = [*keys, "q_lora_rank"], {**values, "q_lora_rank": known["q_lora_rank"]}
     for key in keys:
-        setattr(plain, key, False)
+        setattr(plain, key, None if key == "q_lora_rank" else False)
     symbols = _symbols(plain)
     layer, outer = _tensors(plain, symbols)
     switches: dict[str, dict[str, list[str] | None]] = {}
     for key in keys:
         config = copy.deepcopy(plain)
-        setattr(config, key, True)
+        setattr(config, key, values[key])
         try:
             found, beside = _tensors(config, symbols)
         except (UserError, ValueError, TypeError):
@@ -226,14 +253,56 @@ def small_config(model_type: str, layers: int = 2, **changes: float) -> Any:
         values["head_dim"] = SIZES["d"]
     values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
     values |= {"num_experts_per_tok": 2} if "num_experts_per_tok" in known else {}
+    values |= {"n_shared_experts": SHARED} if known.get("n_shared_experts") else {}
+    values |= GROUPS if known.get("n_group") else {}
+    values |= _of_kind(kind(), layers, dense=False)
+    if "kv_lora_rank" in known:
+        values |= {key: LATENT[symbol] for key, symbol in NAMED_LATENT.items()} | {"num_key_value_heads": SIZES["a"]}
+        values.pop("head_dim", None)
+        changes.pop("head_dim", None)
     return kind(**{**values, **_rope(kind()), **changes})
+
+
+def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
+    """Return the keys that make all layers, or none, dense ones among layers of experts; {} where a class has none."""
+    made: Config = {
+        "mlp_layer_types": ["dense" if dense else "sparse"] * layers,
+        "first_k_dense_replace": layers * dense,
+        "mlp_only_layers": list(range(layers * dense)),
+    }
+    return {key: value for key, value in made.items() if hasattr(config, key)}
+
+
+def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] | None]:
+    """Return the tensors of layers without experts as changes of a layer with; {} where all layers are of one kind."""
+    if not (changes := _of_kind(CONFIG_MAPPING[model_type](), 2, dense=True)):
+        return {}
+    config = small_config(model_type, **changes)
+    for key, value in own_keys(config).items():
+        if isinstance(value, bool) and key != "tie_word_embeddings":
+            setattr(config, key, False)
+    found, _ = _tensors(config, _symbols(config))
+    block: dict[str, list[str] | None] = {name: sizes for name, sizes in found.items() if name.startswith("mlp.")}
+    return block | {name: None for name in layer if name.startswith("mlp.") and name not in found}
+
+
+def _buffers(config: Any) -> list[str]:
+    """Return the names of a layer's buffers that are saved with its tensors."""
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    return sorted(layer.state_dict().keys() - dict(layer.named_parameters()).keys())
 
 
 def _symbols(config: Any) -> dict[str, int]:
     """Return the number that each symbol of a size (h, f, a, g, d, q, k, ...) stands for in a model of SIZES."""
     head = getattr(config, "head_dim", None) or SIZES["h"] // SIZES["a"]
     groups = SIZES["g"] if hasattr(config, "num_key_value_heads") else SIZES["a"]
-    return SIZES | {"d": head, "g": groups, "q": SIZES["a"] * head, "k": groups * head}
+    more: dict[str, int] = {}
+    if getattr(config, "kv_lora_rank", None):
+        head, groups, more = LATENT["n"] + LATENT["r"], SIZES["a"], LATENT
+    if getattr(config, "n_shared_experts", None):
+        more = more | {"s": SHARED * SIZES["m"]}
+    return SIZES | more | {"d": head, "g": groups, "q": SIZES["a"] * head, "k": groups * head}
 
 
 def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
@@ -266,7 +335,7 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
 
 def _size(number: int, symbols: dict[str, int], name: str) -> str:
     """Return the first of EXPRESSIONS that gives this number. Raises UserError when none does."""
-    for expression in EXPRESSIONS:
+    for expression in (*EXPRESSIONS, *(OF_LATENT if "l" in symbols else ())):
         if evaluate(expression, symbols) == number:
             return expression
     raise UserError(
@@ -281,11 +350,13 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
     config = kind()
     found: dict[str, Any] = {}
     for key in FIELDS:
-        if key in NAMED or key in ("head_dim",):
+        if key in NAMED or key in ("head_dim", "v_head_dim"):
             alone = config.to_dict().get(key)
             found |= {key: _fixed(kind, key, alone)} if alone is not None else {}
         elif hasattr(config, key):
             found[key] = getattr(config, key)
+    if hasattr(config, "mlp_layer_types"):  # of another depth as long: the first ones, then none that is dense
+        found["mlp_layer_types"] = [kind for kind in config.mlp_layer_types if kind == "dense"]
     ropes = getattr(other, "rope_parameters", None) or {}
     if "full_attention" in ropes:
         found["rope_parameters"], ropes = ropes, ropes["full_attention"]
@@ -307,68 +378,6 @@ def _pattern(model_type: str) -> int:
     if full != [number for number in range(1, LAYERS + 1) if number % math.gcd(*full) == 0]:
         return -1
     return full[0]
-
-
-def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """Return transformers' configuration of the same model, small."""
-    known = row.defaults | dict(config)
-    values = dict(config) | {
-        "hidden_size": SMALL_HIDDEN,
-        "intermediate_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": SMALL_LAYERS,
-        "vocab_size": vocab_size,
-        "use_cache": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    groups, heads = known.get("num_key_value_heads"), int(known["num_attention_heads"])
-    kind = CONFIG_MAPPING[str(config["model_type"])]()
-    if groups or hasattr(kind, "num_key_value_heads"):
-        values["num_key_value_heads"] = {heads: HEADS, 1: 1}.get(int(groups or heads), 2)
-    if hasattr(kind, "head_dim"):  # some classes have no number, and need one
-        own = int(known.get("head_dim") or 0)
-        values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
-    values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key)}
-    values |= {key: 4 for key in EXPERTS if config.get(key)}
-    values.update(_few_layers(config, known, row.pattern))
-    rotated = (values.get("head_dim") or SMALL_HIDDEN // HEADS) * float(known.get("partial_rotary_factor") or 1.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key):
-            values[key] = _shrink_rope(config[key], int(rotated) // 2)
-    if any(rope.get("rope_type", rope.get("type", "default")) != "default" for rope in traits.ropes(config)):
-        values |= {"max_position_embeddings": 4 * ORIGINAL}
-        values |= {"original_max_position_embeddings": ORIGINAL} if "original_max_position_embeddings" in known else {}
-    else:
-        values["max_position_embeddings"] = max(256, ORIGINAL)
-    return AutoConfig.for_model(**values)
-
-
-def _few_layers(config: Config, known: Config, pattern: int) -> Config:
-    """Return the keys for few layers, with one of each kind."""
-    found: dict[str, Any] = {}
-    if known.get("sliding_window"):
-        found["sliding_window"] = WINDOW
-    if kinds := list(dict.fromkeys(config.get("layer_types") or ())):
-        found["layer_types"] = [*kinds, *kinds * SMALL_LAYERS][:SMALL_LAYERS]
-    elif pattern > 0:
-        found["num_hidden_layers"] = pattern
-    if config.get("no_rope_layers"):
-        found["no_rope_layers"] = [1, 0, 1][:SMALL_LAYERS]
-    if known.get("use_sliding_window") and "max_window_layers" in known:
-        found["max_window_layers"] = 1
-    return found
-
-
-def _shrink_rope(rope: Config, pairs: int) -> Config:
-    """Return RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
-    if any(isinstance(value, dict) for value in rope.values()):
-        return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
-    found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
-    if "original_max_position_embeddings" in found:
-        found["original_max_position_embeddings"] = ORIGINAL
-    return found
 
 
 def write(rows: dict[str, TypeRecord], path: Path) -> None:

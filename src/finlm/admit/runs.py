@@ -4,8 +4,9 @@ ZeRO stages give the same losses, a run that goes on from a checkpoint gives tho
 export is transformers' model again with every field of the start's config.json. The corpus is the synthetic one.
 
 `python -m finlm.admit.runs` is the process that the ranks are forked from, as it has imported the trainer: a run
-directory a line on stdin, its ranks' exit codes a line of JSON on stdout. A launch through `finlm train` would import
-torch and DeepSpeed anew for every rank of every run, which is most of such a run's time.
+directory a line on stdin, its ranks' exit codes a line of JSON on a pipe of its own, as libraries print on stdout. A
+launch through `finlm train` would import torch and DeepSpeed anew for every rank of every run, which is most of such a
+run's time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import Qwen2Tokenizer
 
 import finlm
 from finlm import pipeline
-from finlm.admit import cells, record
+from finlm.admit import cells, record, shrink
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
@@ -51,17 +52,21 @@ class Trainer:
         prose = (path.read_text(encoding="utf-8") for path in sorted(PROSE.glob("*.txt")))
         self.tokenizer = Qwen2Tokenizer().train_new_from_iterator(prose, VOCABULARY)
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.settings)}
-        command = [sys.executable, "-m", "finlm.admit.runs"]
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "finlm.admit.runs", str(write_end)]
+        lost = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+            command, stdin=subprocess.PIPE, text=True, env=env, pass_fds=(write_end,), **lost
         )
+        os.close(write_end)
+        self.answers = os.fdopen(read_end)
 
     def train(self, run: RunDir) -> None:
         """Run the ranks of a run directory to the last step. Raises RuntimeError with the end of a log."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
         self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")
         self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        answer = self.answers.readline()
         if not answer or any(json.loads(answer)):
             lines = [line for log in sorted(run.logs.glob("*.log")) for line in log.read_text().splitlines() if line]
             raise RuntimeError(lines[-1] if lines else "the ranks wrote no log")
@@ -70,10 +75,10 @@ class Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(30)
-        self.process.stdout.close()
+        self.answers.close()
 
 
 class Runs:
@@ -85,7 +90,7 @@ class Runs:
         self.made: dict[int, RunDir] = {}
         record.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
         trainer.tokenizer.save_pretrained(self.start)
-        config = record.shrink(case.config, case.row, len(trainer.tokenizer))
+        config = shrink.shrink(case.config, case.row, len(trainer.tokenizer))
         cells.build(config, "eager").save_pretrained(self.start)
         said = files.read_json(self.start / "config.json")
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})
@@ -208,12 +213,11 @@ CELLS: dict[str, Callable[[Runs], str]] = {
 
 
 def main() -> None:
-    """Read [run directory, ranks] lines of JSON from stdin until it closes; print the ranks' exit codes for each.
+    """Read [run directory, ranks] lines of JSON from stdin until it closes; write the ranks' exit codes for each.
 
-    Stdout carries the answers alone: what libraries print goes to stderr.
+    The first argument is the file descriptor that they are written to.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    answers = os.fdopen(int(sys.argv[1]), "w")
     importlib.import_module("finlm.train.pretrain")
     for line in sys.stdin:
         path, world_size = json.loads(line)

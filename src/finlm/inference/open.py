@@ -142,8 +142,7 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
         if parents.is_reward_model(files.read_json(path / "config.json")):  # as a writer, its head would be random
             raise _reward_model_error(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        capped = files.read_json(path / "config.json").get("attn_logit_softcapping")  # which SDPA ignores
-        attention = "eager" if capped else "sdpa"
+        attention = plain_attention(AutoConfig.from_pretrained(path))
         model = load_weights(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise UserError(
@@ -243,6 +242,7 @@ def load_trained(checkpoint: Path) -> Trained:
     has_own_head = not recipe.model.tie_embeddings or recipe.stage == "reward"
     if not has_own_head:
         weights.pop("lm_head.weight", None)
+    _match_buffers(model, weights)
     missing, unknown = model.load_state_dict(weights, strict=False)
     if missing != ([] if has_own_head else ["lm_head.weight"]) or unknown:
         raise RuntimeError(f"{checkpoint} is not of this model: without {missing}, with {unknown}")
@@ -253,6 +253,13 @@ def load_trained(checkpoint: Path) -> Trained:
         ends = [number for number in known if number >= 0]  # -1: a tokenizer without an end
         model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return Trained(run, recipe, plan, shards, model.eval(), checkpoint)
+
+
+def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Give the model's buffers the dtype of the weights of their names: a router's are fp32, whatever its weights."""
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.data = buffer.data.to(weights[name].dtype)
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, buckets, gpu_items, share, trained_parameters
+from finlm.plan import buckets
+from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, gpu_items, share, trained_parameters
 from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
@@ -80,7 +81,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
     pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
     items: dict[str, int] = {}
     if layout.offload_optimizer == "cpu":
-        group = buckets(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
+        group = buckets.sizes(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
         masters = _in_groups(own, group, 4, pin)
         items = {"fp32 master": masters, "Adam states": 8 * own, "fp32 gradients": masters}
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
@@ -90,16 +91,16 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items = {"fp32 master": 4 * own, "Adam states": 8 * own}
     elif layout.offload_optimizer == "nvme":
         # Master, both moments and the gradient of one sub-group in memory, read and written in turn.
-        group = min(own, buckets(3, "nvme", shape).sub_group)
+        group = min(own, buckets.sizes(3, "nvme", shape).sub_group)
         items = {"fp32 gradients": 4 * own, "swap buffers": 4 * 4 * group}
     held = share(shape.parameters, layout, 1)
     if layout.offload_param == "cpu":
         # Pinned parameter by parameter when the model is built, then flat; the first copy stays in the allocator.
-        items["weights"] = _in_groups(held, buckets(3, "cpu", shape).sub_group, e, pin)
+        items["weights"] = _in_groups(held, buckets.sizes(3, "cpu", shape).sub_group, e, pin)
         if layout.device == "cuda":
             items["weights, first copy"] = int(e * held * _rounding(shape, layout, layout.world_size))
     elif layout.offload_param == "nvme":
-        kept = min(held, buckets(3, "none", shape).live)
+        kept = min(held, buckets.sizes(3, "none", shape).live)
         largest = max(shape.embedding_parameters, *shape.layer_sizes)
         items["weight buffers"] = e * (kept + NVME_PARAM_BUFFERS * min(held, largest))
     return items

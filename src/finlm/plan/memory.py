@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
+from finlm.plan import buckets
 from finlm.plan.plan import (
     LOGITS_SLICE_BYTES,
     ON_HOST,
@@ -22,7 +22,6 @@ from finlm.plan.plan import (
     STREAM_SETS,
     Offload,
     OffloadParam,
-    group_members,
     is_contiguous,
     optimizer_group,
 )
@@ -46,7 +45,8 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and 
 
 # Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
 SCORES_KEPT = {False: 8, True: 12}
-READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+READ_A_LATENT = ("q_b_proj", "kv_b_proj")
 READ_THE_OTHER = ("gate_proj", "up_proj", "gate_up_proj", "c_fc")
 
 
@@ -117,16 +117,17 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     """
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
-    attention, ffn = (2 if shape.is_parallel else 4) * hidden + 4 * q + 4 * kv, 4 * shape.ffn
-    attention += 2 * (q + kv) * ("qkv_proj" in shape.matrices)
+    attention, ffn = (2 if shape.is_parallel else 4) * hidden, 4 * shape.ffn
+    attention += 4 * q + 4 * kv + 2 * (q + kv) * ("qkv_proj" in shape.matrices) if shape.latent is None else 0
+    attention += _latent_bytes(shape)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
         ffn = int(shape.ffn_bytes * shape.ffn)
-        attention += 2 * q * shape.copies_output
+        attention += 2 * shape.output_width * (shape.copies_output and not shape.pads_values)
     elif shape.is_gated and not shape.is_lean:
         ffn += 2 * shape.ffn
     # Each expert's input is gathered and its output weighed; the router keeps its scores.
-    ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0]
+    ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0] + shape.router_bytes * hidden
     if layout.precision == "fp8":
         attention -= 4 * hidden  # what the linear layers keep of their inputs has one byte
     attention += _attention_bytes(shape, layout)
@@ -134,6 +135,19 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
         attention, ffn = (one + more for one, more in zip((attention, ffn), _adapter_bytes(shape, layout), strict=True))
     kept = attention if layout.recompute == "selective" else attention + ffn
     return kept * layout.element_bytes // 2
+
+
+def _latent_bytes(shape: ModelShape) -> int:
+    """Return the bytes a token of queries, keys, values, attention's output and what they are made from, 16 bits each.
+
+    Values lie beside the keys' part without RoPE, except where they are filled up: then so is the output, which is cut.
+    """
+    if shape.latent is None:
+        return 0
+    latent, q, out = shape.latent, shape.q_width, shape.output_width
+    beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
+    attended = 8 * q + 2 * out if shape.pads_values else 4 * q + 2 * (q - beside) + 4 * out
+    return attended + 2 * (latent.cached + latent.queries)
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -167,7 +181,7 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
     for name in adapted:
         is_recomputed = layout.compiled and name == "down_proj"  # by train/model/kernels.py's LeanMlp
         more = 0 if is_recomputed else 2 * layout.rank + 3 * sides[name][0] * layout.has_dropout
-        here, block = (here + more, block) if name in (*READ_A_NORM, "o_proj") else (here, block + more)
+        here, block = (here + more, block) if name in (*READ_A_NORM, *READ_A_LATENT, "o_proj") else (here, block + more)
     return here, block
 
 
@@ -177,7 +191,7 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> int:
         # Measured with ZeRO-3 on one and two GPUs: something as wide as the feed-forward block stays too.
         width = shape.hidden + (shape.ffn if layout.zero_stage == 3 else 0)
         return shape.layers * layout.tokens * width * layout.element_bytes
-    return shape.layers * layout.tokens * layer_activation_bytes(shape, layout)
+    return sum(layers * layout.tokens * layer_activation_bytes(kind, layout) for layers, kind in shape.kinds)
 
 
 def backward_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -229,11 +243,13 @@ def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         return {}
     prompt = length - layout.answer_tokens
     reading = forward_bytes(shape, layout, max(1, min(rows, PROMPT_TOKENS // max(1, prompt))), prompt)
-    copied = 2 * e * rows * prompt * shape.kv_width  # a layer's, to the rows of all answers
+    copied = e * rows * prompt * shape.cached_width  # a layer's, to the rows of all answers
+    # A token of latent attention makes the keys and values of all tokens of a layer, as one product, then keys alone.
+    made = e * rows * length * (2 * shape.q_width + shape.output_width) if shape.latent else 0
     is_compiled = layout.device == "cuda" and not shape.experts[0]
     items = {
-        "keys and values": 2 * shape.layers * e * rows * length * shape.kv_width,
-        "generation of a token": max(reading + copied, DRAWN[is_compiled] * rows * shape.vocab),
+        "keys and values": shape.layers * e * rows * length * shape.cached_width,
+        "generation of a token": max(reading + copied, made, DRAWN[is_compiled] * rows * shape.vocab),
     }
     if layout.zero_stage == 3 and (layout.world_size > 1 or layout.offload_param != "none"):
         items["gathered weights for generation"] = e * shape.parameters
@@ -306,7 +322,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
     items |= {"reward model": e * shape.parameters} if layout.has_judge else {}
     if layout.zero_stage == 3:
-        sizes = buckets(3, layout.offload_optimizer, shape)
+        sizes = buckets.sizes(3, layout.offload_optimizer, shape)
         if layout.world_size > 1 or not on_device:
             items["gathered weights"] = e * min(shape.parameters, max(sizes.live, shape.layer_parameters))
         if layout.hpz_partition_size > 1:
@@ -365,7 +381,7 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     """
     if not is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
         return 0, 0, 0.0
-    e, size = layout.element_bytes, buckets(layout.zero_stage, layout.offload_optimizer, shape).reduce
+    e, size = layout.element_bytes, buckets.sizes(layout.zero_stage, layout.offload_optimizer, shape).reduce
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
     stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
@@ -377,7 +393,7 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
 def _most_reduced(shape: ModelShape, layout: Layout) -> int:
     if layout.trainable is not None:
         return share(layout.trainable, layout, 1)
-    return most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
+    return buckets.most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -395,7 +411,7 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return (e + to_fp32) * own
     if layout.zero_stage == 3:
         checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
-        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets(3, "none", shape).sub_group)
+        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets.sizes(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)
@@ -403,46 +419,3 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
     if layout.fp32_gradients:
         return 4 * own + passing  # added up flat
     return e * own + (e + to_fp32) * group + passing
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Element counts of DeepSpeed's buffers; config.py writes the same numbers into the JSON."""
-
-    reduce: int
-    allgather: int
-    prefetch: int
-    persistence: int
-    live: int
-    sub_group: int
-
-
-def buckets(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
-    """Return DeepSpeed's buffer sizes in elements: large at stages 1 and 2, its defaults at stage 3; <= the model."""
-    cap = max(shape.parameters, 1)
-    reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
-    return Buckets(
-        reduce=min(reduce, cap),
-        allgather=min(500_000_000, cap),
-        # A layer is gathered as a whole and the next must fit: DeepSpeed's 50 million are a quarter of XuanYuan-6B's.
-        prefetch=min(max(50_000_000, int(1.1 * shape.layer_parameters)), cap),
-        persistence=min(10 * shape.hidden, cap),  # norms stay whole, matrices are partitioned; the rule of transformers
-        live=min(1_000_000_000, cap),
-        sub_group=100_000_000 if offload_optimizer == "nvme" else 1_000_000_000,
-    )
-
-
-@cache
-def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
-    """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
-
-    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
-    """
-    kept = [0] * world_size
-    for members in group_members(shape.sizes, group, lambda size: size):
-        part, start = -(-sum(members) // world_size), 0
-        for size in members:
-            for rank in range(start // part, (start + size - 1) // part + 1):
-                kept[rank] += size
-            start += size
-    return max(kept)

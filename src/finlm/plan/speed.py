@@ -89,7 +89,7 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
     weights = shape.parameters * (layout.element_bytes if layout.weight_bytes is None else NF4_MOVED)
     read = prompt * PROMPT_READ + layout.answer_tokens / 2 if gpu.has_bf16 else layout.sequence_length
-    cache = 2 * shape.layers * shape.kv_width * layout.element_bytes * rows * read
+    cache = shape.layers * shape.cached_width * layout.element_bytes * rows * read
     products = 2 * shape.active_parameters * rows / (TOKEN_PRODUCTS * gpu.peak_flops)
     token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products)
     token += (cache / TOKEN_BANDWIDTH + TOKEN_DRAWN * rows * shape.vocab) / gpu.memory_bandwidth

@@ -22,8 +22,7 @@ import finlm
 from finlm.base import checkpoints, files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.recipe import shape
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.rules import SAME_MODEL
 from finlm.recipe.schema import Recipe
 
@@ -358,8 +357,8 @@ def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> Non
 
     longest: tokens of a sequence, where these are known.
     """
-    shape.refuse_unsupported(config, f"model.init_from: {init_from}", longest)
-    shape.check_admitted(config)
+    refusals.refuse_unsupported(config, f"model.init_from: {init_from}", longest)
+    refusals.check_admitted(config)
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Count parameters and FLOPs of a decoder, and say what of its config.json finlm does not train; without torch.
+"""Count parameters and FLOPs of a decoder, and say what a recipe asks of its layers that they do not have; no torch.
 
 The stages after pretraining change what is trained and kept: adapters, frozen weights (in 4 bits or 16), pairs of
 answers, a reference model. That is counted here too; bytes are plan/memory.py's.
@@ -6,13 +6,14 @@ answers, a reference model. That is counted here too; bytes are plan/memory.py's
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from finlm.base.errors import UserError
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.models.traits import Sizes
 from finlm.recipe.schema import Recipe, config_of
 
@@ -20,6 +21,8 @@ ROUTERS = ("gate", "router")
 # A layer that does the work of several of Llama's, whose adapters it gets.
 STANDS_FOR = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    **dict.fromkeys(("q_a_proj", "q_b_proj"), ("q_proj",)),
+    **dict.fromkeys(("kv_a_proj_with_mqa", "kv_b_proj"), ("k_proj", "v_proj")),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "c_fc": ("up_proj", "gate_proj"),
     "c_proj": ("down_proj",),
@@ -48,6 +51,20 @@ class ModelShape:
     bare_norms: Sizes = ()  # widths of the norms that have no tensor
     copies_output: bool = False  # attention's output is copied before o_proj
     keeps_scores: bool = False  # attention's T x T scores stay for the backward pass: they have a soft cap
+    router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
+    latent: traits.Latent | None = None  # what keys, values and queries are made from
+    dense: int = 0  # layers that have no experts, in a model of experts
+    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
+    dense_ffn: int = 0
+
+    @property
+    def kinds(self) -> list[tuple[int, ModelShape]]:
+        """(layers, shape as if all were so) of each kind of layer, in the model's order."""
+        if not self.dense:
+            return [(self.layers, self)]
+        alone = {"experts": (0, 0), "ffn": self.dense_ffn, "layer": self.dense_layer, "router_bytes": 0}
+        dense = dataclasses.replace(self, dense=0, dense_layer=(), dense_ffn=0, **alone)  # type: ignore[arg-type]
+        return [(self.dense, dense), (self.layers - self.dense, dataclasses.replace(self, dense=0))]
 
     @property
     def padded_vocab(self) -> int:
@@ -63,6 +80,26 @@ class ModelShape:
     def kv_width(self) -> int:
         """Numbers of a token's keys, or values."""
         return self.q_width // self.heads * self.kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's values."""
+        return self.latent.value_size if self.latent else self.q_width // self.heads
+
+    @property
+    def output_width(self) -> int:
+        """Numbers of a token that attention gives to o_proj."""
+        return self.heads * self.value_size
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that generation keeps of a token and layer: keys and values, or what they are made from."""
+        return self.latent.cached + self.latent.rotated if self.latent else 2 * self.kv_width
+
+    @property
+    def pads_values(self) -> bool:
+        """Whether a head's values are filled up to the size of its keys, without which most kernels take neither."""
+        return self.value_size != self.q_width // self.heads
 
     @property
     def embedding_parameters(self) -> int:
@@ -90,6 +127,14 @@ class ModelShape:
         }
 
     @property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """The linear layers that adapters go on: beside experts attention's, as peft takes the names of others there
+        for those of the experts' own tensors.
+        """
+        within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in self.tensors}
+        return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
+
+    @property
     def norms(self) -> int:
         """Norms of hidden states in a layer."""
         return sum(
@@ -104,8 +149,12 @@ class ModelShape:
         for name, sizes in self.tensors:
             if "norm" in name and "attn." in name and "bias" not in name:
                 module = name.partition("attn.")[2]
-                whole = 0 if any(part.isdigit() for part in module.split(".")) else {"q": self.q_width}.get(module[0])
-                found += self.kv_width if whole is None else whole or sizes[0]
+                is_a_head = (
+                    sizes[0] == self.head_size
+                    and not self.latent
+                    and not any(part.isdigit() for part in module.split("."))
+                )
+                found += (self.q_width if module[0] == "q" else self.kv_width) if is_a_head else sizes[0]
         return found
 
     @property
@@ -151,8 +200,10 @@ class ModelShape:
         return sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 1)
 
     @property
-    def active_matrices(self) -> int:
-        """Parameters of one layer's matrices that multiply a token: of the experts the active ones."""
+    def active_matrices(self) -> float:
+        """Parameters of a layer's matrices, a mean, that multiply a token: of the experts the active ones."""
+        if self.dense:
+            return sum(layers * kind.active_matrices for layers, kind in self.kinds) / self.layers
         idle = sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 2)
         all_, active = self.experts
         return self.layer_matrices - (idle * (all_ - active) // all_ if all_ else 0)
@@ -167,23 +218,25 @@ class ModelShape:
         """Elements of every parameter in the model's order: embedding, layers, norm, head."""
         embedding = [self.embedding_parameters]
         last = [self.beside] if self.beside else []
-        return [*embedding, *self.layer_sizes * self.layers, *last, *([] if self.tied else embedding)]
+        within = [size for layers, kind in self.kinds for size in kind.layer_sizes * layers]
+        return [*embedding, *within, *last, *([] if self.tied else embedding)]
 
     @property
     def matrix_parameters(self) -> int:
         """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
-        return self.layers * self.layer_matrices
+        return sum(layers * kind.layer_matrices for layers, kind in self.kinds)
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         head = 0 if self.tied else self.embedding_parameters
-        return self.embedding_parameters + head + self.layers * self.layer_parameters + self.beside
+        within = sum(layers * kind.layer_parameters for layers, kind in self.kinds)
+        return self.embedding_parameters + head + within + self.beside
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through."""
-        return self.parameters - self.layers * (self.layer_matrices - self.active_matrices)
+        return self.parameters - self.matrix_parameters + round(self.layers * self.active_matrices)
 
     def attended(self, sequence: int) -> float:
         """Return the tokens that a layer's queries meet without a causal mask, the mean of all layers."""
@@ -191,13 +244,13 @@ class ModelShape:
         return (seen + sequence * (self.layers - len(self.windows))) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 12 layers q-width sequence.
+        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 6 layers (queries + output) sequence.
 
         N are the active parameters.
         """
         # A tied head multiplies too, so only the embedding look-up is left out.
         matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
-        return 6.0 * matmul + 12.0 * self.layers * self.q_width * self.attended(sequence)
+        return 6.0 * (matmul + self.layers * (self.q_width + self.output_width) * self.attended(sequence))
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -206,7 +259,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     Raises UserError for a model type that is not admitted.
     """
     model, config = recipe.model, config_of(recipe.model)
-    check_admitted(config)
+    refusals.check_admitted(config)
     shape = of_config(config, 1)
     if model.hidden_size % model.heads and shape.head_size == model.hidden_size // model.heads:
         yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
@@ -216,9 +269,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:
         return
-    named = {part for name in shape.matrices for part in (name, *STANDS_FOR.get(name, ()))}
+    named = {part for name in shape.adaptable for part in (name, *STANDS_FOR.get(name, ()))}
     if lost := [name for name in recipe.lora.targets if name not in named]:
-        yield "lora.targets", f"the model's layers have no {', '.join(lost)}, but {', '.join(shape.matrices)}"
+        yield "lora.targets", f"the model's layers have no {', '.join(lost)}, but {', '.join(shape.adaptable)}"
     if is_quantized(recipe) and shape.experts[0]:
         yield "lora.quantize", "nf4 packs linear layers, and the experts of this model are none; use none"
 
@@ -259,6 +312,11 @@ def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None =
         bare_norms=read.bare_norms,
         copies_output=read.copies_output,
         keeps_scores=read.score_cap is not None,
+        router_bytes=read.router_bytes,
+        latent=read.latent,
+        dense=len(read.dense),
+        dense_layer=read.dense_layer,
+        dense_ffn=read.dense_ffn,
     )
 
 
@@ -327,105 +385,6 @@ def adapted(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, int]]:
     targets = recipe.lora.targets if recipe.lora else ()
     return {
         name: sides
-        for name, sides in shape.matrices.items()
+        for name, sides in shape.adaptable.items()
         if name in targets or any(part in targets for part in STANDS_FOR.get(name, ()))
     }
-
-
-def check_admitted(config: traits.Config) -> None:
-    """Raise UserError when a config.json's type is unknown, or failed in a cell of the gate."""
-    name, failing = config.get("model_type"), traits.record_of(config).failing
-    if failing:
-        raise UserError(
-            f"model_type {name!r} is not admitted: {', '.join(failing)} failed",
-            evidence="\n".join(f"{cell}: {why}" for cell, why in failing.items()),
-            fix=f"choose another model; finlm admit {name} shows every cell",
-        )
-
-
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-DROPOUT = ("dropout", "_pdrop", "jitter_noise")  # ends of keys
-_SEES = ("full_attention", "sliding_attention")  # kinds of layers that know where a document of a row ends
-_SCALES = ("final_logit_softcapping", *traits.SCALES, "lm_head_multiplier", "output_multiplier")
-
-
-def explain(config: traits.Config, rows: int) -> Iterator[str]:
-    """Yield a sentence for each key of config.json that finlm would train, plan or export as something else.
-
-    rows: tokens of the rows to train, or 0 where they are not known.
-    """
-    if missing := [key for key in NEEDED if config.get(key) in (None, 0)]:
-        yield f"config.json has no {', '.join(missing)}" + (
-            ": it is of several models" if "text_config" in config else ""
-        )
-    yield from _malformed_keys(config)
-    yield from traits.rope_problems(config)
-    other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
-    if other:
-        yield (
-            f"layer_types: {len(other)} layers of {other[0]}, which do not know where a document of a packed row ends: "
-            "it would leak into the next"
-        ) + ("; they need flash-linear-attention, which finlm does not drive" if "linear_attention" in other else "")
-    for rope in traits.ropes(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        longest = longest or config.get("max_position_embeddings") or 0
-        if kind in traits.LIMITED_ROPE and isinstance(longest, int) and rows > longest:
-            yield f"batch.sequence_length {rows}: RoPE {kind!r} turns all rows otherwise once one exceeds {longest}"
-    for key in (key for key in config if key.endswith(DROPOUT) and not key.startswith("classifier") and config[key]):
-        yield f"{key} {config[key]}, which no kernel here draws"
-    if config.get("output_router_logits"):
-        yield "output_router_logits true: transformers adds the router's own loss, which is not trained here"
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        yield "attention to later tokens"
-    row = traits.records().get(str(config.get("model_type")))
-    if row is not None:
-        yield from _unfit_keys(config, row)
-    for key in _SCALES:
-        if config.get(key) not in (None, 1) and row is not None and key not in row.defaults:
-            yield f"{key} {config[key]}, which {config['model_type']}'s layers do not compute and trl's head does"
-    if (kind := config.get("quantization_config")) is not None:
-        yield f"quantised weights ({kind.get('quant_method', 'quantization_config')})"
-
-
-def _malformed_keys(config: traits.Config) -> Iterator[str]:
-    """Yield a sentence for each value that transformers' classes refuse, whatever the type."""
-    for key in (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            yield f"{key} {value!r} is no whole number above 0"
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
-        yield f"num_key_value_heads {groups} does not divide num_attention_heads {heads}"
-    padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
-    if type(padding) is int and type(vocabulary) is int and padding >= vocabulary:
-        yield f"pad_token_id {padding} is no token of a vocabulary of {vocabulary}"
-    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
-    if kinds is not None and len(kinds) != layers:
-        yield f"layer_types: {len(kinds)} kinds for {layers} layers"
-
-
-def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
-    """Yield a sentence for each key that the type needs and config.json lacks, or whose value is not trained."""
-    name = config["model_type"]
-    for key in row.needs:
-        if config.get(key) is None:
-            yield f"config.json has no {key}, without which transformers' class of {name} fails"
-    for key, value in row.held.items():
-        if config.get(key, value) != value:
-            yield f"{key} {config[key]}: finlm trains a {name} as transformers does only where it is {value}"
-    for key, value in row.defaults.items():
-        if isinstance(value, bool) and not isinstance(config.get(key, value), bool):
-            yield f"{key} {config[key]!r}, where transformers' class of {name} takes true or false"
-        elif key in traits.NORM_EPS and not isinstance(config.get(key, value), float):
-            yield f"{key} {config[key]!r}, where transformers' class of {name} takes a number with a point"
-
-
-def refuse_unsupported(config: traits.Config, named: str, rows: int = 0) -> None:
-    """Raise UserError when a config.json says what finlm does not train. rows: their tokens, or 0."""
-    if problems := list(explain(config, rows)):
-        raise UserError(
-            f"{named} is not a model that finlm trains",
-            evidence="\n".join(problems),
-            fix="start from another model; `finlm admit DIRECTORY` shows what finlm makes of one",
-        )

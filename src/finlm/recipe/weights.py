@@ -233,10 +233,11 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     if row is None:
         return
     shapes = {name.replace(".block_sparse_moe.", ".mlp."): size for name, size in shapes.items()}
-    known, layer = {**row.defaults, **config}, dict(traits.read(config).layer)
+    known, read = {**row.defaults, **config}, traits.read(config)
     table, expected = [config["vocab_size"], config["hidden_size"]], dict[str, list[int]]()
     expected["model.embed_tokens.weight"] = table
     for number in range(config["num_hidden_layers"]):
+        layer = dict(read.dense_layer if number in read.dense else read.layer)
         sizes = {name: list(size) for name, size in layer.items() if len(size) < 3}
         expected |= {f"model.layers.{number}.{name}": size for name, size in sizes.items()}
     if not parents.is_reward_model(config) and (not known.get("tie_word_embeddings") or "lm_head.weight" in shapes):
@@ -249,7 +250,9 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
             yield f"{name} {has}; by config.json it has {size}"
     for name in shapes:
         match = _LAYER.search(name)
-        if match and match[2] not in layer and ".experts." not in name:
+        if not match or ".experts." in name or match[2] in row.buffers or int(match[1]) >= config["num_hidden_layers"]:
+            continue
+        if match[2] not in dict(read.dense_layer if int(match[1]) in read.dense else read.layer):
             yield f"{name} is none of a {config['model_type']} with this config.json"
 
 
@@ -273,12 +276,19 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
 
 
 def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list[str]:
-    """Return problems: layers of config.json that lack tensors, and embeddings of another shape."""
+    """Return problems: layers of config.json that lack tensors, and embeddings of another shape.
+
+    Layers behind the last one may predict further tokens, which transformers leaves out. Feed-forward blocks of a type
+    whose layers have experts or none are not compared.
+    """
     layers: dict[int, set[str]] = {}
+    count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))
+    further = int(config.get("num_nextn_predict_layers") or 0)
     for name in shapes:
-        if match := _LAYER.search(name):
-            layers.setdefault(int(match[1]), set()).add(match[2])
-    count = config.get("num_hidden_layers")
+        match = _LAYER.search(name)
+        if match and not (further and isinstance(count, int) and count <= int(match[1]) < count + further):
+            found = layers.setdefault(int(match[1]), set())
+            found |= set() if row and row.dense and match[2].startswith("mlp.") else {match[2]}
     if not layers or not isinstance(count, int):
         return []  # of another kind; loading it says what is wrong
     every = set[str]().union(*layers.values())

@@ -23,9 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import distributed
+from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
@@ -126,7 +128,7 @@ class Batches:
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-NAME = "finlm_documents"
+NAME, PADDED = "finlm_documents", "finlm_padded"
 FEWEST = 64  # bounds are filled up to this many, or twice, four times ... as many: a size is compiled for
 
 
@@ -171,16 +173,34 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents, to the last sliding_window tokens where the layer has a window.
 
-    query, key, value: [batch, heads, sequence, head]. module.document_bounds: document_bounds(), on the same device.
-    Return ([batch, sequence, heads, head], None).
+    query, key: [batch, heads, sequence, head]; value: the same, but for the head's size. module.document_bounds:
+    document_bounds(), on the same device. Return ([batch, sequence, heads, head of value], None).
     """
-    batch, _heads, sequence, _head = query.shape
-    groups = query.shape[1] // key.shape[1]
+    batch, heads, sequence, size = query.shape
+    groups, value, own = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
     limits = (module.document_bounds, module.document_bounds, sequence, sequence)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out: torch.Tensor = varlen_attn(q, k, v, *limits, scale=scaling, window_size=window)  # type: ignore[assignment]
-    return out.view(batch, sequence, *out.shape[1:]), None
+    return out.view(batch, sequence, heads, size)[..., :own], None
+
+
+def _attend_padded(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> tuple[Any, None]:
+    """Return sdpa's attention where the heads of values, at most as wide as the others, are filled up to their size.
+
+    Most kernels take heads of one size only, and without one torch keeps every score.
+    """
+    out, _ = sdpa_attention_forward(module, query, key, _fill_up(value, query.shape[-1]), *arguments, **named)
+    return out[..., : value.shape[-1]], None
+
+
+def _fill_up(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Return heads with zeros behind their numbers, to this size, as transformers fills them up for flash attention."""
+    return value if value.shape[-1] == size else functional.pad(value, (0, size - value.shape[-1]))
+
+
+AttentionInterface.register(PADDED, _attend_padded)
+AttentionMaskInterface.register(PADDED, sdpa_mask)
 
 
 LossSum = Callable[..., torch.Tensor]

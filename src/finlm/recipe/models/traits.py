@@ -23,6 +23,7 @@ RECORD = Path(__file__).with_name("model_types.json")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
+LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ROPES = {  # with the numbers that each needs
     "default": (),
@@ -38,16 +39,23 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TypeRecord:
-    """A row of model_types.json. Sizes are symbols: h, f (feed-forward), q, k (widths), d (a head), e, m (experts)."""
+    """A row of model_types.json. Sizes are symbols: h, f (feed-forward), q, k (widths), d (a head), e, m (experts).
+
+    Of latent attention l and c are the widths that keys and values, and queries, are made from, n and r the parts of a
+    head without and with RoPE, w the size of a head's values.
+    """
 
     layer: dict[str, list[str]]  # sizes of every tensor, in the model's order
     outer: list[list[str]]  # of the tensors beside layers, embedding and head
     switches: dict[str, dict[str, list[str] | None]]  # tensors that a true key of config.json adds; None: takes away
     defaults: dict[str, Any]  # of the keys of FIELDS that the class has
+    dense: dict[str, list[str] | None] = field(default_factory=dict)  # tensors that layers without experts have
+    buffers: list[str] = field(default_factory=list)  # of a layer, which files hold as they hold tensors
     pattern: int = 0  # every so many-th layer sees all before; -1: config.json must say which
     norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
     rewards: bool = True  # transformers has a reward model of this type
     ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
+    router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
     bare_norms: list[str] = field(default_factory=list)  # widths of a layer's norms that have no tensor
     copies_output: bool = False  # attention's output is copied before o_proj: queries lie head by head
     scales: dict[str, int] = field(default_factory=dict)  # 1: logits times this key, -1: divided by it
@@ -59,6 +67,16 @@ class TypeRecord:
     def failing(self) -> dict[str, str]:
         """The cells that did not pass, with what is wrong."""
         return {cell: why for cell, why in self.cells.items() if why}
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): widths that a token's keys, values and queries are made from."""
+
+    cached: int  # of keys and values, which generation keeps
+    rotated: int  # of the part with RoPE that all heads' keys share
+    queries: int  # 0: they are made from hidden states
+    value_size: int  # of a head's values, which may be another than its keys'
 
 
 @dataclass(frozen=True)
@@ -74,9 +92,14 @@ class Traits:
     outer: int  # parameters beside layers, embedding and head
     windows: Sizes  # tokens seen, of the layers that do not see all before
     ropes: tuple[str, ...]
+    latent: Latent | None = None
+    dense: Sizes = ()  # numbers of the layers that have no experts, in a model of experts
+    dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
+    dense_ffn: int = 0
     experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
     norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
     ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
+    router_bytes: int = 0  # that the router keeps a number of its input, in 16 bits
     bare_norms: Sizes = ()  # widths of the norms that have no tensor
     copies_output: bool = False  # attention's output is copied before o_proj
     score_cap: float | None = None  # soft cap of attention's scores
@@ -134,24 +157,30 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         if known.get(key):
             tensors |= more
     experts = symbols["e"], int(known.get("num_experts_per_tok") or 0)
-    shared = int(known.get("shared_expert_intermediate_size") or 0)
+    dense = tuple(_dense_layers(known)) if row.dense else ()
+
+    def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
+        found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
+        return tuple((name, tuple(evaluate(size, symbols) for size in sizes)) for name, sizes in found.items())
+
     return Traits(
         model_type=str(config["model_type"]),
         heads=symbols["a"],
         kv_heads=symbols["g"],
         head_size=symbols["d"],
-        ffn=experts[1] * symbols["m"] + shared if experts[0] else symbols["f"],
-        layer=tuple(
-            (name, tuple(evaluate(size, symbols) for size in sizes))
-            for name, sizes in tensors.items()
-            if sizes is not None
-        ),
+        ffn=experts[1] * symbols["m"] + symbols["s"] if experts[0] else symbols["f"],
+        layer=sized(tensors),
+        latent=_latent(known, symbols),
+        dense=dense,
+        dense_layer=sized(tensors | row.dense) if dense else (),
+        dense_ffn=symbols["f"] if dense else 0,
         outer=sum(math.prod(evaluate(size, symbols) for size in sizes) for sizes in row.outer),
         windows=_windows(known, row.pattern),
         ropes=tuple(str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes(config)),
         experts=experts if experts[0] else (0, 0),
         norm_bytes=row.norm_bytes,
         ffn_bytes=row.ffn_bytes,
+        router_bytes=row.router_bytes,
         bare_norms=tuple(evaluate(size, symbols) for size in row.bare_norms),
         copies_output=row.copies_output,
         score_cap=known.get("attn_logit_softcapping"),
@@ -160,16 +189,39 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
 
 
 def _symbols(known: Config) -> dict[str, int]:
-    """Return the number that each symbol of TypeRecord's sizes stands for: h, f, a, g, d, m, s, q, k, e."""
+    """Return the number that each symbol of TypeRecord's sizes stands for, and of a, g: heads, and those of keys."""
     heads, hidden = int(known["num_attention_heads"]), int(known["hidden_size"])
     groups = int(known.get("num_key_value_heads") or heads)
     head = int(known.get("head_dim") or hidden // heads)
-    experts = next((int(known[key]) for key in EXPERTS if known.get(key)), 0)
-    sizes = {"h": hidden, "f": int(known["intermediate_size"]), "a": heads, "g": groups, "d": head}
     more = {"m": "moe_intermediate_size", "s": "shared_expert_intermediate_size"}
-    sizes |= {symbol: int(known.get(key) or 0) for symbol, key in more.items()}
+    latent = {"l": "kv_lora_rank", "c": "q_lora_rank", "n": "qk_nope_head_dim", "r": "qk_rope_head_dim"}
+    sizes = {symbol: int(known.get(key) or 0) for symbol, key in (more | latent).items()}
+    if sizes["l"]:  # whose head_dim is of RoPE alone
+        head, groups = sizes["n"] + sizes["r"], heads
+        sizes["w"] = int(known.get("v_head_dim") or hidden // heads)
+    experts = next((int(known[key]) for key in EXPERTS if known.get(key)), 0)
+    sizes |= {"h": hidden, "f": int(known["intermediate_size"]), "a": heads, "g": groups, "d": head}
     sizes["m"] = sizes["m"] or sizes["f"]
+    sizes["s"] = sizes["s"] or sizes["m"] * int(known.get("n_shared_experts") or 0)
     return sizes | {"q": heads * head, "k": groups * head, "e": experts}
+
+
+def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
+    """Return the widths of latent attention; None for attention without."""
+    if not known.get("kv_lora_rank"):
+        return None
+    return Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"])
+
+
+def _dense_layers(known: Config) -> list[int]:
+    """Return the numbers of the layers that have no experts, in a model of experts."""
+    layers = range(int(known["num_hidden_layers"]))
+    if (kinds := known.get("mlp_layer_types")) is not None:
+        return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
+    if "first_k_dense_replace" in known:
+        return list(layers[: int(known["first_k_dense_replace"] or 0)])
+    step, listed = int(known.get("decoder_sparse_step") or 1), known.get("mlp_only_layers") or ()
+    return [number for number in layers if number in listed or (number + 1) % step > 0]
 
 
 def evaluate(size: str, symbols: Mapping[str, int]) -> int:
@@ -233,7 +285,7 @@ def rope_problems(config: Config) -> Iterator[str]:
                 yield f"RoPE {kind!r} needs {key}, {what}; it has {rope.get(key)!r}"
         if type(heads) is int and type(hidden) is int and heads > 0:
             share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-            pairs = int((head or hidden // heads) * share) // 2
+            pairs = int((config.get("qk_rope_head_dim") or head or hidden // heads) * share) // 2
             for key, numbers in lists.items():
                 if len(numbers) != pairs:
                     yield f"RoPE's {key} has {len(numbers)} numbers, and a head rotates {pairs} pairs"

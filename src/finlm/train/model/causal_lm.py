@@ -101,8 +101,16 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTraine
 
 
 def plain_attention(config: PreTrainedConfig) -> str:
-    """Return transformers' attention without finlm's: sdpa, or eager for scores with a soft cap, which SDPA ignores."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """Return attention's name without document bounds: eager for scores with a soft cap, which SDPA ignores, else sdpa.
+
+    Where values have smaller heads than keys, sdpa that fills them up.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        return "eager"
+    if getattr(config, "kv_lora_rank", None):
+        size, own = kernels.head_sizes(config)
+        return batches.PADDED if own < size else "sdpa"
+    return "sdpa"
 
 
 def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
@@ -110,7 +118,8 @@ def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
     plain = plain_attention(config)
     if plain == "eager" or not recipe.data.document_masks:
         return plain
-    return batches.attention_implementation(plan.device, DTYPES[plan.precision])
+    name = batches.attention_implementation(plan.device, DTYPES[plan.precision])
+    return name if name == batches.NAME else plain
 
 
 def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:

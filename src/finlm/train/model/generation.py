@@ -86,7 +86,7 @@ def generate(
 
 
 class _LayerCache:
-    """Keys and values of one layer, [rows, heads, room, head], made when the first ones come."""
+    """Keys and values of one layer, or what it makes them from: [rows, heads, room, head], made when they come."""
 
     def __init__(self, batch: _Batch) -> None:
         self.batch = batch
@@ -314,15 +314,15 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend from prompts to themselves, causally, or from a token of each row to the tokens before it.
 
-    query, key, value: [rows, heads, tokens, head]. module.generation_bounds: int32 [rows] each, what a token of each
-    row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window and softcap, of the layers
-    that have them. Return ([rows, tokens, heads, head], None).
+    query, key, value: [rows, heads, tokens, head], of values their own size. module.generation_bounds: int32 [rows]
+    each, what a token of each row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window
+    and softcap, of the layers that have them. Return ([rows, tokens, heads, head of values], None).
     """
     bounds, sliding_window, softcap = module.generation_bounds, given.get("sliding_window"), given.get("softcap")
     rows, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     scale = size**-0.5 if given.get("scaling") is None else given["scaling"]
-    if bounds is not None and _has_kernel(query):
+    if bounds is not None and _has_kernel(query, key, value):
         from finlm.train.model import token_attention  # needs Triton, which comes with torch for GPUs
 
         window = sliding_window or key.shape[2]
@@ -336,7 +336,7 @@ def _attend(
     if bounds is not None:  # the query heads that share keys are its queries: nothing is repeated
         shared = query.reshape(rows, key.shape[1], groups, size)
         out = functional.scaled_dot_product_attention(shared, key, value, mask, scale=scale)
-        return out.reshape(rows, 1, heads, size), None
+        return out.reshape(rows, 1, heads, value.shape[-1]), None
     is_plain = sliding_window is None or tokens <= sliding_window
     k, v = (repeat_kv(part, groups) for part in (key, value))
     seen = None if is_plain else mask
@@ -344,10 +344,11 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
-    """Return whether token_attention takes these queries."""
+def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether token_attention takes these: caches as they are, not what a layer makes of what it keeps."""
     is_short = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= WIDEST_HEAD
-    return query.is_cuda and is_short and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    is_cache = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
+    return query.is_cuda and is_short and is_cache and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _visible(

@@ -111,7 +111,7 @@ def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, m
     masked: whether attention gets a mask as a tensor.
     """
     heads, tokens = config.num_attention_heads, 128
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size, _ = head_sizes(config)  # values are filled up to it
     groups = getattr(config, "num_key_value_heads", None) or heads
     query = torch.empty(1, heads, tokens, size, dtype=dtype, device=plan.device, requires_grad=True)
     key, mask = query[:, :groups], None
@@ -122,6 +122,14 @@ def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, m
         key = sdpa_attention.repeat_kv(key, heads // groups)
     backend = torch._fused_sdp_choice(query, key, key, mask, is_causal=not masked, enable_gqa=shared)
     return SDPBackend(backend).name.partition("_")[0].lower()
+
+
+def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the numbers of a head's queries and keys, and of its values."""
+    if getattr(config, "kv_lora_rank", None):  # whose head_dim is of RoPE alone
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size, size
 
 
 def plain_positions(input_ids: torch.Tensor) -> torch.Tensor:

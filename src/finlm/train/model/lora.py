@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from finlm.base import runs
 from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
+from finlm.recipe import shape
+from finlm.recipe.schema import Recipe, config_of
 from finlm.recipe.shape import is_quantized
 from finlm.train.model import causal_lm, kernels
 
@@ -49,7 +50,7 @@ def lora_config(recipe: Recipe) -> Any:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=list(settings.targets),
+        target_modules=list(shape.adapted(recipe, shape.of_config(config_of(recipe.model), 1))),
         task_type="CAUSAL_LM",
     )
 
