@@ -17,7 +17,7 @@ from finlm.hosts.remote import fault
 from finlm.runs import drill
 from finlm.runs.drill import Failing, Injury
 
-from helpers import ROOT, finlm, finlm_here
+from helpers import ROOT, finlm_here
 
 
 def test_costs_are_read_from_the_events(tmp_path: Path) -> None:
