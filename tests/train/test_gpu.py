@@ -198,10 +198,13 @@ def test_layers_under_zero_3_are_compiled_once(make_run: Any) -> None:
     "shape", [(6, 2, 128, 10**6, 0.0), (1, 4, 64, 10**6, 0.0), (8, 2, 256, 50, 30.0), (20, 1, 80, 33, 0.0)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_of_a_token_equals_its_definition(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "room"), [(300, 200), (16, 700), (3, 3000)])  # in one, few and many parts
+def test_attention_of_a_token_equals_its_definition(
+    shape: tuple[Any, ...], dtype: torch.dtype, rows: int, room: int
+) -> None:
     from finlm.train.model import token_attention
 
-    (groups, kv_heads, size, window, cap), rows, room = shape, 16, 200
+    groups, kv_heads, size, window, cap = shape
     query = torch.randn(rows, kv_heads * groups, 1, size, device="cuda", dtype=dtype)
     key, value = torch.randn(2, rows, kv_heads, room, size, device="cuda", dtype=dtype)
     reach = torch.randint(1, room + 1, (rows,), device="cuda", dtype=torch.int32)

@@ -2,7 +2,9 @@
 
 A program computes the query heads of a row that share a key head. It reads keys and values to the row's own length, so
 one launch, and one CUDA graph, serves every length. The answers to a prompt read the prompt from one row's cache: the
-programs of neighbouring rows find it in the GPU's L2, and memory is read once for all of them.
+programs of neighbouring rows find it in the GPU's L2, and memory is read once for all of them. Where rows are too few
+to fill the GPU, several programs read parts of a row, and a second kernel merges their softmaxes, as in Flash-Decoding
+(Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 BLOCK = 64  # keys that a program reads at once
+PROGRAMS = 256  # that fill a GPU: about two of each multiprocessor of an H100
+SPAN = 4 * BLOCK  # keys of a row that are worth a program
 
 
 @triton.jit
@@ -61,9 +65,12 @@ def _attend(
     keys,
     values,
     outputs,
+    most,
+    total,
     reach,
     prompts,
     sources,
+    span,
     window,
     size,
     room,
@@ -71,25 +78,50 @@ def _attend(
     groups,
     scale: tl.constexpr,
     cap: tl.constexpr,
+    SPLITS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write the outputs of the query heads that share a key head; one program a row and key head."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """Write the outputs of the query heads that share a key head; one program a row, key head and part of the keys.
+
+    Of several parts, `outputs` are sums that _merge divides, and `most` and `total` the rest of the softmax's state.
+    """
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, width = tl.arange(0, G), tl.arange(0, D)
     at = ((row * kv_heads + head) * groups + member)[:, None] * size + width[None, :]
     inside = (member < groups)[:, None] & (width < size)[None, :]
     q = tl.load(queries + at, mask=inside, other=0.0)
     end = tl.load(reach + row)
-    begin = tl.maximum(end - window, 0)
+    begin = tl.maximum(tl.maximum(end - window, 0), split * span)
+    end = tl.minimum(end, (split + 1) * span)
     shared = tl.minimum(tl.load(prompts + row), end)
     state = (tl.full([G], float("-inf"), tl.float32), tl.zeros([G], tl.float32), tl.zeros([G, D], tl.float32))
     source = tl.load(sources + row)
     state = _read(q, state, keys, values, source, head, begin, shared, size, room, kv_heads, scale, cap, D, B)
     own = tl.maximum(begin, shared)
     state = _read(q, state, keys, values, row, head, own, end, size, room, kv_heads, scale, cap, D, B)
-    tl.store(outputs + at, (state[2] / state[1][:, None]).to(outputs.dtype.element_ty), mask=inside)
+    if SPLITS == 1:
+        tl.store(outputs + at, (state[2] / state[1][:, None]).to(outputs.dtype.element_ty), mask=inside)
+    else:
+        place = ((row * kv_heads + head) * groups + member) * SPLITS + split
+        tl.store(most + place, state[0], mask=member < groups)
+        tl.store(total + place, state[1], mask=member < groups)
+        tl.store(outputs + place[:, None] * size + width[None, :], state[2], mask=inside)
+
+
+@triton.jit
+def _merge(parts, most, total, outputs, size, SPLITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr):
+    """Write the output of a query head from its parts; one program a row and query head."""
+    place, split, width = tl.program_id(0), tl.arange(0, P), tl.arange(0, D)
+    at = place * SPLITS + split
+    largest = tl.load(most + at, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp(largest - tl.max(largest, 0))
+    inside = (split < SPLITS)[:, None] & (width < size)[None, :]
+    part = tl.load(parts + at[:, None] * size + width[None, :], mask=inside, other=0.0)
+    sums = tl.sum(tl.load(total + at, mask=split < SPLITS, other=0.0) * weights, 0)
+    out = tl.sum(part * weights[:, None], 0) / sums
+    tl.store(outputs + place * size + width, out.to(outputs.dtype.element_ty), mask=width < size)
 
 
 def attend(
@@ -113,7 +145,15 @@ def attend(
     query = query.contiguous()
     out = torch.empty_like(query)
     queries = max(16, triton.next_power_of_2(groups))  # the fewest that a product takes
-    sizes = queries, triton.next_power_of_2(size), BLOCK
-    given = window, size, room, kv_heads, groups, scale, cap
-    _attend[(rows, kv_heads)](query, key, value, out, *bounds, *given, *sizes, num_warps=4, num_stages=2)
+    width = triton.next_power_of_2(size)
+    splits = max(1, min(triton.cdiv(PROGRAMS, rows * kv_heads), room // SPAN))
+    span = triton.cdiv(triton.cdiv(room, splits), BLOCK) * BLOCK
+    given = *bounds, span, window, size, room, kv_heads, groups, scale, cap, splits, queries, width, BLOCK
+    if splits == 1:
+        _attend[(rows, kv_heads, 1)](query, key, value, out, out, out, *given, num_warps=4, num_stages=2)
+    else:
+        most, total = torch.empty(2, rows, heads, splits, device=query.device, dtype=torch.float32)
+        parts = torch.empty(rows, heads, splits, size, device=query.device, dtype=torch.float32)
+        _attend[(rows, kv_heads, splits)](query, key, value, parts, most, total, *given, num_warps=4, num_stages=2)
+        _merge[(rows * heads,)](parts, most, total, out, size, splits, triton.next_power_of_2(splits), width)
     return out.view(rows, 1, heads, size)
