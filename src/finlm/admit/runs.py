@@ -25,7 +25,7 @@ from transformers import Qwen2Tokenizer
 
 import finlm
 from finlm import pipeline
-from finlm.admit import cells, record, shrink
+from finlm.admit import cells, record
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
@@ -90,7 +90,7 @@ class Runs:
         self.made: dict[int, RunDir] = {}
         record.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
         trainer.tokenizer.save_pretrained(self.start)
-        config = shrink.shrink(case.config, case.row, len(trainer.tokenizer))
+        config = cells.shrink(case.config, case.row, len(trainer.tokenizer))
         cells.build(config, "eager").save_pretrained(self.start)
         said = files.read_json(self.start / "config.json")
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})
