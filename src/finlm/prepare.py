@@ -73,12 +73,11 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Ite
         yield None
         return
     data, words = recipe.data, recipe.data.clean.bad_keywords
-    where = hosts or Cluster((Host("localhost", 1),))
 
     def open_cluster() -> contextlib.AbstractContextManager[str]:
         if data.ray_address is not None:
             return contextlib.nullcontext(data.ray_address)
-        return ray_cluster.start_ray(recipe, where, accept_new)
+        return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new)
 
     reads = [Path(words).expanduser().absolute()] if words else []
     with ray_engine.RayEngine(Path(data.cache_dir).absolute(), data.num_proc, open_cluster, reads) as engine:
