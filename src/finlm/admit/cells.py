@@ -393,9 +393,9 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     values |= {key: 4 for key in EXPERTS if config.get(key)}
     values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
     if known.get("kv_lora_rank"):
-        own = {key: known.get(key) for key in SMALL_LATENT}
-        values |= {key: size for key, size in SMALL_LATENT.items() if own[key]} | {"num_key_value_heads": HEADS}
-        if own["v_head_dim"] == own["qk_nope_head_dim"] + own["qk_rope_head_dim"]:
+        widths = {key: known.get(key) for key in SMALL_LATENT}
+        values |= {key: size for key, size in SMALL_LATENT.items() if widths[key]} | {"num_key_value_heads": HEADS}
+        if widths["v_head_dim"] == widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]:
             values["v_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values.pop("head_dim", None)
     values.update(few_layers(config, known, row.pattern))
