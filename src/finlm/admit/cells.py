@@ -236,8 +236,8 @@ def check_activations(case: Case) -> str:
     sizes = [_kept(config, times) for times in (1, 2)]
     found = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
     layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
-    planned = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
-    planned /= layers * layout.tokens
+    kept = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
+    planned = kept / (layers * layout.tokens)
     off = planned / found - 1
     return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {found:,.0f} saved"
 
@@ -393,7 +393,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     values |= {key: 4 for key in EXPERTS if config.get(key)}
     values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
     if known.get("kv_lora_rank"):
-        widths = {key: known.get(key) for key in SMALL_LATENT}
+        widths: Config = {key: known.get(key) for key in SMALL_LATENT}
         values |= {key: size for key, size in SMALL_LATENT.items() if widths[key]} | {"num_key_value_heads": HEADS}
         if widths["v_head_dim"] == widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]:
             values["v_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]

@@ -54,9 +54,9 @@ class Trainer:
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.settings)}
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "finlm.admit.runs", str(write_end)]
-        lost = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        pipe, lost = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, env=env, pass_fds=(write_end,), **lost
+            command, stdin=pipe, stdout=lost, stderr=lost, text=True, env=env, pass_fds=(write_end,)
         )
         os.close(write_end)
         self.answers = os.fdopen(read_end)
