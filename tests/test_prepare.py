@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from finlm import prepare
-from finlm.base import files, machine, step_cache
+from finlm.base import files, step_cache, units
 from finlm.base.errors import UserError
 from finlm.corpus import documents, encode, steps
 from finlm.corpus.read import readers
@@ -449,7 +449,7 @@ def test_a_full_disk_is_told_before_and_cleaned_up_after(
         with pytest.raises(UserError, match="not enough disk space for the step documents to shards"):
             prepared(make(f"data.sources={tmp_path}/corpus/reports.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "available_bytes", lambda: 1000)
+        patch.setattr(units, "available_bytes", lambda: 1000)
         with pytest.raises(UserError, match=r"training a tokenizer on .* does not fit in memory"):
             prepared(make("data.num_proc=1"))
     assert not steps_in(tmp_path / "cache")

@@ -73,12 +73,11 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Ite
         yield None
         return
     data, words = recipe.data, recipe.data.clean.bad_keywords
-    where = hosts or Cluster((Host("localhost", 1),))
 
     def open_cluster() -> contextlib.AbstractContextManager[str]:
         if data.ray_address is not None:
             return contextlib.nullcontext(data.ray_address)
-        return ray_cluster.start_ray(recipe, where, accept_new)
+        return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new)
 
     reads = [Path(words).expanduser().absolute()] if words else []
     with ray_engine.RayEngine(Path(data.cache_dir).absolute(), data.num_proc, open_cluster, reads) as engine:
@@ -111,12 +110,10 @@ def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
 
     only_urls: look for those alone, and read no rows.
     """
-    inputs = [
-        found
-        for number, source in enumerate(recipe.data.sources)
-        if source.path is not None and (remote.is_url(source.path) or not only_urls)
-        for found in sources.find_inputs(source, f"data.sources[{number}]")
-    ]
+    inputs = list[sources.Input]()
+    for number, source in enumerate(recipe.data.sources):
+        if source.path is not None and (remote.is_url(source.path) or not only_urls):
+            inputs += sources.find_inputs(source, f"data.sources[{number}]")
     if recipe.stage != "pretrain" and not only_urls:
         convert.check_rows(recipe, inputs)
 
@@ -221,13 +218,10 @@ def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
     wanted = convert.settings(recipe)
     former = shards.manifest.get("settings", wanted)
     if former != wanted:
+        changed = [f"{key}: then {former.get(key)}, now {new}" for key, new in wanted.items() if former.get(key) != new]
         raise UserError(
             "data.prepared was written by other settings than this recipe's",
-            evidence="\n".join(
-                f"{name}: then {former.get(name)}, now {value}"
-                for name, value in wanted.items()
-                if former.get(name) != value
-            ),
+            evidence="\n".join(changed),
             fix="set these as they were, or drop data.prepared to encode again",
         )
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from finlm.admit import cells, command, record, shrink, table
+from finlm.admit import cells, command, record, table
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan import planner
@@ -72,7 +72,7 @@ SCALED = {
 def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 500000.0, **SCALED[kind]}
     scaled, plain = case("llama", rope_parameters=rope, head_dim=160), case("llama", head_dim=160)
-    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == shrink.HEAD
+    assert scaled.small.rope_parameters["rope_type"] == kind and scaled.small.head_dim == cells.HEAD
     for name in ("loss", "packed rows", "parameters"):
         assert cells.CELLS[name](scaled) == ""
     assert abs(scaled.expected[0] - plain.expected[0]) > 1e-3
@@ -81,8 +81,8 @@ def test_a_scaled_rope_passes_and_is_not_the_plain_one(kind: str) -> None:
 def test_a_window_counts_and_what_ignores_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case("mistral", sliding_window=4096)
     assert cells.CELLS["loss"](at) == ""
-    monkeypatch.setattr(shrink, "WINDOW", None)
-    blind = dataclasses.replace(at, small=shrink.shrink(at.config, at.row, cells.VOCABULARY))
+    monkeypatch.setattr(cells, "WINDOW", None)
+    blind = dataclasses.replace(at, small=cells.shrink(at.config, at.row, cells.VOCABULARY))
     blind.__dict__["expected"] = at.expected  # of the windowed model
     assert cells.CELLS["loss"](blind).startswith("loss ")
 
@@ -215,11 +215,11 @@ def test_a_small_model_keeps_every_kind_of_layer() -> None:
         "mlp_layer_types": ["dense"] + ["sparse"] * 5,
     }
     config = command.read_config("qwen3")[0] | kinds | {"num_hidden_layers": 6, "no_rope_layers": [1] * 6}
-    found = shrink.few_layers(config, config, 0)
+    found = cells.few_layers(config, config, 0)
     assert found["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
     assert found["mlp_layer_types"] == ["dense", "sparse", "dense"] and found["no_rope_layers"] == [1, 1, 1]
     assert (
-        shrink.few_layers(config | {"mlp_layer_types": ["sparse"] * 6}, config, 0)["mlp_layer_types"] == ["sparse"] * 3
+        cells.few_layers(config | {"mlp_layer_types": ["sparse"] * 6}, config, 0)["mlp_layer_types"] == ["sparse"] * 3
     )
 
 

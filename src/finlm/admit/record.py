@@ -133,9 +133,8 @@ def _measure(config: Any) -> dict[str, Any]:
         model(torch.arange(tokens)[None])
     block = getattr(layer, "mlp", None)
     has_experts = block is None or any(len(p.shape) > 2 for p in block.parameters())
-    router = (
-        next((child for name, child in block.named_children() if name in shape.ROUTERS), None) if has_experts else None
-    )
+    children = dict(block.named_children()) if has_experts and block is not None else {}
+    router = next((children[name] for name in shape.ROUTERS if name in children), None)
     return {
         "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
         "router_bytes": 0 if router is None else _router_bytes(router, states),
@@ -147,7 +146,7 @@ def _measure(config: Any) -> dict[str, Any]:
 
 def _scales(model_type: str) -> dict[str, int]:
     """Return {key of SCALES: 1 where the class multiplies its logits by it, -1 where it divides}."""
-    found = {}
+    found: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
         model = AutoModelForCausalLM.from_config(
@@ -335,7 +334,8 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
 
 def _size(number: int, symbols: dict[str, int], name: str) -> str:
     """Return the first of EXPRESSIONS that gives this number. Raises UserError when none does."""
-    for expression in (*EXPRESSIONS, *(OF_LATENT if "l" in symbols else ())):
+    known: tuple[str, ...] = EXPRESSIONS + OF_LATENT if "l" in symbols else EXPRESSIONS
+    for expression in known:
         if evaluate(expression, symbols) == number:
             return expression
     raise UserError(

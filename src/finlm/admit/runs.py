@@ -25,7 +25,7 @@ from transformers import Qwen2Tokenizer
 
 import finlm
 from finlm import pipeline
-from finlm.admit import cells, record, shrink
+from finlm.admit import cells, record
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
@@ -54,9 +54,9 @@ class Trainer:
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.settings)}
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "finlm.admit.runs", str(write_end)]
-        lost = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        pipe, lost = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, env=env, pass_fds=(write_end,), **lost
+            command, stdin=pipe, stdout=lost, stderr=lost, text=True, env=env, pass_fds=(write_end,)
         )
         os.close(write_end)
         self.answers = os.fdopen(read_end)
@@ -90,7 +90,7 @@ class Runs:
         self.made: dict[int, RunDir] = {}
         record.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
         trainer.tokenizer.save_pretrained(self.start)
-        config = shrink.shrink(case.config, case.row, len(trainer.tokenizer))
+        config = cells.shrink(case.config, case.row, len(trainer.tokenizer))
         cells.build(config, "eager").save_pretrained(self.start)
         said = files.read_json(self.start / "config.json")
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})

@@ -1,8 +1,9 @@
-"""Parse and format sizes, counts and durations: bytes, tokens, documents, seconds."""
+"""Parse and format sizes, counts and durations (bytes, tokens, documents, seconds); the memory this host has left."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -51,3 +52,36 @@ def format_duration(seconds: float) -> str:
             per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
             return f"{seconds / per:.3g} {unit}"
     return f"{seconds:.3g} seconds"
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes free for this process: MemAvailable, or what cgroup limits leave (page cache is free)."""
+    rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    least = int(rows["MemAvailable"].split()[0]) * 1024
+    own = proc / "self" / "cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, name = line.split(":", 2)
+        old = "memory" in controllers.split(",")
+        if controllers and not old:
+            continue
+        root = cgroup / "memory" if old else cgroup
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old else ("memory.max", "memory.current")
+        here = root / name.lstrip("/")
+        for directory in (here, *here.parents):
+            if not directory.is_relative_to(root):
+                break
+            least = min(least, _bytes_left(directory, limit, used, least))
+    return max(0, least)
+
+
+def _bytes_left(directory: Path, limit: str, used: str, otherwise: int) -> int:
+    """Return the bytes that a cgroup's limit leaves; `otherwise` where it has none."""
+    try:
+        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return otherwise
+    if most == "max":
+        return otherwise
+    # In version 1 the use counts those below, and so must what of it is page cache.
+    return int(most) - now + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))

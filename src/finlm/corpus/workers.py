@@ -33,7 +33,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from finlm.base import files, machine, screen, units
+from finlm.base import files, screen, units
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache, Step
 from finlm.recipe.schema import Recipe
@@ -64,7 +64,7 @@ def limits(asked: int) -> dict[str, int]:
     Raises the soft limit of open files as far as the `asked` workers need.
     """
     cores = available_cores()
-    free = machine.available_bytes()
+    free = units.available_bytes()
     open_files = _allow_open_files(_FILES_IN_RESERVE + _count_open_files() + _FILES_PER_WORKER * min(asked, cores))
     return {
         f"this process may use {cores} core{'s' * (cores != 1)}": cores,
@@ -110,8 +110,7 @@ def open_pool(count: int) -> Iterator[Executor | None]:
     except BrokenProcessPool as error:
         raise UserError(
             "a worker process was killed",
-            evidence=f"{error}\n"
-            f"{count} workers, {units.format_bytes(machine.available_bytes())} of memory available now",
+            evidence=f"{error}\n{count} workers, {units.format_bytes(units.available_bytes())} of memory available now",
             fix="if the kernel log says out of memory, lower data.num_proc; finished steps are kept",
         ) from None
     finally:

@@ -12,11 +12,11 @@ import dataclasses
 import difflib
 import os
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finlm.base import machine
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
@@ -271,7 +271,7 @@ def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
     With GPUs, the RAM that hardware gives for localhost replaces the measured one.
     """
     gpus = visible_gpus()
-    ram = machine.total_bytes()
+    ram = total_bytes()
     if not gpus:
         return Cluster((Host("localhost", cpu_ranks, None, ram),))
     stated = (host.memory for host in (hardware.hosts if hardware else ()) if host.gpu and is_local(host.name))
@@ -283,7 +283,7 @@ def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
 
 def visible_gpus() -> dict[int, str]:
     """Return {number: name} of nvidia-smi's GPUs, filtered by CUDA_VISIBLE_DEVICES; empty without a driver."""
-    rows = machine.gpus("name", "uuid")
+    rows = ask_gpus("name", "uuid")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = range(len(rows)) if chosen is None else _visible_devices([row["uuid"] for row in rows], chosen)
     return {number: rows[number]["name"] for number in numbers}
@@ -299,3 +299,19 @@ def _visible_devices(uuids: list[str], visible: str) -> Iterable[int]:
         if not matching:
             return
         yield matching[0]
+
+
+def ask_gpus(*keys: str) -> list[dict[str, str]]:
+    """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; empty where that fails."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
+
+
+def total_bytes() -> int:
+    """Return the bytes of this host's RAM."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

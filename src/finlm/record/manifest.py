@@ -30,12 +30,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 import finlm
-from finlm.base import files, machine, runs
+from finlm.base import files, runs
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact, redact_command, redact_environment, redact_text
 from finlm.plan.plan import Plan
-from finlm.recipe import parents
+from finlm.recipe import cluster, parents
 from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
 
@@ -337,7 +337,7 @@ def _machine() -> Machine:
         executable=sys.executable,
         cpus=os.cpu_count(),
         cpus_usable=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        gpus=machine.gpus("name", "driver_version", "memory.total", "uuid"),
+        gpus=cluster.ask_gpus("name", "driver_version", "memory.total", "uuid"),
     )
 
 

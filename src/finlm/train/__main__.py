@@ -20,7 +20,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finlm.base import machine
 from finlm.base.processes import die_with_parent
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.runs import apply_host_env, hold
@@ -130,8 +129,9 @@ def _memory_now(plan: Plan) -> Taken:
 
     from finlm.plan import search
     from finlm.plan.out_of_memory import Taken
+    from finlm.recipe import cluster
 
-    ram = machine.total_bytes()
+    ram = cluster.total_bytes()
     if plan.device == "cpu":
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         slots = next((host.slots for host in plan.hosts if host.name == host_name()), 1)
@@ -164,7 +164,9 @@ def bind_cores(plan: Plan) -> None:
 
 def bus_address(uuid: object) -> str | None:
     """Return a GPU's PCI address as Linux names it (0000:1b:00.0); None when nvidia-smi does not give it."""
-    address = {row["uuid"]: row["pci.bus_id"] for row in machine.gpus("uuid", "pci.bus_id")}.get(f"GPU-{uuid}")
+    from finlm.recipe import cluster
+
+    address = {row["uuid"]: row["pci.bus_id"] for row in cluster.ask_gpus("uuid", "pci.bus_id")}.get(f"GPU-{uuid}")
     return None if address is None else address.lower()[-len("0000:1b:00.0") :]
 
 

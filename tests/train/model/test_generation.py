@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from finlm.admit import cells, record, shrink
+from finlm.admit import cells, command
 from finlm.recipe.models import traits
 from finlm.train.model import generation
 from finlm.train.model.causal_lm import plain_attention
@@ -24,7 +24,7 @@ DRAWING = Drawing(0.9, 0.95)
 def make_model(name: str) -> Any:
     """A small model of a type, in evaluation mode."""
     row = traits.shipped()[name]
-    small = shrink.shrink(record.whole_config(name).to_dict(), row, VOCAB)
+    small = cells.shrink(command.read_config(name)[0], row, VOCAB)
     return cells.build(small, plain_attention(small)).eval()
 
 

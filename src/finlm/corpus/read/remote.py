@@ -24,6 +24,7 @@ from finlm.base import step_cache
 from finlm.base.errors import UserError
 
 Answer = TypeVar("Answer")
+About = dict[str, Any]  # what fsspec says of a file
 
 RANGE_BYTES = 8 * 2**20
 TRIES = 5
@@ -199,7 +200,7 @@ def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[Remote
                 yield _listed(inner, about)
 
 
-def _list(fs: Any, path: str, url: str) -> list[tuple[str, dict[str, Any]]] | None:
+def _list(fs: Any, path: str, url: str) -> list[tuple[str, About]] | None:
     """Return (name, what the store says of it) of a directory's entries; None for one that is not there."""
     try:
         entries = fs.ls(path, detail=True)
@@ -212,7 +213,7 @@ def _list(fs: Any, path: str, url: str) -> list[tuple[str, dict[str, Any]]] | No
     return sorted((pair for pair in named if pair[1]["name"].rstrip("/") != here), key=lambda pair: pair[0])
 
 
-def _info(fs: Any, path: str) -> dict[str, Any] | None:
+def _info(fs: Any, path: str) -> About | None:
     """Return what the store says of a path, None when it is not there."""
     try:
         return dict(fs.info(path))
@@ -220,7 +221,7 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
         return None
 
 
-def _listed(url: str, about: dict[str, Any]) -> RemoteFile:
+def _listed(url: str, about: About) -> RemoteFile:
     """Return the file of which a store says this. Raises UserError where it does not tell the size."""
     if about.get("size") is None:
         raise UserError(f"the size of {url} is unknown", evidence="its server does not say", fix=_DOWNLOAD)

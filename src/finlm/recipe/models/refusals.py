@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from finlm.base.errors import UserError
@@ -35,7 +36,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
             ": it is of several models" if "text_config" in config else ""
         )
     yield from _malformed_keys(config)
-    yield from traits.rope_problems(config)
+    yield from rope_problems(config)
     other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
     if other:
         yield (
@@ -106,3 +107,51 @@ def refuse_unsupported(config: traits.Config, named: str, rows: int = 0) -> None
             evidence="\n".join(problems),
             fix="start from another model; `finlm admit DIRECTORY` shows what finlm makes of one",
         )
+
+
+ROPES = {  # with the numbers that each needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def rope_problems(config: traits.Config) -> Iterator[str]:
+    """Yield a sentence for each thing in RoPE's parameters that transformers' classes refuse, or would read otherwise.
+
+    RoPE's base may stand beside them.
+    """
+    heads, hidden, head = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
+    for rope in traits.ropes(config):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in list(ROPES):  # it may be anything
+            yield f"RoPE {kind!r}, not {', '.join(ROPES)}"
+            continue
+        if rope.keys().isdisjoint(("rope_type", "type")) and rope.get("factor") is not None:
+            yield f"RoPE has a factor of {rope['factor']!r} and no rope_type that would use it"
+        base = rope.get("rope_theta", config.get("rope_theta", 1))
+        if not _is_above_0(base):
+            yield f"rope_theta {json.dumps(base)}, which no class reads as its default: leave it out, or write a number"
+        longest = rope.get("original_max_position_embeddings")
+        if longest is not None and not _is_above_0(longest):
+            yield f"original_max_position_embeddings {longest!r} is no number above 0"
+        lists = {key: rope[key] for key in ROPES["longrope"] if isinstance(rope.get(key), list)}
+        for key in ROPES[kind]:
+            numbers = lists.get(key, [rope.get(key)])
+            if (key in ROPES["longrope"]) != (key in lists) or not all(map(_is_above_0, numbers)):
+                what = "a list of numbers above 0" if key in ROPES["longrope"] else "a number above 0"
+                yield f"RoPE {kind!r} needs {key}, {what}; it has {rope.get(key)!r}"
+        if type(heads) is int and type(hidden) is int and heads > 0:
+            share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+            pairs = int((config.get("qk_rope_head_dim") or head or hidden // heads) * share) // 2
+            for key, numbers in lists.items():
+                if len(numbers) != pairs:
+                    yield f"RoPE's {key} has {len(numbers)} numbers, and a head rotates {pairs} pairs"
+
+
+def _is_above_0(value: object) -> bool:
+    """Return whether a value of config.json is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

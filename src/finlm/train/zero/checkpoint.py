@@ -27,11 +27,11 @@ import torch
 from torch import distributed
 
 from finlm.base import checkpoints as disk
-from finlm.base import files, machine
+from finlm.base import files
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import UserError, reason
 from finlm.base.rundir import STEP_VARIABLE, RunDir, host_name
-from finlm.base.units import format_bytes
+from finlm.base.units import available_bytes, format_bytes
 from finlm.plan.plan import ON_HOST, Plan
 from finlm.recipe.schema import Checkpoint
 from finlm.train import entry
@@ -341,7 +341,7 @@ class Checkpoints:
             return
         self.store.place = torch.Tensor.detach
         large, total = sizes_of(self._collect_states(0))
-        sizes = entry.gather_values((host_name(), total, machine.available_bytes(), self.rank in self.members))
+        sizes = entry.gather_values((host_name(), total, available_bytes(), self.rank in self.members))
         self.bytes_here = sum(sizes[rank][1] for rank in self.members)
         if self.memory is not None:
             self.memory.measure([total for _, total, _, _ in sizes])

@@ -29,11 +29,10 @@ import torch
 from torch import distributed
 
 from finlm.base import checkpoints as disk
-from finlm.base import machine
 from finlm.base.checkpoints import Manifest, Part
 from finlm.base.errors import reason
 from finlm.base.rundir import RunDir, host_name
-from finlm.base.units import format_bytes
+from finlm.base.units import available_bytes, format_bytes
 from finlm.plan.plan import Plan, best_interval, seconds_between
 from finlm.recipe.schema import Checkpoint
 from finlm.train import entry
@@ -117,7 +116,7 @@ class InMemory:
 
         Not collective.
         """
-        free = min(shutil.disk_usage(self.directory).free, machine.available_bytes())
+        free = min(shutil.disk_usage(self.directory).free, available_bytes())
         needed = (self.bytes_here or 0) + (1 << 22)
         if not self.leads or free >= needed:
             return ""
