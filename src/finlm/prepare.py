@@ -107,10 +107,7 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
-    """Raise UserError for a path or URL in data.sources that no file matches, and for rows that are no dialogues.
-
-    only_urls: look for those alone, and read no rows.
-    """
+    """Raise UserError for a path or URL that no file matches, and, without only_urls, for rows that are no dialogues."""
     inputs = [
         found
         for number, source in enumerate(recipe.data.sources)
@@ -341,8 +338,7 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
         parts = packing.parts(ranges, recipe.data.mixture, run_rows, length)
     else:
         sizes = tuple(len(part) for part in ranges.values())
-        whole = packing.Part(0, sum(sizes), sizes)
-        parts = [whole]
+        parts = [packing.Part(0, sum(sizes), sizes)]
     read = describe_sources(ranges, parts, length)
     if not recipe.data.mixture:
         epochs = run_rows / max(1, len(rows))
@@ -388,10 +384,8 @@ def row_lines(
         f"== position {position}: row {row:,} of {source}, {len(set(documents[documents >= 0].tolist()))} documents, "
         f"{used:,} tokens, {counted:,} labels, {len(inputs) - used:,} padding",
     ]
-    whole, at = (
-        dict[int, bool](),
-        0,
-    )  # whether what a piece begins with is a document's beginning, by its place in the row
+    at = 0
+    whole = dict[int, bool]()  # whether what a piece begins with is a document's beginning, by its place in the row
     for shard, start, count in rows.pieces(row):
         whole[at] = int(shard.offsets[shard.documents_before([start])[0]]) == start
         at += count
