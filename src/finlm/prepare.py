@@ -107,7 +107,7 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
-    """Raise UserError for a path or URL that no file matches, and, without only_urls, for rows that are no dialogues."""
+    """Raise UserError for a path or URL without a file, and, without only_urls, for rows that are no dialogues."""
     inputs = [
         found
         for number, source in enumerate(recipe.data.sources)
