@@ -250,6 +250,7 @@ TYPED: list[tuple[str, str]] = [
     (f"plan {Q} --price -3", "expected a number at least 0"),
     (f"plan {Q} --hostfile many --local", "not allowed with argument"),
     (f"prepare {Q} --show -1", "expected a whole number of at least 0"),
+    ("board --port 80000", "expected at most 65535"),
     (f"train {Q} --continue --new", "not allowed with argument"),
     (f"train {Q} --print slurmm", "did you mean slurm?"),
     ("eval folder --suite mmlu", "invalid choice: 'mmlu'"),

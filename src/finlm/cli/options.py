@@ -270,7 +270,7 @@ def _add_models(add: _Add) -> None:
     ).add_argument
     option("model", type=Path, help="run, export or Hugging Face model directory")
     option("--host", default="localhost", help="address to listen at (default: %(default)s)")
-    option("--port", type=_whole_number(1), default=8000, help="(default: %(default)s)")
+    option("--port", type=_whole_number(1, most=65535), default=8000, help="(default: %(default)s)")
     option(
         "--engine",
         choices=("auto", "transformers", "vllm"),
@@ -337,7 +337,7 @@ def _add_board(add: _Add) -> None:
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt")
     option("--host", default="127.0.0.1", help="address to listen at; any other needs a token (default: %(default)s)")
     port = "0: any that is free (default: %(default)s)"
-    option("--port", type=_whole_number(0), default=8080, help=port)
+    option("--port", type=_whole_number(0, most=65535), default=8080, help=port)
     option("--token-file", type=Path, metavar="FILE", help="its text is the token; default: a new one")
     option(
         "--allow-actions", action="store_true", help="also save forks of recipes and chat with models; needs the token"
@@ -358,12 +358,14 @@ def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the rec
     command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
 
 
-def _whole_number(least: int) -> Callable[[str], int]:
-    """Return an argparse type that reads a whole number of at least `least`."""
+def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
+    """Return an argparse type that reads a whole number of at least `least` and at most `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        if int(text) > most:
+            raise argparse.ArgumentTypeError(f"expected at most {most}, got {text!r}")
         return int(text)
 
     return read
