@@ -160,7 +160,7 @@ def test_the_configuration_is_looked_at_again_where_the_weights_are(source: Llam
 def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(
     source: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    tokenizer = "tokenizer={path: tokenizer.model, extend_to: 4096}"
+    tokenizer = "tokenizer={path: tokenizer.model, extend_to: 2048}"
     again = built(f"model.init_from={tmp_path}", "tokenizer.vocab_size=null", tokenizer)
     assert torch.equal(again.lm_head.weight, source.lm_head.weight)
 
@@ -168,7 +168,7 @@ def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(
 def mistral(directory: Path, window: int) -> MistralForCausalLM:
     """A Mistral of the tiny recipe's shape, with fewer key heads than heads."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}
     model = MistralForCausalLM(MistralConfig(**sizes, **heads, rms_norm_eps=1e-5, tie_word_embeddings=False))
     model.save_pretrained(directory)
@@ -180,13 +180,13 @@ def test_a_mistral_keeps_its_window(tmp_path: Path) -> None:
     sets = ("model.kv_heads=1", f"model.init_from={tmp_path}", "batch.sequence_length=64")
     ours = built(*sets).eval()
     assert type(ours) is MistralForCausalLM and ours.config.sliding_window == 16
-    ids = torch.arange(64)[None] * 7 % 4096
+    ids = torch.arange(64)[None] * 7 % 2048
     with torch.no_grad():
         found = ours.model(ids).last_hidden_state
         torch.testing.assert_close(found, theirs.model(ids).last_hidden_state)
         theirs.config.sliding_window = None
         assert not torch.allclose(found[:, -1], theirs.model(ids).last_hidden_state[:, -1])
-    assert torch.equal(ours.lm_head.weight[:4096], theirs.lm_head.weight)
+    assert torch.equal(ours.lm_head.weight[:2048], theirs.lm_head.weight)
     loaded, plan = planned(*sets)
     assert shape.of(loaded).windows == (16, 16)
     assert causal_lm.context(loaded.model_copy(update={"stage": "sft"}), plan) == 131072
