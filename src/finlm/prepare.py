@@ -195,9 +195,9 @@ def _check_prepared(recipe: Recipe, prepared: str) -> Shards:
 
 def _check_documents(recipe: Recipe, shards: Shards, tokenizer: Path) -> None:
     """Raise UserError when another tokenizer file encoded the shards."""
-    kind = tokenizer_json if encoders.is_json(tokenizer) else vocab
+    kind, wanted = tokenizer_json if encoders.is_json(tokenizer) else vocab, shards.manifest["tokenizer_sha256"]
     kind.load(tokenizer)
-    fingerprint, wanted = kind.fingerprint(tokenizer), shards.manifest["tokenizer_sha256"]
+    fingerprint = kind.fingerprint(tokenizer)
     size = recipe.tokenizer.extend_to
     fits = fingerprint == wanted if size is None else kind.is_extension(shards.tokenizer, tokenizer, size)
     if not fits:
@@ -350,8 +350,7 @@ def print_reading(reading: Reading) -> None:
     screen.say(f"rows: {reading.rows:,} of {reading.sequence_length:,} tokens ({reading.packing}); the run reads")
     width = max(len(row.source) for row in reading.sources)
     for row in reading.sources:
-        parts = row.share_by_part
-        change = f", {parts[0]:.1%} -> {parts[-1]:.1%}" if len(parts) > 1 else ""
+        change = f", {row.share_by_part[0]:.1%} -> {row.share_by_part[-1]:.1%}" if len(row.share_by_part) > 1 else ""
         screen.say(
             f"  {row.source:<{width}}  {row.tokens:>15,} tokens  {row.share:>6.1%}{change}  ({row.epochs:.2f} epochs)"
         )
@@ -382,10 +381,7 @@ def row_lines(
         f"== position {position}: row {row:,} of {source}, {len(set(documents[documents >= 0].tolist()))} documents, "
         f"{used:,} tokens, {counted:,} labels, {len(inputs) - used:,} padding",
     ]
-    whole, at = (
-        dict[int, bool](),
-        0,
-    )  # whether what a piece begins with is a document's beginning, by its place in the row
+    whole, at = dict[int, bool](), 0  # by a piece's place in the row: whether a document begins there
     for shard, start, count in rows.pieces(row):
         whole[at] = int(shard.offsets[shard.documents_before([start])[0]]) == start
         at += count
