@@ -137,7 +137,7 @@ def _measure(config: Any) -> dict[str, Any]:
     router = next((children[name] for name in shape.ROUTERS if name in children), None)
     return {
         "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
-        "router_bytes": 0 if router is None else _router_bytes(router, states),
+        "router_bytes": 0 if router is None else _router_bytes(block, router, states),
         "ffn_bytes": 8 if has_experts else round(_kept(block, states, with_input=False) / (tokens * SIZES["f"]), 2),
         "bare_norms": widths,
         "copies_output": any(first),
@@ -160,12 +160,19 @@ def _scales(model_type: str) -> dict[str, int]:
     return found
 
 
-def _router_bytes(router: Any, states: torch.Tensor) -> int:
-    """Return the bytes that a router keeps a number of its input: of copies in another dtype."""
+def _router_bytes(block: Any, router: Any, states: torch.Tensor) -> int:
+    """Return the bytes that the router of a block keeps a number of its input: of copies in another dtype."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*router.parameters(), states)}
-    with collect_saved(left_out) as kept:
-        out = router(states)
-    del out
+    forward, kept = router.forward, dict[int, int]()
+
+    def note(*given: Any) -> Any:
+        with collect_saved(left_out) as saved:
+            out = forward(*given)
+        kept.update(saved)
+        return out
+
+    with patch.object(router, "forward", note):  # some take more than states
+        block(states)
     return sum(size for size in kept.values() if size >= 2 * states.numel()) // states.numel()
 
 
