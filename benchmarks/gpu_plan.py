@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpu_plan_cases import CPU_CASES, GPU_CASES, SHAPES, TRACED_CASES, WORDS
-from gpu_pretrain import ROOT, VOCABULARY, free_port, random_shards
+from gpu_pretrain import ROOT, VOCABULARY, random_shards
 
 from finlm import config
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.launch.adapters import host_env
@@ -109,11 +109,11 @@ class Job:
         files.write_json(self.run.ds_config, config.deepspeed(loaded, self.plan))
         files.write_json(self.run.manifest, {"shards": {"path": str(work / "shards")}})
         self.env = host_env(loaded, self.plan, Host("localhost", case.gpus))
-        port = free_port()
+        port = processes.free_port(0)
         self.ranks = [self._rank(rank, port, trace) for rank in range(case.gpus)]
         self.used_by_driver = [0] * len(gpus)
 
-    def _rank(self, rank: int, port: int, trace: bool) -> subprocess.Popen[bytes]:
+    def _rank(self, rank: int, port: int | str, trace: bool) -> subprocess.Popen[bytes]:
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus)),

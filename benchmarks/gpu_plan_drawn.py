@@ -29,10 +29,10 @@ from typing import Any
 
 import gpu_plan_draw as draw
 from gpu_plan import used_by_driver
-from gpu_pretrain import ROOT, free_port
+from gpu_pretrain import ROOT
 
 from finlm import config
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.launch.adapters import host_env
@@ -79,7 +79,7 @@ class Job:
             **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(processes.free_port(0)),
             "HF_HUB_OFFLINE": "1",
             **host_env(self.loaded, self.plan, Host("localhost", 1)),
         }

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from finlm import config
-from finlm.base import files
+from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.launch.adapters import host_env
 from finlm.plan import planner
@@ -163,7 +162,7 @@ def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}
         **more,
     }
     launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]
-    launcher.append(f"--master_port={free_port()}")
+    launcher.append(f"--master_port={processes.free_port(0)}")
     if arguments[0] == "-m":
         launcher.append("--module")
     with (directory / "launcher.log").open("wb") as log:
@@ -172,13 +171,6 @@ def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}
     atexit.register(kill, process)  # stopped by `timeout`, a benchmark must not leave its ranks on the GPUs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return process
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
