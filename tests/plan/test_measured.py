@@ -37,7 +37,7 @@ def errors(what: str) -> dict[str, float]:
         predicted = {
             "allocated_bytes": memory.allocated_bytes(items),
             "used_bytes": sum(memory.squeeze_cache(items, gpus.find(row["gpu"]).memory_bytes).values()),
-            "step_seconds": speed.step_time(shape, layout, ranks, 1, row["micro_steps"], 10.0).seconds,
+            "step_seconds": speed.step_time(shape, layout, ranks, speed.Network(1, 10.0), row["micro_steps"]).seconds,
         }
         found[row["case"]] = predicted[what] / row[what] - 1
     return found

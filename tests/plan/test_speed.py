@@ -30,8 +30,9 @@ MEASURED: dict[str, tuple[float, int, dict[str, Any]]] = {
 
 def step(shape: ModelShape, layout: Layout, kinds: list[tuple[str, int]], **options: Any) -> speed.StepTime:
     ranks = [speed.Rank(gpus.find(name), slots, layout.micro_batch) for name, slots in kinds]
-    options = {"accumulation": 1, "network_gbit": 10.0, "hosts": len(kinds)} | options
-    return speed.step_time(shape, layout, ranks, **options)
+    accumulation = options.pop("accumulation", 1)
+    network = speed.Network(**{"hosts": len(kinds), "gbit": 10.0} | options)
+    return speed.step_time(shape, layout, ranks, network, accumulation)
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -59,7 +60,7 @@ def test_the_mixed_cluster_takes_years_because_of_the_network() -> None:
 
 
 def test_a_faster_network_makes_the_same_cluster_compute_bound() -> None:
-    slow, fast = step(LLAMA_2_7B, MIXED, MIXED_HOSTS), step(LLAMA_2_7B, MIXED, MIXED_HOSTS, network_gbit=200.0)
+    slow, fast = step(LLAMA_2_7B, MIXED, MIXED_HOSTS), step(LLAMA_2_7B, MIXED, MIXED_HOSTS, gbit=200.0)
     assert fast.seconds < slow.seconds / 2
     assert fast.overlapped < fast.compute
 

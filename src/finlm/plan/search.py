@@ -300,12 +300,9 @@ def measure(
             shape,
             same,
             [speed.Rank(gpus.find(gpu or ""), slots, rows) for slots, gpu, _, rows in kinds],
-            len(cluster.hosts),
+            speed.Network(len(cluster.hosts), cluster.network_gbit, zero.quantized_weights, zero.quantized_gradients),
             accumulation,
-            cluster.network_gbit,
-            quantized_weights=zero.quantized_weights,
-            quantized_gradients=zero.quantized_gradients,
-            threads=threads(recipe),
+            threads(recipe),
         )
         tokens = rows_per_micro_step(micro_batches, cluster) * layout.sequence_length * accumulation
         tokens_per_second = tokens / step.seconds

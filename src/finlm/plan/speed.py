@@ -234,6 +234,16 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The hosts that exchange numbers, the Gbit/s of their cards, and what ZeRO++ sends in fewer bits."""
+
+    hosts: int
+    gbit: float
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, by cause."""
 
@@ -254,14 +264,11 @@ def step_time(
     shape: ModelShape,
     layout: Layout,
     kinds: Sequence[Rank],
-    hosts: int,
+    network: Network,
     accumulation: int,
-    network_gbit: float,
-    quantized_weights: bool = False,
-    quantized_gradients: bool = False,
     threads: int = THREADS,
 ) -> StepTime:
-    """Return the seconds of one optimizer step on `hosts` hosts of these kinds; the slowest GPU, link and host bind.
+    """Return the seconds of one optimizer step on hosts of these kinds; the slowest GPU, link and host bind.
 
     Micro-batches are the kinds' own; the layout's does not count. threads: OMP_NUM_THREADS of a rank.
     """
@@ -269,7 +276,7 @@ def step_time(
         micro_step_seconds(shape, dataclasses.replace(layout, micro_batch=kind.micro_batch), kind.gpu) for kind in kinds
     )
     link = LINK_EFFICIENCY * min(kind.gpu.link_bytes_per_second for kind in kinds)
-    bandwidth = min(link, network_gbit * 1e9 / 8 * NETWORK_EFFICIENCY) if hosts > 1 else link
+    bandwidth = min(link, network.gbit * 1e9 / 8 * NETWORK_EFFICIENCY) if network.hosts > 1 else link
     trained = memory.trained_parameters(shape, layout)
     sent = layout.element_bytes * (layout.world_size - 1) / layout.world_size  # bytes a parameter
     reduce = sent * trained / bandwidth
@@ -277,9 +284,9 @@ def step_time(
     if layout.zero_stage == 3:
         if layout.hpz_partition_size > 1:
             second_gather = sent * shape.parameters / link
-        if quantized_weights:
+        if network.quantized_weights:
             gather, second_gather = gather / 2, second_gather / 2
-        if quantized_gradients:
+        if network.quantized_gradients:
             reduce = reduce / 4
         overlapped = accumulation * (gather + second_gather + reduce)
         exposed = ZERO3_ARITHMETIC[layout.compiled] * arithmetic + accumulation * shape.layers * ZERO3_LAYER
