@@ -30,6 +30,8 @@ NVME = "zero.nvme_path=nvme"
         ),
         (["tokenizer={path: a.model, extend_to: 50}", "model.vocab_size=49"], "model.vocab_size", "fewer than the"),
         (["model.vocab_size=4000"], "model.vocab_size", "fewer than the tokenizer's 4096"),
+        (["tokenizer.vocab_size=260"], "tokenizer.vocab_size", "must be above 260"),
+        (["optim.lr=1"], "optim.lr", "moves every weight"),
         (["data.sources=[{text_field: x}]"], "data.sources[0]", "either path or dataset or synthetic"),
         (["data.sources=[{path: '*.jsonl', sha256: ab}]"], "data.sources[0].sha256", "is a glob"),
         (["data.sources=[{path: '*.jsonl', revision: ab}]"], "data.sources[0]", "belong to a dataset"),

@@ -16,6 +16,7 @@ from finlm.recipe.schema_data import Clean, Data, clean_or_none
 from finlm.recipe.schema_train import Term
 
 ROWS_OF_ONE_LENGTH = ("pretrain", "sft")  # the other stages' batches are as long as their longest row
+BYTE_PIECES = 256 + 4  # of a sentencepiece model with byte fallback: bytes, <unk>, <s>, </s>, and the space
 FP32_GRADIENTS = {2: ("none", "stream"), 3: ("none", "cpu")}  # ZeRO stage: where its optimizer may be for such sums
 FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in bf16 all the same
 
@@ -51,6 +52,8 @@ def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "tokenizer.extend_to", "needs path or model.init_from, whose tokenizer it extends; leave vocab_size out"
     if tokenizer.pieces is not None and rows != "auto" and rows < tokenizer.pieces:
         yield "model.vocab_size", f"{rows} rows are fewer than the tokenizer's {tokenizer.pieces} pieces"
+    if tokenizer.vocab_size is not None and tokenizer.vocab_size <= BYTE_PIECES:
+        yield "tokenizer.vocab_size", f"must be above {BYTE_PIECES}: so many pieces are single bytes and special tokens"
     weights = tokenizer.sample_weights
     if weights is not None and tokenizer.pieces is None:
         yield "tokenizer.sample_weights", "has no effect: an existing tokenizer is not trained; leave it out"
@@ -108,6 +111,8 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "checkpoint.keep_every_steps", f"{always:,} is no multiple of every_steps ({every:,}), so few are written"
     if recipe.checkpoint.copies and recipe.checkpoint.keep_last < 2:
         yield "checkpoint.keep_last", "copies: 1 needs 2 or more: hosts would remove their parts while they are copied"
+    if optim.lr >= 1:
+        yield "optim.lr", f"{optim.lr:g} moves every weight by about as much in a step; usual are 1e-6 to 1e-3"
     if optim.min_lr > optim.lr:
         yield "optim.min_lr", f"{optim.min_lr:g} is above lr ({optim.lr:g})"
     if optim.schedule == "constant" and optim.min_lr > 0:

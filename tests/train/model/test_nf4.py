@@ -53,7 +53,7 @@ def test_a_matrix_in_four_bits_multiplies_as_it_is_rounded(dtype: torch.dtype) -
 
 def test_only_adapters_are_trained_and_saved(whole: RunDir) -> None:
     steps, evals = list(whole.read_events("step")), list(whole.read_events("eval"))
-    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1 and evals[-1]["loss"] < evals[0]["loss"]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.03 and evals[-1]["loss"] < evals[0]["loss"] - 0.02
     checkpoint = whole.complete_checkpoints()[-1][1]
     saved = torch.load(checkpoint / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     layers = {name for name in saved if ".layers." in name and "norm" not in name}
