@@ -47,7 +47,8 @@ TOKEN_PRODUCTS = 0.52  # the same of products with 512 rows, while answers are g
 TOKEN_BANDWIDTH = 0.83  # share of the memory's bandwidth that attention of a token reaches
 TOKEN_DRAWN = 15  # bytes an entry of the vocabulary for whose time a token is drawn
 TOKEN_LAYER = 25e-6  # seconds of a layer's small kernels, whatever their size
-TOKEN_ADAPTER = 5e-6  # and of an adapter's
+TOKEN_ADAPTER = 9e-6  # and of an adapter's
+TOKEN_FLOOR = 95e-6  # seconds that a layer's products take at least: 8 to 64 rows on an H100 and an H200
 PROMPT_READ = 0.5  # of a prompt's keys and values: answers to it find them in the L2
 NF4_MOVED = 48  # bytes a weight while 4 bits become a matrix
 ADAPTER_MOVED = {
@@ -80,10 +81,10 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
     """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows at a time.
 
     Assumed: answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
-    products' time, or the memory's to read the weights if that is longer; the memory's to read keys and values, and to
-    draw from the vocabulary; and the time of a layer's small kernels. The shares are of one H100, 512 answers of a 1.5B
-    shape after 256 tokens (LOGBOOK.md, 2026-11-26); other GPUs and other shapes are not measured. GPUs before 8.0 read
-    every row to its end.
+    longest of the products' time, the memory's to read the weights, and small kernels'; the memory's to read keys and
+    values, and to draw from the vocabulary; and the time of a layer's other kernels. The shares are of one H100 with
+    512 answers of a 1.5B shape after 256 tokens, and of four shapes with 8 to 64 rows there and on an H200 (LOGBOOK.md,
+    2026-11-26). GPUs before 8.0 read every row to its end.
     """
     chunks = -(-rows // layout.generation_rows)
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
@@ -91,7 +92,7 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
     read = prompt * PROMPT_READ + layout.answer_tokens / 2 if gpu.has_bf16 else layout.sequence_length
     cache = shape.layers * shape.cached_width * layout.element_bytes * rows * read
     products = 2 * shape.active_parameters * rows / (TOKEN_PRODUCTS * gpu.peak_flops)
-    token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products)
+    token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products, TOKEN_FLOOR * shape.layers)
     token += (cache / TOKEN_BANDWIDTH + TOKEN_DRAWN * rows * shape.vocab) / gpu.memory_bandwidth
     token += (TOKEN_LAYER + TOKEN_ADAPTER * len(layout.adapted)) * shape.layers
     asked = dataclasses.replace(layout, micro_batch=rows, sequence_length=prompt, has_vocabulary_head=False)
