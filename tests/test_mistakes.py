@@ -205,7 +205,7 @@ ROWS: list[tuple[str, str]] = [
     (f"prepare {Q} {DATA}bad.parquet", "bad.parquet is damaged"),
     (f"prepare {Q} {DATA}paper.pdf", "finlm does not read paper.pdf"),
     (f"plan {Q} {DATA}table.csv", "convert it to JSON lines"),
-    (f"prepare {Q} {DATA}https://example.com/a.jsonl", "download it and name the file"),
+    (f"prepare {Q} {DATA}gs://bucket/a.jsonl", "needs a package"),
     (f"prepare {Q} {DATA}folder", "folder is a directory"),
     (f"prepare {Q} --set tokenizer={{path: gone.model}}", "gone.model"),
     (f"prepare {Q} --set tokenizer={{path: bad.model}}", "bad.model"),

@@ -40,7 +40,7 @@ REFUSED = {
 
 # Top-level modules of the packages that the extras of pyproject.toml install; `pip install finlm` brings none of them.
 EXTRAS = {
-    "data": "gigatoken awkward zstandard opencc pyarrow huggingface_hub tokenizers",
+    "data": "gigatoken awkward zstandard opencc pyarrow huggingface_hub tokenizers fsspec",
     "train": "torch transformers torchao deepspeed accelerate trl datasets peft safetensors",
     "report": "tensorboard",
     "board": "starlette uvicorn",
