@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from finlm import pipeline
 from finlm.base import checkpoints, files
@@ -371,3 +372,9 @@ def test_a_checkpoint_whose_removal_was_killed_goes_at_the_next_start(
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)  # as far as a kill let it come
     checkpoints.remove(directory)
     assert [path.name for path in tmp_path.iterdir()] == [".step-3.removed"], "what Checkpoints._clean removes"
+
+
+def test_an_enum_is_stored_as_its_value() -> None:
+    """Python 3.11.2 pickles it as a call of getattr, which a safe reader refuses: no export, no resume."""
+    stored = storage.copy_tensors({"zero_stage": ZeroStageEnum.gradients}, torch.Tensor.detach)["zero_stage"]
+    assert type(stored) is int and stored == ZeroStageEnum.gradients

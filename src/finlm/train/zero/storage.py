@@ -21,6 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> A
             return kind((key, walk(item)) for key, item in part.items())
         if type(part) in (list, tuple):
             return type(part)(walk(item) for item in part)
+        if isinstance(part, Enum):  # Python before 3.11.4 pickles it as a call of getattr, which load() refuses
+            return part.value
         return copy.deepcopy(part)
 
     return walk(value)
