@@ -142,7 +142,7 @@ def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> A
             return kind((key, walk(item)) for key, item in part.items())
         if type(part) in (list, tuple):
             return type(part)(walk(item) for item in part)
-        if isinstance(part, Enum):  # Python before 3.11.4 pickles it as a call of getattr, which load() refuses
+        if isinstance(part, Enum):  # Python 3.11.2 pickles it as a call of getattr, which load() refuses
             return part.value
         return copy.deepcopy(part)
 
