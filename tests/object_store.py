@@ -35,6 +35,12 @@ class Server(ThreadingHTTPServer):
         """Its endpoint."""
         return f"http://127.0.0.1:{self.server_port}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the AWS tools are told, to find it and to be let in."""
+        keys = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": "none"}
+        return {"AWS_ENDPOINT_URL": self.url, **keys, "AWS_DEFAULT_REGION": "us-east-1"}
+
 
 class _Handler(BaseHTTPRequestHandler):
     """A request to the server."""

@@ -13,7 +13,7 @@ import pytest
 
 from finlm.base.rundir import RunDir, open_run
 from finlm.world import writer
-from object_store import KEY_ID, serve
+from object_store import serve
 
 from helpers import QUICKSTART, ROOT, TINY, finlm
 
@@ -88,7 +88,7 @@ def bucket(corpus: Path) -> Iterator[str]:
     pytest.importorskip("s3fs")
     with serve() as server:
         server.objects |= {f"fincorpus/a/{file.name}": file.read_bytes() for file in corpus.glob("*.jsonl.gz")}
-        yield f"AWS_ENDPOINT_URL={server.url} AWS_ACCESS_KEY_ID={KEY_ID} AWS_SECRET_ACCESS_KEY=none"
+        yield " ".join(f"{name}={value}" for name, value in server.environment.items())
 
 
 @pytest.fixture(scope="module")

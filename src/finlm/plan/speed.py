@@ -146,8 +146,8 @@ def _document_tiles(layout: Layout) -> float:
     """Return the tiles of a head that attention starts where it ends with documents: most do nothing in long rows."""
     if not layout.has_documents:
         return 0.0
-    rows, documents = layout.tokens / layout.attended, 2 * layout.attended / DOCUMENT_TOKENS
-    return rows * documents * layout.attended / 128
+    documents = 2 * layout.tokens / DOCUMENT_TOKENS
+    return documents * layout.attended / 128
 
 
 def _met_tokens(shape: ModelShape, layout: Layout) -> float:

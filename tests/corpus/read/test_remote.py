@@ -24,7 +24,7 @@ from finlm.base.step_cache import Cache, NotPrepared
 from finlm.cli import main
 from finlm.corpus.read import readers, remote, sources
 from finlm.recipe.schema_data import Source
-from object_store import KEY_ID, Server, serve
+from object_store import Server, serve
 
 from helpers import QUICKSTART, sets
 
@@ -90,10 +90,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.001)
     with serve() as server:
         server.objects |= FILES
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
         forget(S3FileSystem)
         yield server
         forget(S3FileSystem)

@@ -107,10 +107,8 @@ def plain_attention(config: PreTrainedConfig) -> str:
     """
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"
-    if getattr(config, "kv_lora_rank", None):
-        size, own = kernels.head_sizes(config)
-        return batches.PADDED if own < size else "sdpa"
-    return "sdpa"
+    size, own = kernels.head_sizes(config)
+    return batches.PADDED if own < size else "sdpa"
 
 
 def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:

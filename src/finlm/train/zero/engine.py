@@ -232,7 +232,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
-        """Free the places on the GPU; the last group may still go up while the next forward pass begins."""
+        """Free the places on the GPU; the last part may still go up while the next forward pass begins."""
         for number, (places, saved) in enumerate(zip(self.staged, self.saved, strict=True)):
             if number == last and self.backend is torch.cuda:
                 for place in places:
