@@ -73,7 +73,8 @@ def test_a_recipe_is_attempted_from_its_rows_to_data_and_nothing_is_drawn_twice(
     monkeypatch.chdir(tmp_path)
     grpo = "grpo={reward: [words, {rule: format, pattern: '.*', weight: 0.5}], max_new_tokens: 6}"
     overrides = (f"model.init_from={run.export}", f"data.sources={source}", f"data.cache_dir={tmp_path}", grpo)
-    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*overrides, "data.held_out_fraction=0")).recipe
+    all_of_them = ("data.held_out_fraction=0", "data.max_broken_fraction=1")
+    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*overrides, *all_of_them)).recipe
     options = attempts.Options(Path(run.export), count=3, split="train", best=tmp_path / "best.jsonl")
     found = attempts.run(wanted, options)
     assert found.prompts == 6 and found.counts["no right letter"] == 6 and list(found.passed) == [1, 2, 3]
@@ -96,6 +97,21 @@ def test_a_recipe_is_attempted_from_its_rows_to_data_and_nothing_is_drawn_twice(
     assert after == {row["key"]: row["text"] for row in before}, "whatever is drawn together"
     attempts.show(found)
     assert "pass@3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mask", ["[]", "[phone]"])
+def test_a_split_has_the_prompts_that_the_recipe_holds_out_or_trains_on(run: RunDir, tmp_path: Path, mask: str) -> None:
+    rows = [{"prompt": f"第{n % 40}题：电话13812345{n % 40:03}？", "answer": str(n % 40)} for n in range(48)]
+    source = dialogues.write(tmp_path / "rows.jsonl", rows)
+    where = (f"model.init_from={run.export}", f"data.sources={source}", f"data.cache_dir={tmp_path}")
+    held_out = ("grpo.reward=number", "data.held_out_fraction=0.3", f"data.clean.mask={mask}")
+    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*where, *held_out)).recipe
+    options = attempts.Options(Path(run.export), split="train")
+    train = {prompt.right for prompt in attempts.read_prompts(wanted, options, Counter())}
+    counts: Counter[str] = Counter()
+    asked = [prompt.right for prompt in attempts.read_prompts(wanted, replace(options, split="held_out"), counts)]
+    assert len(asked) == len(set(asked)) > 3 and not train & set(asked), "each prompt is in one split, once"
+    assert 36 <= len(train | set(asked)) <= 40 and counts.total() == 48, "a few are reserved"
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
     Runs in a worker.
     """
     encoder = encode.encoder(task.tokenizer, task.rules, task.limit)
-    mask = normalize.make_masker(task.mask) if task.mask else str
+    mask = make_mask(task.mask)
     known = templates.KNOWN if task.stage == "sft" else encode.KNOWN
     result = Encoded(task.number)
     for row in itertools.islice(parsing.parse_dialogues(task.block), most):
@@ -234,13 +234,11 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
 
 def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
     """Encode a row of preferences or prompts and append it to the block's result. Raises Refused with the reason."""
-    preference = encode.read_preference(row, needs_both=task.stage != "grpo")
-    chosen, rejected = mask(preference.chosen or ""), mask(preference.rejected or "")
-    prompt = _mask_messages(preference.prompt, mask)
-    texts = [*(message["content"] for message in prompt), chosen, rejected]
+    preference = read_preference(row, mask, needs_both=task.stage != "grpo")
+    prompt = preference.prompt
+    texts = [*(message["content"] for message in prompt), preference.chosen or "", preference.rejected or ""]
     text_bytes = sum(len(text.encode("utf-8")) for text in texts)
     (preference.answer or "").encode("utf-8")  # raises here as those do, not within the tokenizer
-    preference = preference._replace(prompt=prompt, chosen=chosen or None, rejected=rejected or None)
     pieces = encode.encode_preference(encoder, preference, task.stage, task.limit, task.checked)
     result.counts["preferences"] += 1
     asks = [text.strip() for text in texts[:-2]]  # blanks around it make no other prompt
@@ -249,6 +247,18 @@ def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: A
     longest = len(asked) + task.answer_tokens if task.stage == "grpo" else max(len(piece.ids) for piece in pieces)
     result.counts[BEYOND] += longest > task.context
     _append(result, pieces, hashes, text_bytes, asked)
+
+
+def make_mask(kinds: Sequence[str]) -> Mask:
+    """Return the function that masks these kinds of personal numbers in a text (data.clean.mask)."""
+    return normalize.make_masker(kinds) if kinds else str
+
+
+def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
+    """Read the preference of a row with mask applied to all that is said. Raises Refused as encode.read_preference."""
+    read = encode.read_preference(row, needs_both)
+    chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
+    return read._replace(prompt=_mask_messages(read.prompt, mask), chosen=chosen or None, rejected=rejected or None)
 
 
 def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:

@@ -28,12 +28,14 @@ from finlm.base.step_cache import Cache
 from finlm.corpus import steps
 from finlm.corpus.read import parsing
 from finlm.corpus.workers import Context
-from finlm.dialogues import encode, scoring
+from finlm.dialogues import convert, encode, scoring
 from finlm.dialogues.templates import LeftOut, Message, Refused
 from finlm.evals.questions import Interval, bootstrap
 from finlm.inference.open import Opened, open_model
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Grpo, Sft
+from finlm.rows import dialogues
+from finlm.rows.shards import Shards, Split
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 
 _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
@@ -189,7 +191,10 @@ def _check(recipe: Recipe, options: Options) -> Grpo:
 
 
 def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
-    """Yield the prompts of a split in order, at most options.limit (0: all); counts "asked" and reasons of others."""
+    """Yield the prompts of a split in order, at most options.limit (0: all); counts "asked" and reasons of others.
+
+    A split has the prompts that `finlm prepare` puts into it, of which none is in the other.
+    """
     context = Context(recipe, Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
     assert recipe.grpo is not None
@@ -197,18 +202,28 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
     limit = recipe.batch.sequence_length - recipe.grpo.max_new_tokens
     encoder = encode.Encoder(encode.Rules(directory, recipe.chat, Sft(), limit))
     with context.cache.lock_cache():
+        prepared = Shards(convert.make_shards(context, directory).path)
         every = steps.list_inputs(context)
-    inputs = [item for item in every if (item.split == "held_out") == (options.split == "held_out")]
-    for item in inputs:
+    split: Split = "held_out" if options.split == "held_out" else "train"
+    left = Counter(row["prompt_ids"].tobytes() for row in dialogues.read_prompts(prepared.split(split)))
+    mask = convert.make_mask(recipe.data.clean.mask)
+    for item in every:
+        if item.split == ("train" if split == "held_out" else "held_out"):
+            continue
         for block in parsing.dialogue_blocks(item, _ignore_progress):
             for row in parsing.parse_dialogues(block):
                 try:
-                    preference = encode.read_preference(row.value)
+                    preference = convert.read_preference(row.value, mask, needs_both=False)
                     (piece,) = encode.encode_preference(encoder, preference, "grpo", limit, recipe.grpo.checked)
                 except (LeftOut, Refused) as error:
                     counts[str(error)] += 1
                     continue
                 asked = piece.mask.count(0)
+                prompt = np.array(piece.ids[:asked], dtype=np.int64).tobytes()
+                if not left[prompt]:
+                    counts[f"not of split {split}, or a repetition"] += 1
+                    continue
+                left[prompt] -= 1
                 yield Asked(preference.prompt, piece.ids[:asked], encoder.tokenizer.decode(piece.ids[asked:]).strip())
                 counts["asked"] += 1
                 if counts["asked"] == options.limit:
