@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,10 +25,11 @@ from finlm.base import files, step_cache, units
 from finlm.base.errors import UserError
 from finlm.corpus import documents, encode, steps
 from finlm.corpus.read import readers
-from finlm.recipe import recipe
+from finlm.recipe import cluster, recipe
 from finlm.recipe.schema import Recipe
 from finlm.record.report import run_page
-from finlm.rows.shards import Shards
+from finlm.rows import packing
+from finlm.rows.shards import Rows, Shards
 from finlm.tokens import vocab
 from finlm.world import writer
 
@@ -210,7 +212,7 @@ from finlm.corpus import encode; from finlm.corpus import selection
 from finlm.corpus.read import parsing; from finlm.corpus.read import readers
 from finlm.tokens import vocab
 from finlm.world import writer
-from finlm.recipe import recipe
+from finlm.recipe import cluster, recipe
 
 def deadly(owner, name, calls):
     function = getattr(owner, name)
@@ -432,6 +434,21 @@ def test_a_mixture_is_shown_and_recorded_and_a_wrong_name_is_refused(
     assert about["lengths"]["news"]["documents"] == sum(row[1] for row in about["lengths"]["news"]["histogram"])
     with pytest.raises(UserError, match="books is no source"):
         prepared(make("data.mixture={weights: {books: 1}}"))
+
+
+def test_the_rows_that_are_shown_are_those_that_the_run_reads(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    length = ("train.tokens=50000", "batch.sequence_length=64", "optim.warmup_steps=2")
+    wanted = make("data.mixture=[{weights: {news: 1, reports: 2}}]", *length)
+    shards = Shards(prepared(wanted))
+    plan = prepare.make_plan(wanted, cluster.local(2), shards)
+    assert plan.steps * plan.tokens_per_step < 50000, "tokens are no whole steps"
+    rows = Rows(shards.split("train"), 64)
+    run_rows = plan.steps * plan.tokens_per_step // 64  # as train/pretrain.py counts them
+    order = packing.order(rows.source_ranges(), wanted.data.mixture, run_rows, 64, wanted.train.seed)
+    capsys.readouterr()
+    prepare.print_rows(wanted, shards, 5)
+    shown = re.findall(r"row ([\d,]+) of", capsys.readouterr().out)
+    assert [int(row.replace(",", "")) for row in shown] == order[np.arange(5)].tolist()
 
 
 def test_a_full_disk_is_told_before_and_cleaned_up_after(

@@ -297,6 +297,12 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
     return int((train.epochs or 1) * epoch_tokens(recipe, shards))
 
 
+def run_rows(recipe: Recipe, shards: Shards) -> int:
+    """Return the rows that the run reads in whole steps of batch.tokens_per_step, one at least."""
+    step = recipe.batch.tokens_per_step
+    return max(1, run_tokens(recipe, shards) // step) * step // recipe.batch.sequence_length
+
+
 def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
     """Return the tokens of a pass over the training rows of prepared shards; rows that are not filled count as full."""
     return len(dialogues.open_rows(shards, recipe)) * recipe.batch.sequence_length
@@ -328,18 +334,17 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
     length = recipe.batch.sequence_length
     rows = dialogues.open_rows(shards, recipe)
     ranges = rows.source_ranges()
-    tokens = run_tokens(recipe, shards)
-    run_rows = max(1, tokens // length)
+    read_rows = run_rows(recipe, shards)
     if recipe.data.mixture:
-        check_mixture(recipe.data.mixture, tokens)
-        parts = packing.parts(ranges, recipe.data.mixture, run_rows, length)
+        check_mixture(recipe.data.mixture, run_tokens(recipe, shards))
+        parts = packing.parts(ranges, recipe.data.mixture, read_rows, length)
     else:
         sizes = tuple(len(part) for part in ranges.values())
         whole = packing.Part(0, sum(sizes), sizes)
         parts = [whole]
     read = describe_sources(ranges, parts, length)
     if not recipe.data.mixture:
-        epochs = run_rows / max(1, len(rows))
+        epochs = read_rows / max(1, len(rows))
         read = [replace(row, tokens=round(row.tokens * epochs), epochs=epochs) for row in read]
     how = dialogues.packing_of(recipe) if "stage" in shards.manifest else recipe.data.packing
     return Reading(how, length, len(rows), read)
@@ -359,9 +364,8 @@ def print_reading(reading: Reading) -> None:
 def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
     """Print the first `count` rows of a pretraining run, in the run's order, as a part of the result."""
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
-    ranges = rows.source_ranges()
-    run_rows = max(count, run_tokens(recipe, shards) // rows.sequence_length)
-    order = packing.order(ranges, recipe.data.mixture, run_rows, rows.sequence_length, recipe.train.seed)
+    ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
+    order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)
     tokenizer = pretrained.open_tokenizer(shards.tokenizer.parent)
     for position, row in enumerate(order[np.arange(count)].tolist()):
         source = next(name for name, part in ranges.items() if row in part)

@@ -67,8 +67,11 @@ def test_what_answers_show_is_measured() -> None:
 def test_a_rise_has_the_interval_of_its_mean() -> None:
     assert rollouts.rise([0.25]) == {"rise": 0.25}
     found = rollouts.rise([0.0, 0.5, 0.5, 0.0])
-    apart = 1.96 * (1 / 12) ** 0.5 / 2  # the deviation of these four is the root of a twelfth
-    assert found == {"rise": 0.25, "rise_interval": pytest.approx([0.25 - apart, 0.25 + apart])}
+    apart = 3.182 * (1 / 12) ** 0.5 / 2  # Student's t of three; the deviation of these four is the root of a twelfth
+    assert found == {"rise": 0.25, "rise_interval": pytest.approx([0.25 - apart, 0.25 + apart], rel=0.02)}
+    # From Student's tables.
+    for freedom, errors in ((2, 4.303), (5, 2.571), (10, 2.228), (100, 1.984)):
+        assert rollouts.sure_errors(freedom) == pytest.approx(errors, rel=0.04 if freedom == 2 else 0.003)
 
 
 def test_ten_answers_of_a_step_can_be_read_and_a_resumed_run_writes_them_again(tmp_path: Path) -> None:

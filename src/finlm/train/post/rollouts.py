@@ -39,7 +39,7 @@ from finlm.train.post.start import forward_without_mask
 from finlm.train.post.trainers import Rank
 from finlm.train.zero.storage import State
 
-SURE = 1.96  # standard errors to either side of a mean: 95 %
+SURE = 1.959964  # standard errors to either side of a mean of many values: 95 %
 SHOWN = 10  # answers of a step that can be read
 STEPS = 5  # whose median is the measure, and whose median is judged
 WORSE = 0.1  # by which a share must exceed that of the first steps
@@ -96,8 +96,22 @@ def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
     mean = statistics.fmean(gains)
     if len(gains) < 2:
         return {"rise": mean}
-    apart = SURE * statistics.stdev(gains) / math.sqrt(len(gains))
+    apart = sure_errors(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
     return {"rise": mean, "rise_interval": [mean - apart, mean + apart]}
+
+
+def sure_errors(freedom: int) -> float:
+    """Return the standard errors to either side of a mean that hold 95 %: Student's t by its expansion around SURE.
+
+    Within 1 % from 3 degrees of freedom on, a quarter short with one.
+    """
+    z = SURE
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def write(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
