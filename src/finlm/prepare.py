@@ -305,7 +305,7 @@ def run_rows(recipe: Recipe, shards: Shards) -> int:
 
 def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
     """Return the tokens of a pass over the training rows of prepared shards; rows that are not filled count as full."""
-    return len(dialogues.open_rows(shards, recipe)) * recipe.batch.sequence_length
+    return len(dialogues.open_rows(shards, recipe)) * recipe.uses_of_row * recipe.batch.sequence_length
 
 
 @dataclass(frozen=True)
@@ -331,21 +331,18 @@ class Reading:
 
 def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
     """Return how the recipe's run reads the shards. Raises UserError for a mixture that does not fit the run."""
-    length = recipe.batch.sequence_length
-    rows = dialogues.open_rows(shards, recipe)
-    ranges = rows.source_ranges()
-    read_rows = run_rows(recipe, shards)
+    length, rows = recipe.batch.sequence_length, dialogues.open_rows(shards, recipe)
+    ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     if recipe.data.mixture:
         check_mixture(recipe.data.mixture, run_tokens(recipe, shards))
         parts = packing.parts(ranges, recipe.data.mixture, read_rows, length)
     else:
         sizes = tuple(len(part) for part in ranges.values())
-        whole = packing.Part(0, sum(sizes), sizes)
-        parts = [whole]
+        parts = [packing.Part(0, sum(sizes), sizes)]
     read = describe_sources(ranges, parts, length)
     if not recipe.data.mixture:
-        epochs = read_rows / max(1, len(rows))
-        read = [replace(row, tokens=round(row.tokens * epochs), epochs=epochs) for row in read]
+        epochs = read_rows / max(1, len(rows) * recipe.uses_of_row)
+        read = [replace(row, tokens=round(row.share * read_rows * length), epochs=epochs) for row in read]
     how = dialogues.packing_of(recipe) if "stage" in shards.manifest else recipe.data.packing
     return Reading(how, length, len(rows), read)
 

@@ -24,7 +24,7 @@ from finlm.corpus.read import readers
 from finlm.corpus.read.sources import Input
 from finlm.corpus.selection import SPLITS
 from finlm.dialogues import lint, shards
-from finlm.recipe import recipe
+from finlm.recipe import cluster, recipe
 from finlm.recipe.schema import Recipe
 from finlm.rows import dialogues
 from finlm.rows.shards import Shards
@@ -305,7 +305,11 @@ def test_personal_numbers_are_masked_as_in_documents(make: Make, model: Path, st
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes"), [("sft", ()), ("sft", ("sft.packing=false",)), ("dpo", ()), ("reward", ()), ("grpo", ())]
+    ("stage", "changes"),
+    [
+        *(("sft", ()), ("sft", ("sft.packing=false",)), ("dpo", ()), ("reward", ())),
+        ("grpo", ("grpo.generations=4", "grpo.iterations=2", "batch.micro_batch=4")),
+    ],
 )
 def test_an_epoch_is_every_row_once_for_prepare_and_for_the_plan(
     make: Make, stage: str, changes: tuple[str, ...]
@@ -315,10 +319,13 @@ def test_an_epoch_is_every_row_once_for_prepare_and_for_the_plan(
     wanted = make(rows, *given, *changes, stage=stage)
     shards = prepared(wanted)
     about = prepare.describe_reading(wanted, shards)
-    assert [row.epochs for row in about.sources] == [2]
     is_filled = stage == "sft" and not changes
     assert about.rows < 40 and (about.rows > 30) == (not is_filled)
-    assert prepare.epoch_tokens(wanted, shards) == about.rows * wanted.batch.sequence_length
+    each = 4 * 2 if stage == "grpo" else 1  # rows of the answers to a prompt, learnt from twice
+    assert prepare.epoch_tokens(wanted, shards) == each * about.rows * wanted.batch.sequence_length
+    plan = prepare.make_plan(wanted, cluster.local(2), shards)
+    assert plan.steps * 8 <= 2 * each * about.rows < (plan.steps + 1) * 8, "rows of a step"
+    assert [row.epochs for row in about.sources] == [plan.steps * 8 / (each * about.rows)]
     if stage == "sft":  # the same shards, filled or not
         assert prepared(make(rows, *given, f"sft.packing={not is_filled}")).directory == shards.directory
 

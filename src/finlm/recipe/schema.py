@@ -355,6 +355,11 @@ class Recipe(Section):
         """Documents that make a row where rows are not filled: both sequences of a pair, else one."""
         return 2 if self.stage in ("dpo", "reward") else 1
 
+    @property
+    def uses_of_row(self) -> int:
+        """Rows of a run's steps that an epoch makes of a row: of a grpo prompt its answers, learnt from so often."""
+        return self.grpo.generations * self.grpo.iterations if self.grpo is not None else 1
+
     @classmethod
     def read(cls, path: Path) -> Recipe:
         """Return the recipe of a run directory, in which every key is written; recipe.load reads what people write.
