@@ -158,7 +158,7 @@ def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "DS_SKIP_CUDA_CHECK": "1",
-        "OMP_NUM_THREADS": "16",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "16"),
         **more,
     }
     launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]

@@ -23,10 +23,16 @@ from ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
 os.environ["FINLM_LANG"] = "en"  # whatever the machine speaks
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of hundreds of commands would compile finlm again
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that spin for a core that others use made a test 20 times as long
+os.environ["OMP_WAIT_POLICY"] = "passive"  # also where a command chooses more threads
 os.environ["XDG_CONFIG_HOME"] = f"{tempfile.gettempdir()}/finlm-tests-{os.getpid()}"  # no user's GPUs
 # The longest first, so that no worker is left with one of them at the end, and hosts that wait beside ranks that train.
-FIRST = ("test_docs.py", "cluster", "test_train_command.py", "train/test_training.py", "train/zero/test_checkpoint.py")
+FIRST = (
+    *("test_docs.py", "cluster", "train/test_training.py", "train/zero/test_checkpoint.py", "test_benchmarks.py"),
+    *("train/test_toy.py", "test_train_command.py", "admit/test_gate.py", "test_out_of_memory.py", "train/post"),
+    *("train/test_incidents.py", "test_prepare"),
+)
 # What tools leave in a checkout by themselves.
 LEFT_BY_TOOLS = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 BEFORE = pytest.StashKey[set[Path]]()

@@ -18,7 +18,7 @@ from .netcluster import WORK, Host
 
 SOURCE = Path(finlm.__file__).parents[1]
 LOGIN = {"SSH_CONNECTION": "203.0.113.7 51022 10.83.7.1 22"}  # commands are typed on n0 over ssh from elsewhere
-ENV = {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1", **LOGIN}
+ENV = {"PYTHONPATH": str(SOURCE), **LOGIN}
 REPO = f"{WORK}/repo"
 DRIVER = """
 import dataclasses, json, pathlib, sys
