@@ -16,6 +16,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from finlm import prepare
 from finlm.base.rundir import RunDir
+from finlm.base.runs import RunFailed
+from finlm.launch import start
 from finlm.recipe import cluster, recipe
 
 from helpers import QUICKSTART, ROOT, TINY, finlm, new_run, sets
@@ -140,6 +142,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 RunMaker = Callable[..., RunDir]
+ForkedLaunch = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +150,23 @@ def ranks() -> Iterator[Ranks]:
     """Runs the ranks of a run directory at a fifth of a launch's cost: ranks.train(make_run(...)) gives the rows."""
     with Ranks() as forked:
         yield forked
+
+
+@pytest.fixture
+def forked_launch(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> ForkedLaunch:
+    """forked_launch(*fault): ranks that this process launches from now on are forked, each with a fault of faults.py.
+
+    For tests of what comes before and after a launch; a rank that fails ends it as a launch of several ranks ends.
+    """
+
+    def use(*fault: Any) -> None:
+        def launch(run: RunDir, *_: Any, **__: Any) -> None:
+            if any(codes := ranks.codes(run, *fault)):
+                raise RunFailed(f"exit codes {codes}")
+
+        monkeypatch.setattr(start, "launch_ranks", launch)
+
+    return use
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RunMaker
+from conftest import ForkedLaunch, RunMaker
 from finlm.base import files
 from finlm.base.checkpoints import MANIFEST, Manifest
 from finlm.base.rundir import RunDir
@@ -33,27 +33,25 @@ def losses(run: RunDir) -> list[float]:
     return history.read_history(run).values("loss")
 
 
-def launched(run: RunDir, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Launch the ranks of a run, each with a fault, as `finlm train` does."""
-    monkeypatch.setenv("PYTHONPATH", with_fault(run.path.parent / "site", fault))
+def launch(run: RunDir) -> None:
+    """Launch the ranks of a run as `finlm train` does, again when memory runs out."""
     plan = Plan.read(run.plan)
     hosts = Cluster(tuple(Host(host.name, host.slots) for host in plan.hosts))
     restart.run_ranks(run, plan, recipe.load(run.recipe).recipe, hosts)
 
 
 def test_a_run_goes_on_with_a_smaller_plan_to_the_losses_of_one_planned_so_from_the_start(
-    tiny: tuple[str, ...], make_run: RunMaker, ranks: Ranks, tmp_path: Path
+    tiny: tuple[str, ...], make_run: RunMaker, forked_launch: ForkedLaunch, ranks: Ranks, tmp_path: Path
 ) -> None:
-    faulty = with_fault(tmp_path / "site", "out_of_memory(4, 3)")
-    overrides = (*tiny, f"env={{OMP_NUM_THREADS: '1', PYTHONPATH: '{faulty}'}}")
-    done = finlm_here("train", QUICKSTART, *sets(overrides), "--runs", tmp_path / "train")
+    forked_launch("out_of_memory", 4, 3)
+    done = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path / "train")
     (path,) = (tmp_path / "train").iterdir()
     run = RunDir(path)
     assert done.returncode == 0, done.stderr + logs(run)
     assert "step 3: out of memory, planned again" in done.stderr
     assert "with batch.micro_batch: 4 instead of 8" in done.stderr
     assert [Plan.read(each).micro_batch for each in (*run.former_plans, run.plan)] == [8, 4]
-    whole = make_run("env={OMP_NUM_THREADS: '1'}", "batch.micro_batch=4")
+    whole = make_run("batch.micro_batch=4")
     ranks.train(whole)
     assert losses(run) == losses(whole), "the same rows in the same order, and nothing left of the plans before"
     rows = [row for row in incidents(run) if row["what"] == "out of memory, planned again"]
@@ -64,11 +62,11 @@ def test_a_run_goes_on_with_a_smaller_plan_to_the_losses_of_one_planned_so_from_
 
 
 def test_a_run_goes_on_from_its_last_checkpoint_on_one_rank_without_restarts(
-    make_run: RunMaker, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    make_run: RunMaker, forked_launch: ForkedLaunch, ranks: Ranks
 ) -> None:
     run, whole = make_run(ranks=1), make_run(ranks=1)
-    # 2 micro-steps of 8 rows a step: it happens in step 13.
-    launched(run, monkeypatch, "out_of_memory(4, 25)")
+    forked_launch("out_of_memory", 4, 25)  # 2 micro-steps of 8 rows a step: it happens in step 13
+    launch(run)
     assert recipe.load(run.recipe).recipe.launch.restarts == 0 and not list(run.read_events("restart"))
     assert [row["step"] for row in run.read_events("start")] == [0, 10]
     assert [row["step"] for row in incidents(run) if "former" in row] == [12]
@@ -83,8 +81,9 @@ def test_a_recipe_that_fixes_the_keys_ends_with_the_plan_that_would_fit(
 ) -> None:
     run = make_run(*FIXED, ranks=1)
     before = run.plan.read_bytes()
+    monkeypatch.setenv("PYTHONPATH", with_fault(run.path.parent / "site", "out_of_memory(4, 3)"))
     with pytest.raises(RunFailed) as failed:
-        launched(run, monkeypatch, "out_of_memory(4, 3)")
+        launch(run)
     assert "a rank ran out of memory" in failed.value.evidence
     assert "--set batch.micro_batch=4" in failed.value.evidence
     assert run.plan.read_bytes() == before and not run.former_plans and len(list(run.read_events("start"))) == 1
@@ -104,11 +103,11 @@ def test_a_run_is_planned_again_so_often_only(make_run: RunMaker, monkeypatch: p
     monkeypatch.setattr(start, "launch_ranks", full)
     monkeypatch.setattr(out_of_memory, "next_plan", lambda _, __, plan, *___: plan)
     with pytest.raises(RunFailed) as failed:
-        launched(run, monkeypatch, "fp16()")
+        launch(run)
     assert len(launches) == 1 + out_of_memory.MOST == 1 + len(run.former_plans)
     assert "planned again 4 times before" in failed.value.evidence
     with pytest.raises(RunFailed):  # the same command, later
-        launched(run, monkeypatch, "fp16()")
+        launch(run)
     assert len(launches) == 2 + out_of_memory.MOST
 
 

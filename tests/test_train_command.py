@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from conftest import ForkedLaunch
 from finlm import config, pipeline
 from finlm.base import files
 from finlm.base.rundir import RunDir
@@ -212,8 +213,9 @@ def test_a_second_command_leaves_a_running_run_as_it_is(
 
 
 def test_the_next_stage_starts_from_the_recipe_as_written_and_says_from_which_run(
-    finished: tuple[RunDir, str], tmp_path: Path
+    finished: tuple[RunDir, str], forked_launch: ForkedLaunch, tmp_path: Path
 ) -> None:
+    forked_launch()
     runs, whole = tmp_path / "runs", finished[0]
     shutil.copytree(whole.path, runs / whole.path.name)
     trial = RunDir(shutil.copytree(whole.path, runs / "quickstart-9", ignore=shutil.ignore_patterns("checkpoints")))
@@ -329,8 +331,9 @@ def test_mistakes_on_the_command_line_exit_2_without_a_traceback(arguments: Any,
 
 
 def test_a_finished_run_goes_on_with_more_steps_and_another_rate_when_it_is_asked_to(
-    finished: tuple[RunDir, str], tiny: tuple[str, ...], tmp_path: Path
+    finished: tuple[RunDir, str], forked_launch: ForkedLaunch, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
+    forked_launch()
     first = RunDir(tmp_path / finished[0].path.name)
     shutil.copytree(finished[0].path, first.path, symlinks=True)
     again = finlm_here("train", QUICKSTART, *sets(tiny), "--runs", tmp_path, "--continue")
