@@ -23,6 +23,8 @@ from finlm.recipe.schema_train import Term
         ("1.50倍", "#### 1.5"),
         ("1.2个百分点", "答案是1.2百分点"),
         ("1234", "the answer is 1,234 million"),
+        ("-0.25%", "the answer is -.25%"),
+        ("2024年", "共3元.2024年"),
     ],
 )
 def test_a_right_number_is_known_in_other_words(right: str, said: str) -> None:
@@ -43,6 +45,7 @@ def test_a_right_number_is_known_in_other_words(right: str, said: str) -> None:
         ("12.34%", "12.34% 12.35% 99%"),
         ("12.34%", "答案：99%、12.34%"),
         ("12,300万元", "12,300万股"),
+        ("5", "答案：.5"),
     ],
 )
 def test_a_wrong_number_unit_or_sign_is_none_of_it(right: str, said: str) -> None:

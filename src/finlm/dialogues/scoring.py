@@ -227,7 +227,8 @@ def _one_of(names: dict[str, object]) -> str:
 
 _FALLS = r"(?:下降|下滑|减少|降低|缩减|亏损)(?:了|约|幅度为|率为)*\s*"
 _NUMBER = re.compile(
-    rf"(?P<falls>{_FALLS})?(?P<sign>(?<![\w.])[-−]\s*)?(?P<digits>\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+(?:\.\d+)?)"
+    rf"(?P<falls>{_FALLS})?(?P<sign>(?<![\w.])[-−]\s*)?"
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\w.)])\.\d+)"
     rf"\s*\\?(?P<scale>{_one_of(dict(_SCALES))})?\s*(?P<unit>{_one_of(dict(_UNITS))})?(?:/股)?",
     re.IGNORECASE,
 )
