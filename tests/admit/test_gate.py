@@ -142,6 +142,7 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
     [
         ("no_such_type", "there is no model no_such_type"),
         ("t5", "config.json has no"),
+        ("gemma3", "it reads more than text"),
         ("gpt2", "config.json has no"),
         ("bloom", "config.json has no"),
         ("phi", "has a head with a bias"),
@@ -173,6 +174,14 @@ UNUSUAL: dict[str, dict[str, Any]] = {
             **{"rope_type": "yarn", "rope_theta": 1000000, "factor": 4.0},
             "original_max_position_embeddings": 1024,
         },
+    },
+    "dropout, which is not drawn": {"model_type": "granite", "attention_dropout": 0.1, "logits_scaling": 8.0},
+    "experts whose heads have no size of their own": {
+        **{"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    },
+    "a rotated part that is a number": {
+        **{"model_type": "minimax_m2", "head_dim": 64, "rotary_dim": 32, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2},
     },
     "no key/value heads": {"model_type": "llama", "num_key_value_heads": None},
     "a window from the second layer on": {

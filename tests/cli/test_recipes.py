@@ -37,7 +37,9 @@ def test_what_is_written_loads_plans_and_has_the_models_shape(
     model: Path, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["new", "mine", "--model", str(model), "--stage", stage]) == 0
-    path = Path(capsys.readouterr().out.strip())
+    out, err = capsys.readouterr()
+    path = Path(out.strip())
+    assert f"{model} has no *.safetensors, which training starts from" in err
     wanted = recipe.load(path).recipe
     assert path == Path(f"recipes/mine/{stage}.yaml") and wanted.stage == stage
     shape = wanted.model

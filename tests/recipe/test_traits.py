@@ -127,15 +127,20 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
         ),
         ({"layer_types": ["linear_attention"] * 36}, "it would leak into the next; they need flash-linear-attention"),
         ({"layer_types": ["chunked_attention"] * 36}, "36 layers of chunked_attention, which do not know where"),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        (
+            {"text_config": {"model_type": "qwen3"}},
+            "text_config; its text part, a qwen3, trains once it is saved alone",
+        ),
+        ({"vision_config": {}, "rope_scaling": {"type": "mrope"}}, "it reads more than text: vision_config"),
+        ({"linear_num_key_heads": 16}, "27 layers of linear_attention, which do not know where"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             "quantised weights (mxfp4): start from a copy of the model in bf16",
         ),
         ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),
-        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads: it has no attention"),
         ({"output_router_logits": True}, "transformers adds the router's own loss"),
-        ({"router_jitter_noise": 0.01}, "router_jitter_noise 0.01, which no kernel here draws"),
+        ({"router_jitter_noise": 0.01}, "router_jitter_noise 0.01, which no router here draws"),
         ({"hidden_size": "2560"}, "hidden_size '2560' is no whole number above 0"),
         ({"intermediate_size": 9728.0}, "intermediate_size 9728.0 is no whole number above 0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0 is no whole number above 0"),
@@ -183,3 +188,33 @@ def test_a_type_with_a_failing_cell_is_refused_with_the_cell(monkeypatch: pytest
     with pytest.raises(UserError, match="'new' is not admitted: packed rows failed") as error:
         refusals.check_admitted({"model_type": "new"})
     assert error.value.evidence == "packed rows: they leak"
+
+
+def test_a_class_that_transformers_lacks_is_told_with_its_code(tmp_path: Path) -> None:
+    code = {"auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}}
+    path = Path(start(tmp_path, QWEN3_4B | code | {"model_type": "baichuan"})) / "config.json"
+    with pytest.raises(UserError, match="transformers has no model_type 'baichuan'") as error:
+        parents.read_config(path)
+    assert error.value.evidence.startswith("auto_map names code")
+    start(tmp_path, QWEN3_4B | code)
+    assert "auto_map" not in parents.read_config(path)
+    start(tmp_path, QWEN3_4B | {"model_type": "qwen3_5_text"})  # known to transformers, and told by others
+    parents.read_config(path)
+
+
+def test_a_mixtral_needs_no_head_dim_where_a_hunyuan_does() -> None:
+    sizes = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert not list(refusals.explain(sizes, 4096))
+    assert shape.of_config(sizes, 32000).parameters == 46_702_792_704
+    assert list(refusals.explain(sizes | {"model_type": "hunyuan_v1_dense"}, 4096))
+
+
+def test_dropout_is_left_out_and_said(tmp_path: Path) -> None:
+    config = QWEN3_4B | {"attention_dropout": 0.1, "resid_pdrop": 0.2, "hidden_dropout": 0.0, "classifier_dropout": 0.3}
+    assert traits.dropouts(config) == {"attention_dropout": 0.1, "resid_pdrop": 0.2}
+    plain = traits.without_dropout(config)
+    assert (plain["attention_dropout"], plain["resid_pdrop"], plain["classifier_dropout"]) == (0.0, 0.0, 0.3)
+    sets = ("stage=sft", f"model={{init_from: {start(tmp_path, config)}}}", "train.steps=30", "tokenizer={}")
+    loaded = recipe.load(QUICKSTART, sets)
+    assert loaded.recipe.model.config == config
+    assert [s for s in loaded.said if "attention_dropout 0.1, resid_pdrop 0.2: finlm trains without dropout" in s]

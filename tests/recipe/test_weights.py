@@ -164,7 +164,7 @@ def test_a_start_that_cannot_be_trained_ends_plan_and_dry_run(
     (start / "tokenizer.json").unlink()
     assert "silent holds no tokenizer" in asked(command, start, capsys)
     (start / "config.json").write_text(json.dumps(LLAMA | {"model_type": "nosuch"}))
-    assert "model_type 'nosuch' is not admitted" in asked(command, start, capsys)
+    assert "transformers has no model_type 'nosuch'" in asked(command, start, capsys)
 
 
 def test_layers_without_experts_a_routers_buffer_and_predictors_of_further_tokens_are_no_misfits(
@@ -272,7 +272,7 @@ def test_a_reward_model_is_no_start_for_a_stage_that_writes(tmp_path: Path) -> N
 
 WRITTEN = "model={hidden_size: 64, layers: 2, heads: 2, ffn_size: 128, vocab_size: 4096}"
 OTHERS = (
-    ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ({"output_router_logits": True}, "output_router_logits true"),
     ({"is_causal": False}, "later tokens"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq)"),
     ({"logit_scale": 0.25}, "logit_scale 0.25"),
@@ -300,7 +300,7 @@ def test_a_run_is_read_though_its_start_would_be_refused_today(tmp_path: Path) -
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text(recipe.dump(loaded), encoding="utf-8")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"attention_dropout": 0.1}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"is_causal": False}))
     with pytest.raises(UserError):
         recipe.load(run / "recipe.yaml")
     (run / "plan.json").touch()
@@ -318,7 +318,7 @@ def test_a_model_of_the_hub_is_refused_before_anything_is_prepared(
     sets = (WRITTEN, "model.init_from=owner/name", f"model.revision={commit}", f"data.cache_dir={tmp_path / 'cache'}")
     wanted = recipe.load(QUICKSTART, sets).recipe  # no network, nothing cached: the loading of the weights will look
     weights.check_model(wanted)
-    (cached / "config.json").write_text(json.dumps(LLAMA | {"attention_dropout": 0.1}))
+    (cached / "config.json").write_text(json.dumps(LLAMA | {"is_causal": False}))
     for look in (
         lambda: recipe.load(QUICKSTART, sets),
         lambda: weights.check_model(wanted),
@@ -326,7 +326,7 @@ def test_a_model_of_the_hub_is_refused_before_anything_is_prepared(
     ):
         with pytest.raises(UserError, match="owner/name is not a model that finlm trains") as caught:
             look()
-        assert "attention_dropout 0.1" in caught.value.evidence
+        assert "attention to later tokens" in caught.value.evidence
     assert not (tmp_path / "cache").exists()
 
 
@@ -427,3 +427,11 @@ def test_a_recipe_is_written_for_a_model_of_modelscope(
     path = Path(capsys.readouterr().out.split()[0])
     assert "init_from: modelscope:org/tiny" in path.read_text(encoding="utf-8")
     assert recipe.load(path).recipe.model.init_from == "models/org/tiny@master" and len(modelscope) == 1
+
+
+def test_adapters_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    for line in (["new", "mine", "--model", str(tmp_path)], ["plan", str(SFT), "--set", f"model.init_from={tmp_path}"]):
+        assert main.main(line) == 2
+        said = capsys.readouterr().err
+        assert "holds adapters, not a model" in said and "of org/base" in said and "merge them" in said

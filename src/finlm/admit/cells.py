@@ -28,7 +28,7 @@ from finlm.dialogues import encode
 from finlm.plan import memory
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import traits
 from finlm.recipe.models.traits import EXPERTS, Config, TypeRecord
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Chat, Lora, Sft
@@ -289,7 +289,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
     for key, value in known.items():
         change: traits.Config = {}
         now = case.config.get(key, value)
-        if key in REFUSED or key.endswith(refusals.DROPOUT):
+        if key in REFUSED or key.endswith((*traits.DROPOUT, "jitter_noise")):
             continue
         if key == "use_sliding_window":
             change = {} if now else {key: True, "sliding_window": 4096}
@@ -371,7 +371,7 @@ SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "q
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     """Return transformers' configuration of the same model, small."""
     known = row.defaults | dict(config)
-    values = dict(config) | {
+    values = dict(traits.without_dropout(config)) | {
         "hidden_size": SMALL_HIDDEN,
         "intermediate_size": FFN,
         "num_attention_heads": HEADS,
@@ -389,6 +389,8 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     if hasattr(kind, "head_dim"):  # some classes have no number, and need one
         own = int(known.get("head_dim") or 0)
         values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
+    if known.get("rotary_dim") and known.get("head_dim"):
+        values["rotary_dim"] = values["head_dim"] * int(known["rotary_dim"]) // int(known["head_dim"])
     values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key)}
     values |= {key: 4 for key in EXPERTS if config.get(key)}
     values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
@@ -404,7 +406,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     for key in ("rope_parameters", "rope_scaling"):
         if config.get(key):
             values[key] = _shrink_rope(config[key], int(rotated) // 2)
-    if any(rope.get("rope_type", rope.get("type", "default")) != "default" for rope in traits.ropes(config)):
+    if any(traits.rope_kind(rope) != "default" for rope in traits.ropes(config)):
         values |= {"max_position_embeddings": 4 * ORIGINAL}
         values |= {"original_max_position_embeddings": ORIGINAL} if "original_max_position_embeddings" in known else {}
     else:

@@ -95,7 +95,8 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
     if own.get("hidden_size") and heads:  # what some classes have no default for, as Llama's has it
         like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
         own |= {key: value for key, value in like.items() if key in own and own[key] is None}
-    return {k: 0.0 if k.endswith(refusals.DROPOUT) else v for k, v in own.items() if v is not None}, None
+    noise = (*traits.DROPOUT, "jitter_noise")
+    return {k: 0.0 if k.endswith(noise) else v for k, v in own.items() if v is not None}, None
 
 
 def row_of(model_type: str) -> traits.TypeRecord:

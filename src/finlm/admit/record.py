@@ -95,7 +95,7 @@ def record(model_type: str) -> TypeRecord:
         _pattern(model_type),
         rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         scales=_scales(model_type),
-        needs=[key for key, value in _unsaid(model_type).items() if value is None],
+        needs=[key for key, value in _unsaid(model_type).items() if value is None and not _runs(model_type, key)],
         **measured,
     )
 
@@ -104,6 +104,16 @@ def _unsaid(model_type: str) -> Config:
     """Return the keys that a class reads and fills in from others unless they are None here."""
     config = CONFIG_MAPPING[model_type]()
     return {key: getattr(config, key, "") for key in ("head_dim", "num_key_value_heads", "num_experts_per_tok")}
+
+
+def _runs(model_type: str, left_out: str) -> bool:
+    """Return whether a model whose configuration says nothing for a key can be built and run."""
+    try:
+        with torch.no_grad():
+            AutoModelForCausalLM.from_config(small_config(model_type, 2, **{left_out: None}))(torch.arange(8)[None])
+    except Exception:  # of transformers' classes there are many kinds
+        return False
+    return True
 
 
 def _measure(config: Any) -> dict[str, Any]:
@@ -249,7 +259,7 @@ def _rope(config: Any) -> Config:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config.default_theta}}
 
 
-def small_config(model_type: str, layers: int = 2, **changes: float) -> Any:
+def small_config(model_type: str, layers: int = 2, **changes: float | None) -> Any:
     """Return a configuration of transformers' class with SIZES and these changes."""
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()

@@ -77,7 +77,11 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(30)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:  # it has nothing left to write
+            self.process.kill()
+            self.process.wait()
         self.answers.close()
 
 

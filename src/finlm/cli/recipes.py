@@ -282,7 +282,10 @@ def write_for_model(name: str, model: str, revision: str | None, stage: str, rec
         "",
     ]
     with derive.draft_of(path, "\n".join(lines)) as draft:
-        recipe.load(draft)
+        loaded = recipe.load(draft)
+        weights.check_weights(loaded.recipe)
+    for sentence in (*loaded.said, *weights.missing_start(loaded.recipe)):
+        screen.say(sentence)
     return path
 
 

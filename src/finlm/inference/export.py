@@ -116,7 +116,7 @@ def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
     former: dict[str, Any] = {} if others else {"rope_theta": theta}
     if not others and rope.get("rope_type", "default") != "default":
         former["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return start | former | config
+    return start | former | config | dict(traits.dropouts(start))
 
 
 def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:

@@ -256,9 +256,10 @@ def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
 def export_of(key: str, named: str) -> str:
     """Return the model directory that a key names: a run's export, else `named`.
 
-    Raises UserError for a run without an export and for a checkpoint.
+    Raises UserError for a run without an export, for a checkpoint and for adapters.
     """
     path = Path(named)
+    refusals.refuse_adapters(key, path)
     is_run, is_checkpoint = (path / "plan.json").is_file(), path.parent.name == "checkpoints" and path.is_dir()
     if is_run and (path / "export" / "config.json").is_file():
         return str(path / "export")
@@ -301,8 +302,7 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
     known = {**traits.record_of(config).defaults, **config}
     model["norm_eps"] = next((float(known[key]) for key in traits.NORM_EPS if known.get(key) is not None), 1e-5)
     model["tie_embeddings"] = bool(known.get("tie_word_embeddings"))
-    model["rope_theta"] = traits.rope_theta(config)
-    model["config"] = config
+    model |= {"rope_theta": traits.rope_theta(config), "config": config}
     return Parent(model, {"path": tokenizer}, is_reward_model(config))
 
 
@@ -397,7 +397,7 @@ def config_path(init_from: str, revision: str | None) -> Path:
 def read_config(path: Path) -> traits.Config:
     """Return a config.json without the keys that say where it lay and name code of its directory, which is never run.
 
-    Raises UserError when it is no JSON object, or its RoPE is none.
+    Raises UserError when it is no JSON object, its RoPE is none, or transformers does not have its class.
     """
     config = files.read_json(path)
     fix = "put the config.json of a model that transformers saved in its place"
@@ -406,6 +406,7 @@ def read_config(path: Path) -> traits.Config:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
             raise UserError(f"{path} describes no model", evidence=f"{key}: {config[key]!r} is no object", fix=fix)
+    refusals.check_class(config, str(path))
     return {key: value for key, value in config.items() if key not in ("auto_map", "_name_or_path")}
 
 

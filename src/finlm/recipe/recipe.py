@@ -29,6 +29,7 @@ from finlm.base import language, screen
 from finlm.base.errors import UserError
 from finlm.base.units import parse_count
 from finlm.recipe import parents, reference, rules, weights
+from finlm.recipe.models import refusals
 from finlm.recipe.reference import Location
 from finlm.recipe.rules import SAME_LOSS, is_within
 from finlm.recipe.schema import Recipe
@@ -48,7 +49,7 @@ class Loaded:
     recipe: Recipe
     origins: Mapping[str, str]
     path: str
-    said: tuple[str, ...] = ()  # what was changed to make the values of --set fit, for the user to know
+    said: tuple[str, ...] = ()  # what was changed to make the values fit, for the user to know
 
 
 @dataclass
@@ -91,6 +92,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
             problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
     if problems:
         raise _mistakes(path, problems)
+    said += () if of_run else tuple(refusals.notices(recipe.model.config or {}))
     inner = {location[:length] for location in document.lines for length in range(1, len(location))}
     leaves = {reference.dotted_key(place): where for place, where in document.lines.items() if place not in inner}
     leaves |= inherited

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from finlm.base.errors import UserError
+from finlm.inference import export
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
@@ -163,6 +164,46 @@ def test_pretraining_goes_on_from_a_model_whose_vocabulary_was_extended(
     tokenizer = "tokenizer={path: tokenizer.model, extend_to: 2048}"
     again = built(f"model.init_from={tmp_path}", "tokenizer.vocab_size=null", tokenizer)
     assert torch.equal(again.lm_head.weight, source.lm_head.weight)
+
+
+OLDER: dict[str, dict[str, object]] = {
+    "gemma3_text": {
+        **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window_pattern": 6},
+        **{"sliding_window": 16, "head_dim": 32, "query_pre_attn_scalar": 32},
+    },
+    "olmo3": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        **{"rope_theta": 500000, "sliding_window": 16, "attention_dropout": 0.1},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+    },
+    "granite": {"attention_dropout": 0.1, "logits_scaling": 8.0, "rope_theta": 10000000},
+}
+
+
+@pytest.mark.parametrize("model_type", OLDER)
+def test_a_start_whose_config_has_older_keys_is_loaded_without_dropout_and_keeps_them(
+    model_type: str, tmp_path: Path
+) -> None:
+    said = {"model_type": model_type, "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    said |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
+    said |= {"tie_word_embeddings": True, "pad_token_id": None, "max_position_embeddings": 256} | OLDER[model_type]
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**said)).eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    base = f"model.rope_theta={OLDER[model_type]['rope_theta']}"
+    shared = ("model.kv_heads=1", "model.tie_embeddings=true", "model.norm_eps=1.0e-6", base)
+    loaded, plan = planned(f"model.init_from={tmp_path}", *shared)
+    config = causal_lm.model_config(loaded, plan, 1, 2)
+    ours = causal_lm.load(loaded, plan, Path("ds_config.json"), config, Path("tokenizer.json")).train()
+    ids = torch.arange(9, 57)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+    written = export._with_start(ours.config.to_dict() | {"dtype": "float32"}, loaded.model)
+    assert {key: written[key] for key in OLDER[model_type] if key != "rope_scaling"} == {
+        key: value for key, value in OLDER[model_type].items() if key != "rope_scaling"
+    }
+    assert AutoConfig.for_model(**written).rope_parameters == ours.config.rope_parameters
 
 
 def mistral(directory: Path, window: int) -> MistralForCausalLM:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
+from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
 
@@ -20,9 +23,42 @@ def check_admitted(config: traits.Config) -> None:
         )
 
 
+def check_class(config: traits.Config, named: str) -> None:
+    """Raise UserError for a model whose class transformers lacks. config: with its auto_map, if it has one."""
+    name, found = str(config.get("model_type")), importlib.util.find_spec("transformers")
+    folder = Path(found.origin or "").parent / "models" if found else Path()
+    known = "model_type" not in config or name in traits.records() or (folder / name.removesuffix("_text")).is_dir()
+    if known or not folder.is_dir():
+        return
+    code = "auto_map names code of the model's own directory, which is never run" if config.get("auto_map") else ""
+    raise UserError(
+        f"{named}: transformers has no model_type {name!r}",
+        evidence=code,
+        fix="start from a model whose class is transformers' own, such as a qwen2, qwen3 or llama",
+    )
+
+
+def refuse_adapters(key: str, directory: Path) -> None:
+    """Raise UserError for a directory of adapters that `key` names as a model."""
+    path = directory / "adapter_config.json"
+    if path.is_file():
+        raise UserError(
+            f"{key}: {directory} holds adapters, not a model",
+            evidence=f"{path}: of {files.read_json(path).get('base_model_name_or_path')}",
+            fix="merge them into that model (finlm export does without --adapter, peft's merge_and_unload otherwise)",
+        )
+
+
+def notices(config: traits.Config) -> Iterator[str]:
+    """Yield a sentence about what of a config.json has no part in training."""
+    if dropped := traits.dropouts(config):
+        named = ", ".join(f"{key} {value}" for key, value in dropped.items())
+        yield f"model.config: {named}: finlm trains without dropout, and the export keeps the key"
+
+
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-DROPOUT = ("dropout", "_pdrop", "jitter_noise")  # ends of keys
-_SEES = ("full_attention", "sliding_attention")  # kinds of layers that know where a document of a row ends
+_PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # keys of a model of several
+_SEES = ("full_attention", "sliding_attention", "attention")  # kinds of layers that know where a document of a row ends
 _SCALES = ("final_logit_softcapping", *traits.SCALES, "lm_head_multiplier", "output_multiplier")
 
 
@@ -31,26 +67,32 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
 
     rows: tokens of the rows to train, or 0 where they are not known.
     """
+    if parts := [key for key in _PARTS if isinstance(config.get(key), dict)]:
+        text = (config.get("text_config") or {}).get("model_type")
+        alone = f"; its text part, a {text}, trains once it is saved alone (docs/extending.md)"
+        yield f"it reads more than text: {', '.join(parts)}" + (alone if text in traits.records() else "")
+        return
     if missing := [key for key in NEEDED if config.get(key) in (None, 0)]:
-        yield f"config.json has no {', '.join(missing)}" + (
-            ": it is of several models" if "text_config" in config else ""
-        )
+        lacks_attention = missing[0] == "num_attention_heads"
+        yield f"config.json has no {', '.join(missing)}" + (": it has no attention" if lacks_attention else "")
     yield from _malformed_keys(config)
     yield from rope_problems(config)
     other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
+    if not other and "linear_num_key_heads" in config:  # Qwen3-Next, whose class makes the list
+        other = ["linear_attention"] * (int(config["num_hidden_layers"]) * 3 // 4)
     if other:
         yield (
             f"layer_types: {len(other)} layers of {other[0]}, which do not know where a document of a packed row ends: "
             "it would leak into the next"
         ) + ("; they need flash-linear-attention, which finlm does not drive" if "linear_attention" in other else "")
     for rope in traits.ropes(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = traits.rope_kind(rope)
         longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
         longest = longest or config.get("max_position_embeddings") or 0
         if kind in traits.LIMITED_ROPE and isinstance(longest, int) and rows > longest:
             yield f"batch.sequence_length {rows}: RoPE {kind!r} turns all rows otherwise once one exceeds {longest}"
-    for key in (key for key in config if key.endswith(DROPOUT) and not key.startswith("classifier") and config[key]):
-        yield f"{key} {config[key]}, which no kernel here draws"
+    for key in (key for key in config if key.endswith("jitter_noise") and config[key]):
+        yield f"{key} {config[key]}, which no router here draws"
     if config.get("output_router_logits"):
         yield "output_router_logits true: transformers adds the router's own loss, which is not trained here"
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
@@ -126,7 +168,7 @@ def rope_problems(config: traits.Config) -> Iterator[str]:
     """
     heads, hidden, head = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
     for rope in traits.ropes(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = traits.rope_kind(rope)
         if kind not in list(ROPES):  # it may be anything
             yield f"RoPE {kind!r}, not {', '.join(ROPES)}"
             continue

@@ -23,6 +23,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
+DROPOUT = ("dropout", "_pdrop")  # ends of keys
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 Config = Mapping[str, Any]
 Sizes = tuple[int, ...]
@@ -167,7 +168,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         dense_ffn=symbols["f"] if dense else 0,
         outer=sum(math.prod(evaluate(size, symbols) for size in sizes) for sizes in row.outer),
         windows=_windows(known, row.pattern),
-        ropes=tuple(str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes(config)),
+        ropes=tuple(str(rope_kind(rope)) for rope in ropes(config)),
         experts=experts if experts[0] else (0, 0),
         norm_bytes=row.norm_bytes,
         ffn_bytes=row.ffn_bytes,
@@ -249,6 +250,11 @@ def ropes(config: Config) -> list[Config]:
     return inner or [found]
 
 
+def rope_kind(rope: Config) -> Any:
+    """Return what RoPE's parameters say of its kind: "default" where nothing, which need be no text."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def rope_theta(config: Config) -> float:
     """Return RoPE's base; where kinds of layers differ, that of those that see all before.
 
@@ -262,9 +268,21 @@ def rope_theta(config: Config) -> float:
 def with_rope_theta(config: Config, theta: float) -> Config:
     """Return config.json with another base of RoPE, for layers that are all of one kind."""
     former = {key: value for key, value in ropes(config)[0].items() if key != "type"}
-    kind = ropes(config)[0].get("rope_type", ropes(config)[0].get("type", "default"))
+    kind = rope_kind(ropes(config)[0])
     left = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
     return left | {"rope_parameters": former | {"rope_type": kind, "rope_theta": theta}}
+
+
+def dropouts(config: Config) -> Config:
+    """Return the keys of a config.json that set a decoder's dropout, which finlm trains without."""
+    return {
+        key: value for key, value in config.items() if key.endswith(DROPOUT) and value and not key.startswith("classif")
+    }
+
+
+def without_dropout(config: Config) -> Config:
+    """Return config.json with every dropout 0."""
+    return {**config, **dict.fromkeys(dropouts(config), 0.0)}
 
 
 def head_of(config: Config, row: TypeRecord | None = None) -> tuple[float, float | None]:

@@ -45,7 +45,7 @@ SHAPE = (
 def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
     """Return the transformers configuration of the recipe's model, without the padding of its vocabulary."""
     values = {
-        **config_of(recipe.model),
+        **traits.without_dropout(config_of(recipe.model)),
         "vocab_size": plan.vocab_size,
         "max_position_embeddings": context(recipe, plan),
         "bos_token_id": bos_id,
@@ -161,9 +161,11 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
     """Return init_from's configuration `start` with the run's context length, RoPE base, and bos and eos it lacks.
 
-    Without code of the start's directory, which no export brings along.
+    Without dropout, and without code of the start's directory, which no export brings along.
     """
-    values = {key: value for key, value in start.to_dict().items() if key != "auto_map"} | {"use_cache": False}
+    values = {k: v for k, v in traits.without_dropout(start.to_dict()).items() if k != "auto_map"} | {
+        "use_cache": False
+    }
     for key in ("bos_token_id", "eos_token_id"):
         known = values.get(key)
         if getattr(decided, key) not in (known if isinstance(known, list) else [known]):
@@ -180,7 +182,7 @@ def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConf
     compared = [name for name in SHAPE if not (_is_extending(recipe, start) and name == "vocab_size")]
     values = [(name, getattr(start, name, None), getattr(config, name, None)) for name in compared]
     lines = [f"{name}: {there} there, {here} in the recipe" for name, there, here in values if there != here]
-    there, here = start.to_dict(), config_of(recipe.model)
+    there, here = start.to_dict(), config.to_dict()  # both as transformers reads older keys
     former = recipe.model.former_rope_theta or recipe.model.rope_theta
     theirs, ours = traits.read(there), traits.read(here)
     if (theirs.ropes, traits.rope_theta(there)) != (ours.ropes, former):
