@@ -54,6 +54,20 @@ DEEPSEEK_V2_LITE = {
     **{"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None},
 }
 
+DOTS_LLM1 = {
+    **{"model_type": "dots1", "hidden_size": 4096, "num_hidden_layers": 62, "num_attention_heads": 32},
+    **{"num_key_value_heads": 32, "intermediate_size": 10944, "vocab_size": 152064, "tie_word_embeddings": False},
+    **{"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    **{"first_k_dense_replace": 1, "max_position_embeddings": 32768, "rope_theta": 10000000},
+}
+
+
+def test_a_dots1_has_its_parameters_and_says_its_experts() -> None:
+    assert shape.of_config(DOTS_LLM1, 152064).parameters == 142_774_373_888
+    assert not list(refusals.explain(DOTS_LLM1, 4096))
+    silent = {key: value for key, value in DOTS_LLM1.items() if key != "n_shared_experts"}
+    assert ["config.json has no n_shared_experts, without which" in s for s in refusals.explain(silent, 4096)] == [True]
+
 
 @pytest.mark.parametrize(
     ("config", "parameters", "active"),

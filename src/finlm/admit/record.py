@@ -41,6 +41,9 @@ FIELDS = (
     *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
+# Keys that a class may read and fill in from none.
+_UNSAID = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_shared_experts", "n_routed_experts")
+
 # Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
 SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "v": 389}
 LATENT = {"l": 28, "c": 44, "n": 12, "r": 8, "w": 22}  # of which n + r is d
@@ -103,7 +106,7 @@ def record(model_type: str) -> TypeRecord:
 def _unsaid(model_type: str) -> Config:
     """Return the keys that a class reads and fills in from others unless they are None here."""
     config = CONFIG_MAPPING[model_type]()
-    return {key: getattr(config, key, "") for key in ("head_dim", "num_key_value_heads", "num_experts_per_tok")}
+    return {key: getattr(config, key, "") for key in _UNSAID}
 
 
 def _runs(model_type: str, left_out: str) -> bool:
@@ -269,7 +272,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
         values["head_dim"] = SIZES["d"]
     values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
     values |= {"num_experts_per_tok": 2} if "num_experts_per_tok" in known else {}
-    values |= {"n_shared_experts": SHARED} if known.get("n_shared_experts") else {}
+    values |= {"n_shared_experts": SHARED} if "n_shared_experts" in known else {}
     values |= GROUPS if known.get("n_group") else {}
     values |= _of_kind(kind(), layers, dense=False)
     if "kv_lora_rank" in known:
