@@ -24,7 +24,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.screen import format_count
 from finlm.base.units import format_bytes, format_duration
-from finlm.plan import buckets, gpus, memory, planner
+from finlm.plan import gpus, memory, planner
 from finlm.plan.plan import ON_HOST, Plan, is_contiguous
 from finlm.recipe import cluster, rules, shape
 from finlm.recipe import recipe as recipes
@@ -175,7 +175,7 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _zero(recipe: Recipe, plan: Plan) -> Zero:
     """Return zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
-    sizes = buckets.sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
+    sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
     zero: Zero = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finlm.plan import buckets, host_memory, memory, plan
+from finlm.plan import host_memory, memory, plan
 from finlm.plan.memory import GIB, Layout
 from finlm.recipe.shape import ModelShape
 
@@ -73,13 +73,13 @@ def test_a_rank_keeps_the_gradients_of_every_matrix_it_has_a_part_of() -> None:
     tiny = ModelShape(hidden=4, layers=1, heads=1, kv_heads=1, ffn=8, vocab=10, tied=False)
     sizes = [40, 16, 16, 16, 16, 32, 32, 32, 4, 4, 4, 40]
     assert (tiny.sizes, sum(sizes)) == (sizes, tiny.parameters)
-    assert buckets.most_reduced(tiny, 10**9, 1) == tiny.parameters
+    assert memory.most_reduced(tiny, 10**9, 1) == tiny.parameters
     # Halves of 126 elements: the first ends in the first of three matrices of the feed-forward block.
-    assert buckets.most_reduced(tiny, 10**9, 2) == sum(sizes[5:])
+    assert memory.most_reduced(tiny, 10**9, 2) == sum(sizes[5:])
     # Each matrix a group, each rank a half of it and the whole gradient.
-    assert buckets.most_reduced(tiny, 1, 2) == tiny.parameters
+    assert memory.most_reduced(tiny, 1, 2) == tiny.parameters
     # Groups of 70 million on four H200s: 51.16 GB allocated, 43.03 if each rank kept a quarter.
-    beyond = buckets.most_reduced(XUANYUAN_6B, 70_000_000, 4) - XUANYUAN_6B.parameters / 4
+    beyond = memory.most_reduced(XUANYUAN_6B, 70_000_000, 4) - XUANYUAN_6B.parameters / 4
     assert 2 * beyond == pytest.approx(51.16e9 - 43.03e9, rel=0.06)
 
 
@@ -136,7 +136,7 @@ def test_nvme_keeps_the_states_out_of_host_memory() -> None:
 
 def test_the_buffers_never_exceed_the_model() -> None:
     tiny = ModelShape(hidden=8, layers=1, heads=1, kv_heads=1, ffn=16, vocab=20, tied=True)
-    sizes = buckets.sizes(3, "none", tiny)
+    sizes = memory.bucket_sizes(3, "none", tiny)
     assert all(getattr(sizes, name) <= 1000 for name in ("reduce", "allgather", "prefetch", "persistence", "live"))
 
 

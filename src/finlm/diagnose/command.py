@@ -2,7 +2,7 @@
 
 A log of a machine without finlm comes through standard input: `ssh HOST cat LOG | finlm diagnose -`.
 
-Of a run directory all logs are read together, and the first step of a fix has the run's own values (fixes.py).
+Of a run directory all logs are read together, and the first step of a fix has the run's own values (signatures.py).
 
 With `--ask ENDPOINT` a language model is asked about a log whose cause no signature knows. ENDPOINT speaks OpenAI's
 protocol (vLLM, SGLang, llama.cpp, a hosted service). It is given the exceptions and the last lines, cut down, with
@@ -26,10 +26,9 @@ from typing import Any, BinaryIO
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.diagnose.findings import Finding, Former, diagnose, exceptions, former_launches
-from finlm.diagnose.fixes import Program, concrete
 from finlm.diagnose.lines import clean
 from finlm.diagnose.read import Log, scan
-from finlm.diagnose.signatures import Signatures
+from finlm.diagnose.signatures import Program, Signatures, concrete
 
 __all__ = ["Finding", "of_logs", "of_run", "run"]
 

@@ -12,10 +12,19 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.fixes import Program, program_of
 from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean, moment, speaker
 from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
-from finlm.diagnose.signatures import IGNORED, PLACEHOLDER, Matches, Pattern, Signature, Signatures
+from finlm.diagnose.signatures import (
+    IGNORED,
+    PLACEHOLDER,
+    SENTENCE,
+    Matches,
+    Pattern,
+    Program,
+    Signature,
+    Signatures,
+    program_of,
+)
 
 LEVELS = ("cause", "symptom", "remark", "echo", "unknown", "hint")
 MAX_FINDINGS = 5
@@ -41,7 +50,6 @@ _ERROR = re.compile(
     r"^\[?[EF]\d{3}"
 )
 LAST_LINES = 4
-_SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
 
 
 @dataclass
@@ -285,7 +293,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
         cause=signature.id,
         fatal=True,
         title=_fill_sentence(title, facts) or re.sub(r" ?[(（]\{\w+\}[)）]", "", title),
-        explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in _SENTENCE.split(explain)))),
+        explanation=" ".join(filter(None, (_fill_sentence(s, facts) for s in SENTENCE.split(explain)))),
         evidence="\n".join(_evidence(candidate, own if level == "unknown" else ())),
         file=hit.source,
         line=hit.line,

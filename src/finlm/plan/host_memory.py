@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from finlm.plan import buckets
-from finlm.plan.memory import GIB, NVME_PARAM_BUFFERS, Layout, gpu_items, share, trained_parameters
+from finlm.plan.memory import GIB, Layout, bucket_sizes, gpu_items, share, trained_parameters
 from finlm.recipe import shape as shapes
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
@@ -18,6 +17,7 @@ from finlm.recipe.shape import ModelShape
 
 PROCESS_BYTES = 3 * GIB  # of a rank that drives a GPU; 2.0 to 3.1 GiB measured, 4 while it compiles
 IN_MEMORY = "checkpoints in memory"  # the item of checkpoint.memory_minutes
+NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 NVME_STATE_BYTES = 16  # fp32 master, both moments and the gradient of a parameter, in files
 
 
@@ -81,7 +81,7 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
     pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
     items: dict[str, int] = {}
     if layout.offload_optimizer == "cpu":
-        group = buckets.sizes(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
+        group = bucket_sizes(3, "cpu", shape).sub_group if layout.zero_stage == 3 else 4 * shape.layer_parameters
         masters = _in_groups(own, group, 4, pin)
         items = {"fp32 master": masters, "Adam states": 8 * own, "fp32 gradients": masters}
         # Stage 3 has one flat buffer; stages 1 and 2 pin a buffer for each parameter.
@@ -91,16 +91,16 @@ def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items = {"fp32 master": 4 * own, "Adam states": 8 * own}
     elif layout.offload_optimizer == "nvme":
         # Master, both moments and the gradient of one sub-group in memory, read and written in turn.
-        group = min(own, buckets.sizes(3, "nvme", shape).sub_group)
+        group = min(own, bucket_sizes(3, "nvme", shape).sub_group)
         items = {"fp32 gradients": 4 * own, "swap buffers": 4 * 4 * group}
     held = share(shape.parameters, layout, 1)
     if layout.offload_param == "cpu":
         # Pinned parameter by parameter when the model is built, then flat; the first copy stays in the allocator.
-        items["weights"] = _in_groups(held, buckets.sizes(3, "cpu", shape).sub_group, e, pin)
+        items["weights"] = _in_groups(held, bucket_sizes(3, "cpu", shape).sub_group, e, pin)
         if layout.device == "cuda":
             items["weights, first copy"] = int(e * held * _rounding(shape, layout, layout.world_size))
     elif layout.offload_param == "nvme":
-        kept = min(held, buckets.sizes(3, "none", shape).live)
+        kept = min(held, bucket_sizes(3, "none", shape).live)
         largest = max(shape.embedding_parameters, *shape.layer_sizes)
         items["weight buffers"] = e * (kept + NVME_PARAM_BUFFERS * min(held, largest))
     return items

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
-from finlm.plan import buckets
 from finlm.plan.plan import (
     LOGITS_SLICE_BYTES,
     ON_HOST,
@@ -22,9 +22,11 @@ from finlm.plan.plan import (
     STREAM_SETS,
     Offload,
     OffloadParam,
+    group_members,
     is_contiguous,
     optimizer_group,
 )
+from finlm.recipe.models.traits import Latent
 from finlm.recipe.shape import ModelShape
 
 GIB = 2**30
@@ -39,9 +41,7 @@ WORKSPACE_BYTES = 64 << 20  # cuBLAS's on Hopper, and small tensors
 UNPACKED = 16  # bytes a weight while 4 bits become a matrix: 8-byte indices, copies (read in torchao 0.18)
 DRAWN = {True: 8, False: 48}  # bytes an entry of the vocabulary while a token is drawn: compiled; hashes and noise too
 PROMPT_TOKENS = 16_384  # of prompts that are computed at once (train/model/generation.py)
-NVME_PARAM_BUFFERS = 5  # DeepSpeed's default
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
-
 
 # Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
 SCORES_KEPT = {False: 8, True: 12}
@@ -106,6 +106,49 @@ class Layout:
         return self.sequence_length // self.sequences
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """Element counts of DeepSpeed's buffers; config.py writes the same numbers into the JSON."""
+
+    reduce: int
+    allgather: int
+    prefetch: int
+    persistence: int
+    live: int
+    sub_group: int
+
+
+def bucket_sizes(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
+    """Return DeepSpeed's buffer sizes in elements: large at stages 1 and 2, its defaults at stage 3; <= the model."""
+    cap = max(shape.parameters, 1)
+    reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
+    return Buckets(
+        reduce=min(reduce, cap),
+        allgather=min(500_000_000, cap),
+        # A layer is gathered as a whole and the next must fit: DeepSpeed's 50 million are a quarter of XuanYuan-6B's.
+        prefetch=min(max(50_000_000, int(1.1 * shape.layer_parameters)), cap),
+        persistence=min(10 * shape.hidden, cap),  # norms stay whole, matrices are partitioned; the rule of transformers
+        live=min(1_000_000_000, cap),
+        sub_group=100_000_000 if offload_optimizer == "nvme" else 1_000_000_000,
+    )
+
+
+@cache
+def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
+    """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
+
+    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
+    """
+    kept = [0] * world_size
+    for members in group_members(shape.sizes, group, lambda size: size):
+        part, start = -(-sum(members) // world_size), 0
+        for size in members:
+            for rank in range(start // part, (start + size - 1) // part + 1):
+                kept[rank] += size
+            start += size
+    return max(kept)
+
+
 def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     """Return the bytes a token keeps in one decoder layer for the backward pass.
 
@@ -118,8 +161,8 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
     attention, ffn = (2 if shape.is_parallel else 4) * hidden, 4 * shape.ffn
-    attention += 4 * q + 4 * kv + 2 * (q + kv) * ("qkv_proj" in shape.matrices) if shape.latent is None else 0
-    attention += _latent_bytes(shape)
+    made = 4 * q + 4 * kv + 2 * (q + kv) * ("qkv_proj" in shape.matrices)
+    attention += made if shape.latent is None else _latent_bytes(shape, shape.latent)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
         ffn = int(shape.ffn_bytes * shape.ffn)
@@ -137,14 +180,12 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     return kept * layout.element_bytes // 2
 
 
-def _latent_bytes(shape: ModelShape) -> int:
+def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
     """Return the bytes a token of queries, keys, values, attention's output and what they are made from, 16 bits each.
 
     Values lie beside the keys' part without RoPE, except where they are filled up: then so is the output, which is cut.
     """
-    if shape.latent is None:
-        return 0
-    latent, q, out = shape.latent, shape.q_width, shape.output_width
+    q, out = shape.q_width, shape.output_width
     beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
     attended = 8 * q + 2 * out if shape.pads_values else 4 * q + 2 * (q - beside) + 4 * out
     return attended + 2 * (latent.cached + latent.queries)
@@ -284,15 +325,6 @@ def gpu_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     return items | {"context": CONTEXT_BYTES[layout.world_size > 1], "fragmentation": kept}
 
 
-def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
-    """Return the items with a cache that fits `limit` bytes, but not below its least share; unchanged on CPU."""
-    if limit is None or "process" in items:
-        return items
-    spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
-    least = int(FRAGMENTATION * allocated_bytes(items))
-    return items | {"fragmentation": max(least, min(items["fragmentation"], spare))}
-
-
 def allocated_bytes(items: dict[str, int]) -> int:
     """Return the part of gpu_items that torch.cuda.max_memory_allocated reports."""
     return sum(size for name, size in items.items() if name not in ("context", "process", "fragmentation"))
@@ -322,7 +354,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
         items["reference model"] = e * share(shape.parameters, layout, 3) if on_device else 0
     items |= {"reward model": e * shape.parameters} if layout.has_judge else {}
     if layout.zero_stage == 3:
-        sizes = buckets.sizes(3, layout.offload_optimizer, shape)
+        sizes = bucket_sizes(3, layout.offload_optimizer, shape)
         if layout.world_size > 1 or not on_device:
             items["gathered weights"] = e * min(shape.parameters, max(sizes.live, shape.layer_parameters))
         if layout.hpz_partition_size > 1:
@@ -381,19 +413,16 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     """
     if not is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
         return 0, 0, 0.0
-    e, size = layout.element_bytes, buckets.sizes(layout.zero_stage, layout.offload_optimizer, shape).reduce
+    e, size = layout.element_bytes, bucket_sizes(layout.zero_stage, layout.offload_optimizer, shape).reduce
     # Two buckets where one fills while the other is reduced (overlap_comm).
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
     stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
-    reduced = e * _most_reduced(shape, layout) if stays else 0
+    group = optimizer_group(layout.offload_optimizer, layout.world_size)
+    whole = layout.trainable is None
+    most = most_reduced(shape, group, layout.world_size) if whole else share(layout.trainable, layout, 1)
+    reduced = e * most if stays else 0
     layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
     return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)
-
-
-def _most_reduced(shape: ModelShape, layout: Layout) -> int:
-    if layout.trainable is not None:
-        return share(layout.trainable, layout, 1)
-    return buckets.most_reduced(shape, optimizer_group(layout.offload_optimizer, layout.world_size), layout.world_size)
 
 
 def _step_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -411,7 +440,7 @@ def _step_bytes(shape: ModelShape, layout: Layout) -> int:
         return (e + to_fp32) * own
     if layout.zero_stage == 3:
         checked = 3 * own if layout.precision == "fp16" else 0  # isinf of all gradients: their absolute values, a mask
-        return layout.gradient_bytes * own + checked + to_fp32 * min(own, buckets.sizes(3, "none", shape).sub_group)
+        return layout.gradient_bytes * own + checked + to_fp32 * min(own, bucket_sizes(3, "none", shape).sub_group)
     # The embedding is one parameter, whatever the size of a group.
     largest = shape.embedding_parameters if layout.trainable is None else 0
     group = min(own, max(optimizer_group(layout.offload_optimizer, layout.world_size), largest) // layout.world_size)

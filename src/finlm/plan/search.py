@@ -283,7 +283,7 @@ def measure(
     layouts = {rows: dataclasses.replace(same, micro_batch=rows) for rows in dict.fromkeys(micro_batches)}
     kinds = {(one.slots, one.gpu, one.memory_bytes, rows): one for one, rows in hosts}  # each kind of host once
     needed = {rows: memory.gpu_items(shape, one) for rows, one in layouts.items()}
-    items = {key: memory.squeeze_cache(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
+    items = {key: squeeze_cache(needed[key[-1]], device_memory(one)) for key, one in kinds.items()}
     sizes = {key: sum(each.values()) for key, each in items.items()}
     limits = {key: device_memory(one) for key, one in kinds.items()}
     tight = max(kinds, key=lambda key: sizes[key] / (limits[key] or float("inf")))
@@ -323,6 +323,15 @@ def measure(
     )
 
 
+def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
+    """Return the items with a cache that fits `limit` bytes, but not below its least share; unchanged on CPU."""
+    if limit is None or "process" in items:
+        return items
+    spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
+    least = int(memory.FRAGMENTATION * memory.allocated_bytes(items))
+    return items | {"fragmentation": max(least, min(items["fragmentation"], spare))}
+
+
 def _with_generation_rows(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, micro_batch: int, accumulation: int
 ) -> Layout:
@@ -339,7 +348,7 @@ def _with_generation_rows(
 
     def size(rows: int) -> int:
         items = memory.gpu_items(shape, dataclasses.replace(layout, generation_rows=rows))
-        return sum(memory.squeeze_cache(items, 0).values())
+        return sum(squeeze_cache(items, 0).values())
 
     limits = [limit for host in cluster.hosts if (limit := device_memory(host)) is not None]
     room = max(int((1 - MARGIN) * min(limits)), size(0)) if limits else size(answers)
