@@ -9,6 +9,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.corpus import contamination, documents
+from finlm.corpus.workers import ChunkTask
 
 QUESTIONS = (
     (
@@ -82,7 +83,7 @@ def test_a_hit_shows_the_start_of_its_own_document(tmp_path: Path) -> None:
     (tmp_path / "0.txt").write_text("".join(texts), encoding="utf-8")
     np.save(tmp_path / "0.npy", index)
     contamination.Index.of(list(contamination.read_questions([benchmark(tmp_path)]))).save(tmp_path / "index.npz")
-    found = contamination.find_hits(contamination.Task(tmp_path / "0.txt", tmp_path / "index.npz"))
+    found = contamination.find_hits(ChunkTask(tmp_path / "0.txt", (tmp_path / "index.npz",)))
     assert [(hit.document, hit.start) for hit in found] == [(1, exam(3)), (3, (exam(0) + LAW)[:120])]
 
 

@@ -31,7 +31,7 @@ from finlm.base.step_cache import NotPrepared, Step, file_changed
 from finlm.corpus import documents, ngrams, normalize
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import sources
-from finlm.corpus.workers import Arrays, Context
+from finlm.corpus.workers import Arrays, ChunkTask, Context
 from finlm.rows.shards import within
 
 VERSION = 2
@@ -231,18 +231,6 @@ def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A chunk of documents and the file of the index to search it with."""
-
-    chunk: Path
-    index: Path
-
-    def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that it needs."""
-        return (*documents.chunk_files(self.chunk), self.index)
-
-
-@dataclass(frozen=True)
 class Found:
     """A hit with the start of its document, as a chunk's result is kept."""
 
@@ -252,19 +240,19 @@ class Found:
     start: str
 
 
-def find_hits(task: Task) -> list[Found]:
-    """Return the hits in a chunk. Runs in a worker."""
+def find_hits(task: ChunkTask) -> list[Found]:
+    """Return the hits in a chunk, found with the index beside it. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
     bounds = [0, *ends.tolist()]
     hits = []
-    for hit in _load_index(task.index).find(data, ends):
+    for hit in _load_index(*task.beside).find(data, ends):
         start, end = bounds[hit.document : hit.document + 2]
         begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
         hits.append(Found(hit.document, hit.question, round(hit.share, 3), begins))
     return hits
 
 
-def _keep_hits(task: Task) -> Arrays:
+def _keep_hits(task: ChunkTask) -> Arrays:
     """Return the hits in a chunk as JSON bytes, for the cache."""
     rows = [asdict(found) for found in find_hits(task)]
     return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
@@ -302,8 +290,8 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
                 raise file_changed(path)
         index = directory / "questions.npz"
         Index.of(questions).save(index)
-        asked_about = [VERSION, [hashes[path] for path in paths]]
-        tasks = [(files.sha256_json([asked_about, chunk.key]), Task(chunk.path, index)) for chunk in read.chunks]
+        key = [VERSION, [hashes[path] for path in paths]]
+        tasks = [(files.sha256_json([key, each.key]), ChunkTask(each.path, (index,))) for each in read.chunks]
         contaminated: list[int] = []
         by_source: Counter[str] = Counter()
         asked: set[int] = set()

@@ -186,11 +186,9 @@ def write(
     store = _Store(Cache(keep, build=True), rules, clean.depends_on(rules))
     spans = list(_spans(inputs, store))
     used = max(1, readers.estimate_bytes([span.item for span in spans if not span.known]) // readers.BLOCK_BYTES)
-    total = sum(span.size for span in spans if not span.known)
-    if any(span.known for span in spans) and total:
-        all_bytes = sum(span.size for span in spans)
-        shown, all_shown = units.format_bytes(total), units.format_bytes(all_bytes)
-        screen.say(f"documents: {shown} of {all_shown} to read, the rest is kept")
+    total, whole = sum(span.size for span in spans if not span.known), sum(span.size for span in spans)
+    if 0 < total < whole:
+        screen.say(f"documents: {units.format_bytes(total)} of {units.format_bytes(whole)} to read, the rest is kept")
     with (
         (directory / "broken.jsonl").open("w", encoding="utf-8") as broken,
         (directory / "dropped.jsonl").open("w", encoding="utf-8") as dropped,
@@ -424,11 +422,6 @@ def _read_rows(task: Task, result: Parsed) -> list[tuple[int, int, parsing.Row]]
             part += block.kind == "files" and not block.cut
         part += block.kind != "files" or bool(block.cut)
     return rows
-
-
-def chunk_files(path: Path) -> tuple[Path, Path]:
-    """Return the files in which a chunk's documents lie: its .txt, which names it, and its records."""
-    return path, path.with_suffix(".npy")
 
 
 def read_index(path: Path) -> npt.NDArray[Any]:

@@ -30,7 +30,7 @@ from finlm.corpus import documents, selection, vocabulary
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import readers
 from finlm.corpus.selection import Selection, ShardEntry
-from finlm.corpus.workers import Arrays, Context
+from finlm.corpus.workers import Arrays, ChunkTask, Context
 from finlm.rows.shards import Split, tokenizer_file
 from finlm.tokens import encoders, pretrained, tokenizer_json
 
@@ -62,7 +62,7 @@ class Task:
     def reads(self) -> tuple[Path, ...]:
         """Return the files of the cache that it needs."""
         beside = sorted(path for path in self.tokenizer.parent.iterdir() if path.is_file())
-        return (*documents.chunk_files(self.chunk), *beside)
+        return (*ChunkTask(self.chunk).reads(), *beside)
 
     def key(self) -> str:
         """Return a key of all that the result depends on; the text enters by the name of its chunk."""
@@ -117,7 +117,8 @@ def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], len
     ids hold all texts end to end, lengths [texts] how many each has.
     """
     reference, encoder = _load_encoder(task.tokenizer, ""), _load_encoder(task.tokenizer, task.encoder)
-    long = [_compared_part(text) for text in texts[::_SAMPLED] if len(text) > _COMPARED]
+    long = [text[:_COMPARED] for text in texts[::_SAMPLED] if len(text) > _COMPARED]
+    long = [text.decode("utf-8", errors="ignore").encode() for text in long]
     different = encoders.difference(encoder, reference, long) if long else ""
     places = [place for place in range(0, len(texts), _SAMPLED) if len(texts[place]) <= _COMPARED]
     expected, wanted = reference([texts[place] for place in places])
@@ -128,11 +129,6 @@ def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], len
             different = repr(texts[place][:60].decode("utf-8", errors="replace"))
     if different:
         raise Disagreement(f"{different} in {task.chunk.name}")
-
-
-def _compared_part(text: bytes) -> bytes:
-    """Return the part of a sampled text that is compared: at most its first 256 KiB."""
-    return text if len(text) <= _COMPARED else text[:_COMPARED].decode("utf-8", errors="ignore").encode()
 
 
 def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence[bytes], task: Task) -> Encoded:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from finlm.base import files
 from finlm.base.step_cache import Step
 from finlm.corpus import documents, ngrams, selection
 from finlm.corpus.documents import Documents
-from finlm.corpus.workers import Arrays, Context
+from finlm.corpus.workers import Arrays, ChunkTask, Context
 from finlm.rows.shards import mix
 
 Ids = npt.NDArray[np.int64]
@@ -404,7 +403,8 @@ def read_likes(step: Step | None) -> npt.NDArray[np.uint32] | None:
 
 def _sign(context: Context, directory: Path, chunks: Sequence[documents.Chunk]) -> ngrams.Table:
     """Write the signatures of all chunks to files in directory, computed by the workers, and return their table."""
-    tasks = [(files.sha256_json([ngrams.SIGNATURE_VERSION, chunk.key]), Task(chunk.path)) for chunk in chunks]
+    version = ngrams.SIGNATURE_VERSION
+    tasks = [(files.sha256_json([version, chunk.key]), ChunkTask(chunk.path)) for chunk in chunks]
     writer = ngrams.Writer(directory)
     for made in context.map_kept("signatures", _sign_chunk, tasks):
         writer.append(made["signatures"], made["keys"])
@@ -412,18 +412,7 @@ def _sign(context: Context, directory: Path, chunks: Sequence[documents.Chunk]) 
     return ngrams.Table(directory, writer.documents)
 
 
-@dataclass(frozen=True)
-class Task:
-    """A chunk of documents to sign."""
-
-    chunk: Path
-
-    def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that signing reads."""
-        return documents.chunk_files(self.chunk)
-
-
-def _sign_chunk(task: Task) -> Arrays:
+def _sign_chunk(task: ChunkTask) -> Arrays:
     signatures, keys = ngrams.sign_chunk(task.chunk)
     return {"signatures": signatures, "keys": keys}
 

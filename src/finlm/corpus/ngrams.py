@@ -162,7 +162,11 @@ def sign_block(data: bytes, ends: npt.NDArray[np.integer]) -> tuple[Signatures, 
     """Return (signatures uint16 [documents, BINS], band keys uint32 [BANDS, documents]) of UTF-8 texts end to end."""
     signatures = np.zeros((len(ends), BINS), dtype=np.uint16)
     for first, here, limits in blocks(data, ends):
-        minima = _document_minima(here, limits) if len(limits) > 1 else _long_document_minima(here)
+        if len(limits) > 1:
+            grams = hash_grams(words_only(characters(here, limits)), SHINGLE)
+            minima = _minima(grams.hashes, grams.document, len(limits))
+        else:
+            minima = _long_document_minima(here)
         signatures[first : first + len(limits)] = _densify(minima)
     return signatures, band_keys(signatures)
 
@@ -188,14 +192,8 @@ def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
     return share
 
 
-def _document_minima(data: bytes, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Return the minima (see _minima) of several documents at once."""
-    grams = hash_grams(words_only(characters(data, ends)), SHINGLE)
-    return _minima(grams.hashes, grams.document, len(ends))
-
-
 def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the minima of one document, piece by piece: a document of 100 MB all at once would take 2 GB."""
+    """Return the minima (see _minima) of one document, piece by piece: 100 MB all at once would take 2 GB."""
     minima = np.full((1, BINS), _EMPTY, dtype=np.uint32)
     before = np.empty(0, dtype=np.uint32)  # characters of 5-grams that end in the next piece
     start = 0

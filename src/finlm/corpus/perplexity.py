@@ -29,7 +29,7 @@ from finlm.corpus import clean, documents, ngrams
 from finlm.corpus.documents import Documents
 from finlm.corpus.read import parsing, readers, sources
 from finlm.corpus.read.sources import Input
-from finlm.corpus.workers import Arrays, Context
+from finlm.corpus.workers import Arrays, ChunkTask, Context
 from finlm.recipe.schema_data import Clean, Perplexity, Source
 
 VERSION = 2
@@ -201,9 +201,9 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
 
     def make(directory: Path) -> dict[str, float]:
         """Write log.npy into directory; return what is usual in the clean set."""
-        path = model.path / "model.npz"
-        tasks = [(files.sha256_json([VERSION, model.key, chunk.key]), Task(chunk.path, path)) for chunk in read.chunks]
-        made = context.map_kept("perplexity", _keep_perplexity, tasks)
+        beside, key = (model.path / "model.npz",), [VERSION, model.key]
+        tasks = [(files.sha256_json([*key, each.key]), ChunkTask(each.path, beside)) for each in read.chunks]
+        made = context.map_kept("perplexity", _measure_chunk, tasks)
         parts = [*(arrays["log"] for arrays in made), np.empty(0, dtype=np.float32)]
         np.save(directory / "log.npy", np.concatenate(parts))
         return {"mean": model.manifest["mean"], "deviation": model.manifest["deviation"]}
@@ -228,28 +228,11 @@ def surprising_documents(step: Step, settings: Clean) -> npt.NDArray[np.bool_]:
     return log > np.float32(limit(settings, step))
 
 
-@dataclass(frozen=True)
-class Task:
-    """A chunk of documents and the file of the model that judges them."""
-
-    chunk: Path
-    model: Path
-
-    def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that it needs."""
-        return (*documents.chunk_files(self.chunk), self.model)
-
-
-def measure_chunk(task: Task) -> npt.NDArray[np.float32]:
+def _measure_chunk(task: ChunkTask) -> Arrays:
     """Return the ln perplexity of each document, 0 when fewer than 50 characters can be judged. Runs in a worker."""
     text = ngrams.characters(task.chunk.read_bytes(), documents.read_index(task.chunk)["end"])
-    log, count = _load_model(task.model).log_perplexity(text)
-    return np.where(count >= _ENOUGH, log, 0).astype(np.float32)
-
-
-def _keep_perplexity(task: Task) -> Arrays:
-    """Return the ln perplexities of a chunk, for the cache."""
-    return {"log": measure_chunk(task)}
+    log, count = _load_model(*task.beside).log_perplexity(text)
+    return {"log": np.where(count >= _ENOUGH, log, 0).astype(np.float32)}
 
 
 @lru_cache(maxsize=1)

@@ -364,14 +364,9 @@ def _samples(
             left = _SAMPLES - taken.get((chunk.source, code), 0)
             chosen = (np.flatnonzero(here == code)[:left] + chunk.rows.start).tolist()
             taken[chunk.source, code] = taken.get((chunk.source, code), 0) + len(chosen)
+            kept = like if code in (selection.NEAR_DUPLICATE, selection.NEAR_HELD_OUT) else None
             for number in chosen:
-                is_near = code in (selection.NEAR_DUPLICATE, selection.NEAR_HELD_OUT) and like is not None
-                yield _Dropped(
-                    chunk.source,
-                    selection.NAMES[code],
-                    number,
-                    int(like[number]) if is_near and like is not None else None,
-                )
+                yield _Dropped(chunk.source, selection.NAMES[code], number, None if kept is None else int(kept[number]))
 
 
 def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:

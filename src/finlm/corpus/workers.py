@@ -271,6 +271,18 @@ class Kept(Generic[Task]):
         return (self.path,)
 
 
+@dataclass(frozen=True)
+class ChunkTask:
+    """Work on the documents of a chunk (its .txt), with other files of the cache beside it."""
+
+    chunk: Path
+    beside: tuple[Path, ...] = ()
+
+    def reads(self) -> tuple[Path, ...]:
+        """Return the files of the cache that the work reads: texts, records, and those beside."""
+        return self.chunk, self.chunk.with_suffix(".npy"), *self.beside
+
+
 def files_read(task: object) -> tuple[Path, ...]:
     """Return the files of the cache that a task says it reads."""
     return tuple(task.reads()) if hasattr(task, "reads") else ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -214,17 +215,12 @@ def _utf8(parts: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     codecs.register_error("finlm.meaningless", lambda error: (_MEANINGLESS[0], error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("finlm.meaningless")
     first = True
-    for part in _chain(start, parts):
+    for part in itertools.chain((start,), parts):
         text = decoder.decode(part)
         if first and text:
             text, first = text.removeprefix("\ufeff"), False
         yield text.encode("utf-8", _MEANINGLESS[1])
     yield decoder.decode(b"", final=True).encode("utf-8", _MEANINGLESS[1])
-
-
-def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
 
 
 BLOCK_BYTES = 8 * 2**20

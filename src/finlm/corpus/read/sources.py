@@ -102,10 +102,10 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
         for group in groups:
             alone = len(by_format) == len(groups) == 1
             file_name = stem(group[0].name) if len(group) == 1 and kind != "arrow" else _common_name(together)
-            name = _source_name(source.name, file_name, alone)
+            name = file_name if source.name is None else source.name if alone else f"{source.name}-{file_name}"
             inputs.append(
                 Input(
-                    *(name, tuple(group), "share", kind, source.text_field, source.meta, source.encoding),
+                    *(safe_name(name), tuple(group), "share", kind, source.text_field, source.meta, source.encoding),
                     null_text=source.null_text,
                     expected=expected,
                     entry=key,
@@ -360,11 +360,6 @@ def _format(path: File, source: Source) -> Format:
             fix=_CONVERT if name.endswith(".csv") else "convert it to JSON lines, a document or a dialogue a line",
         )
     return _SUFFIXES.get(f".{name.rpartition('.')[2]}", "jsonl")
-
-
-def _source_name(given: str | None, file_name: str, alone: bool) -> str:
-    """Return a source's name: the file's without a given name, else the given one, with the file's if not alone."""
-    return safe_name(file_name if given is None else given if alone else f"{given}-{file_name}")
 
 
 def _common_name(pattern: str) -> str:
