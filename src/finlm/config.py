@@ -24,7 +24,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.screen import format_count
 from finlm.base.units import format_bytes, format_duration
-from finlm.plan import gpus, memory, planner
+from finlm.plan import gpus, host_memory, memory, planner
 from finlm.plan.plan import ON_HOST, Plan, is_contiguous
 from finlm.recipe import cluster, rules, shape
 from finlm.recipe import recipe as recipes
@@ -206,7 +206,7 @@ def _zero(recipe: Recipe, plan: Plan) -> Zero:
         zero["memory_efficient_linear"] = False
     if plan.offload_param != "none":
         buffer: Offload = {
-            "buffer_count": memory.NVME_PARAM_BUFFERS,
+            "buffer_count": host_memory.NVME_PARAM_BUFFERS,
             "buffer_size": _nvme_buffer(recipe, plan),
             "max_in_cpu": sizes.live,
         }

@@ -125,7 +125,7 @@ def _train_on(t: Training) -> int:
         step.act(t)
     with lock_run(t.run):
         if not t.is_trained:
-            files.write_json(t.run.doctor, {"findings": [finding.to_json() for finding in t.findings]})
+            files.write_json(t.run.doctor, {"findings": [dataclasses.asdict(finding) for finding in t.findings]})
         try:
             with trackers.track_beside(t.run, t.recipe.record.tracking):
                 for step in TRACKED:

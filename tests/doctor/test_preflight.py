@@ -200,7 +200,7 @@ def test_cpu_ranks_need_neither_gpu_nor_shm_nor_compiler() -> None:
 def test_errors_come_before_warnings_and_findings_are_json() -> None:
     findings = examine(changed(packages__numpy="2.0.0", limits__nofile=[10, 10]))
     assert [one.level for one in findings] == ["error", "warning"]
-    assert set(json.loads(json.dumps(findings[0].to_json()))) == {"check", "host", "level", "evidence", "fix"}
+    assert set(json.loads(json.dumps(dataclasses.asdict(findings[0])))) == {"check", "host", "level", "evidence", "fix"}
 
 
 def test_findings_are_shown_with_evidence_and_fix_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from finlm.base import files, screen
+from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
 
@@ -57,13 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)
-    stale = [lang for lang, path in PAGES.items() if not path.is_file() or path.read_text("utf-8") != page(lang)]
-    for lang in stale:
-        if "--check" in given:
-            screen.say(f"{PAGES[lang].name} is stale: run python -m finlm.admit.table")
-        else:
-            files.write_text(PAGES[lang], page(lang))
-    return int("--check" in given and bool(stale))
+    return screen.write_pages({path: page(lang) for lang, path in PAGES.items()}, given, "python -m finlm.admit.table")
 
 
 if __name__ == "__main__":

@@ -258,17 +258,12 @@ def publish(directory: Path, manifest: Manifest) -> None:
 def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
     """Publish step-N in a host's memory, then put `link` to it into the run's checkpoints, last."""
     publish(directory, manifest)
-    remove_unless(link, directory)
+    if not (link.is_symlink() and link.readlink() == directory):
+        remove(link)
     fresh = link.with_name(f".{link.name}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(directory)
     fresh.replace(link)
-
-
-def remove_unless(link: Path, target: Path) -> None:
-    """Remove what is at `link`, a checkpoint or a link to one, unless it is a link to `target`."""
-    if not (link.is_symlink() and link.readlink() == target):
-        remove(link)
 
 
 def remove(directory: Path) -> None:

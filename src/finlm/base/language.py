@@ -110,9 +110,7 @@ def _sentence_pattern(english: str) -> re.Pattern[str]:
 
 def _hole_pattern(name: str) -> str:
     """Return the regular expression of what a hole may hold: a message, a number, or anything within a clause."""
-    if name.startswith("_"):
-        return ".+"
-    return _NUMBERS.get(name, "(?:(?!; ).)+?")
+    return ".+" if name.startswith("_") else _NUMBERS.get(name, "(?:(?!; ).)+?")
 
 
 def _line(line: str) -> str:

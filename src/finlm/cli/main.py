@@ -118,7 +118,7 @@ def _doctor(options: argparse.Namespace) -> int:
         findings = sorted(findings + slow, key=lambda finding: finding.level)
         document |= {"links": links} if links else {}
     preflight.show(findings)
-    _print_json(options, {"findings": [finding.to_json() for finding in findings]} | document)
+    _print_json(options, {"findings": [asdict(finding) for finding in findings]} | document)
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 

@@ -85,7 +85,7 @@ def lint(options: argparse.Namespace) -> int:
     findings = lint.check(recipe, shards)
     lint.print_findings(findings, shards)
     if options.json:
-        listed = {"findings": [finding.to_json() for finding in findings], "left_out": lint.rows_left_out(shards)}
+        listed = {"findings": [asdict(finding) for finding in findings], "left_out": lint.rows_left_out(shards)}
         screen.print_json(listed)
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
@@ -204,7 +204,7 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
     )
     result = drill.forecast(failing, max(plan.days, 30.0) * drill.DAY)
     screen.show(f"  failures   {drill.sentence(failing, result)}")
-    return {"failures": result.to_json()}
+    return {"failures": asdict(result)}
 
 
 def new(options: argparse.Namespace) -> int:
@@ -428,7 +428,7 @@ def server_command(directory: Path, host: str, port: int, engine: str) -> list[s
     vllm = shutil.which("vllm")
     if engine == "vllm" and vllm is None:
         raise UserError("vLLM is not installed", fix="pip install vllm, or --engine transformers")
-    if vllm is not None and (engine == "vllm" or (engine == "auto" and _has_gpu())):
+    if vllm is not None and (engine == "vllm" or (engine == "auto" and Path("/proc/driver/nvidia/version").exists())):
         return [vllm, "serve", str(directory), *address]
     missing = [name for name in _OF_THE_SERVER if importlib.util.find_spec(name) is None]
     if missing:
@@ -438,7 +438,3 @@ def server_command(directory: Path, host: str, port: int, engine: str) -> list[s
             fix=f"{python} -m pip install -r requirements-serve.lock (or 'finlm[serve]')",
         )
     return [sys.executable, "-m", "transformers.cli.transformers", "serve", str(directory), *address]
-
-
-def _has_gpu() -> bool:
-    return Path("/proc/driver/nvidia/version").exists()

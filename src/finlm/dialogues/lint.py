@@ -12,7 +12,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,10 +40,6 @@ class Finding:
     evidence: str
     fix: str
     host: str = "data"
-
-    def to_json(self) -> dict[str, str]:
-        """Return the finding as the command line prints it."""
-        return asdict(self)
 
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("lint.toml").read_text(encoding="utf-8"))

@@ -40,7 +40,8 @@ def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
     yield from _check_driver(plan, host, gpu)
     if plan.device == "cuda":
         devices = devices_of_ranks(host, gpu)
-        yield from _check_memory(_needed_bytes(plan, host), devices)
+        needed = next((planned.gpu_bytes for planned in plan.hosts if planned.name == host.name), plan.gpu_bytes)
+        yield from _check_memory(needed, devices)
         yield from _check_health(devices, gpu)
         yield from _check_precision(plan, devices)
         yield from _check_nccl(facts)
@@ -112,11 +113,6 @@ def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[Hos
         for other, listed in twice.items():
             evidence = f"{', '.join(listed)} of {host.name} are also {other}'s: two names of one machine"
             yield host.name, ("gpus", "error", evidence, "one hostfile line a machine; NCCL refuses a duplicate GPU")
-
-
-def _needed_bytes(plan: Plan, host: Host) -> int:
-    """Return the bytes that the plan needs on a GPU of this host."""
-    return next((planned.gpu_bytes for planned in plan.hosts if planned.name == host.name), plan.gpu_bytes)
 
 
 def _check_memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
@@ -290,9 +286,10 @@ def settle_kinds(cluster: Cluster, facts: AllFacts) -> tuple[Cluster, list[str]]
         memory = host.memory_bytes or (_ram_bytes(facts[host.name]) if kind else None)
         hosts.append(dataclasses.replace(host, gpu=kind, memory_bytes=memory))
     usual = next((host.gpu for host in hosts if host.gpu), None)
-    return dataclasses.replace(
-        cluster, hosts=tuple(_with_gpu(host, usual) if host.name in unknown else host for host in hosts)
-    ), contradictions
+    for place, host in enumerate(hosts):
+        if host.name in unknown:
+            hosts[place] = dataclasses.replace(host, gpu=host.gpu or usual)
+    return dataclasses.replace(cluster, hosts=tuple(hosts)), contradictions
 
 
 def _choose_kind(names: list[str], otherwise: str | None) -> str | None:
@@ -311,8 +308,3 @@ def _ram_bytes(facts: HostFacts) -> int | None:
     """Return the RAM of a host, or of the container that its ranks run in; None when unknown."""
     memory = facts.memory
     return min(memory.total, memory.cgroup_limit or memory.total) if memory else None
-
-
-def _with_gpu(host: Host, gpu: str | None) -> Host:
-    """Return the host with its GPU kind, or with `gpu` when it has none."""
-    return dataclasses.replace(host, gpu=host.gpu or gpu)

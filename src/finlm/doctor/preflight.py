@@ -16,7 +16,6 @@ Does not look into the data, does not see faults that only show under load, and 
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import statistics
 from collections import Counter
@@ -64,10 +63,6 @@ class Finding:
     level: machine.Level
     evidence: str
     fix: str
-
-    def to_json(self) -> dict[str, str]:
-        """Return the finding as the command line prints it."""
-        return dataclasses.asdict(self)
 
 
 def check(recipe: Recipe, plan: Plan, cluster: Cluster, runs: Path) -> list[Finding]:
@@ -232,14 +227,9 @@ def _find_card(facts: HostFacts) -> str | None:
     local = Counter(call.local for call in facts.links.peers.values() if call.local)
     for address, _ in local.most_common():
         for card in facts.links.network or []:
-            if address in card.addresses and not any(map(_is_loopback, card.addresses)):
+            if address in card.addresses and not any(ipaddress.ip_address(each).is_loopback for each in card.addresses):
                 return card.name
     return None
-
-
-def _is_loopback(address: str) -> bool:
-    """Return whether an IP address is a loopback address."""
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _active_ports(facts: HostFacts) -> list[str]:

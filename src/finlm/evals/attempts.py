@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from finlm.base import files, screen
+from finlm.base import files, screen, step_cache
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Cache
 from finlm.corpus import steps
@@ -210,7 +210,7 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
     for item in every:
         if item.split == ("train" if split == "held_out" else "held_out"):
             continue
-        for block in parsing.dialogue_blocks(item, _ignore_progress):
+        for block in parsing.dialogue_blocks(item, step_cache.ignore_progress):
             for row in parsing.parse_dialogues(block):
                 try:
                     preference = convert.read_preference(row.value, mask, needs_both=False)
@@ -228,10 +228,6 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
                 counts["asked"] += 1
                 if counts["asked"] == options.limit:
                     return
-
-
-def _ignore_progress(amount: float, description: str | None = None) -> None:
-    """Ignore the progress of reading prompts."""
 
 
 def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[tuple[str, int]]]:

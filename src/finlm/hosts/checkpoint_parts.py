@@ -65,7 +65,7 @@ def gather_checkpoint(
     if here is not None and here.is_whole and not damaged:
         return directory
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda host: _try_manifest(run, step, host, accept_new, damaged), remote))
+        answers = list(pool.map(lambda host: _read_manifest(run, step, host, accept_new, damaged), remote))
     parts = [each for each in answers if isinstance(each, Manifest)]
     every = [here, *parts] if here is not None else parts
     missing = [each for each in answers if isinstance(each, Incomplete)]
@@ -129,16 +129,6 @@ def is_whole_together(parts: Sequence[Manifest]) -> bool:
     return any(manifest.is_whole or owners >= set(range(manifest.world_size)) for manifest in parts)
 
 
-def _try_manifest(
-    run: RunDir, step: int, host: Host, accept_new: bool, damaged: Sequence[str]
-) -> Manifest | Incomplete:
-    """Return the manifest of a host's part, or why the host does not give it; see _read_manifest."""
-    try:
-        return _read_manifest(run, step, host, accept_new, damaged)
-    except Incomplete as error:
-        return error
-
-
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
     """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once.
 
@@ -185,10 +175,12 @@ def _add_files(aside: Path, directory: Path, manifest: Manifest, is_part_here: b
     shutil.rmtree(aside)
 
 
-def _read_manifest(run: RunDir, step: int, host: Host, accept_new: bool, damaged: Sequence[str]) -> Manifest:
-    """Return the manifest of a host's part of a checkpoint; Manifest.from_json refuses names outside the directory.
+def _read_manifest(
+    run: RunDir, step: int, host: Host, accept_new: bool, damaged: Sequence[str]
+) -> Manifest | Incomplete:
+    """Return the manifest of a host's part of a checkpoint, or why the host does not give it.
 
-    damaged: files of the copy here, for the message. Raises Incomplete when the host does not give it.
+    damaged: files of the copy here, for the message. Raises UserError for names outside the directory.
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
@@ -196,11 +188,11 @@ def _read_manifest(run: RunDir, step: int, host: Host, accept_new: bool, damaged
     except (UserError, ValueError) as error:
         why = f"{error.problem}\n{error.evidence}" if isinstance(error, UserError) else f"{far} is not JSON: {error}"
         here = f"\nthe copy on this machine is damaged: {', '.join(damaged[:5])}" * bool(damaged)
-        raise Incomplete(
+        return Incomplete(
             f"{host.name}'s part of step-{step} exists nowhere else, and {host.name} does not give it",
             evidence=why.rstrip() + here,
             fix=way_out(run, [host.name], step if damaged else 0),
-        ) from None
+        )
     return Manifest.from_json(content, f"{host.name}:{far}")
 
 

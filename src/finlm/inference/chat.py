@@ -221,16 +221,13 @@ class Talker:
         if self._cache is None or length == len(self._seen):
             return
         layers = getattr(self._cache, "layers", ())
-        if not length or any(getattr(layer, "keys", None) is None for layer in layers) or self._slides():
+        slides = bool(getattr(self.opened.model.config, "sliding_window", None))  # then it forgets its beginning
+        if not length or any(getattr(layer, "keys", None) is None for layer in layers) or slides:
             self._forget()
             return
         for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         del self._seen[length:]
-
-    def _slides(self) -> bool:
-        """Return whether the model forgets its beginning: then a cache cannot be shortened."""
-        return bool(getattr(self.opened.model.config, "sliding_window", None))
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
         """Return the logits, fp32 [vocabulary], after ids, which follow _seen; extends the cache and _seen."""

@@ -84,7 +84,8 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     with step_cache.new_directory(out) as directory:
         trained.model.save_pretrained(directory, max_shard_size=most)
         _write_tokenizer(directory, trained, tokenizer)
-        _complete_config(directory, trained)
+        config = files.read_json(directory / "config.json")
+        files.write_json(directory / "config.json", _with_start(config, trained.recipe.model))
         files.write_text(directory / "README.md", card_text(trained, directory))
         _prove(directory, trained, tokenizer)
         _seal(directory, trained.run, trained.recipe, trained.checkpoint)
@@ -96,16 +97,11 @@ def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> Non
     runs.seal_model(directory, **origin, step=step_of(checkpoint))
 
 
-def _complete_config(directory: Path, trained: Trained) -> None:
-    """Add to config.json the fields that transformers 5 does not write and others read."""
-    config = files.read_json(directory / "config.json")
-    files.write_json(directory / "config.json", _with_start(config, trained.recipe.model))
-
-
 def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
     """Return config with the fields that only the config.json of model.init_from has, and RoPE under its old names too.
 
-    rope_theta and rope_scaling, as before transformers 5, are written where all layers have one RoPE.
+    transformers 5 does not write them, and others read them. rope_theta and rope_scaling, as before transformers 5, are
+    written where all layers have one RoPE.
     """
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:

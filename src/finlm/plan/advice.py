@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from finlm.base.screen import format_count, format_rate
 from finlm.base.units import format_bytes, format_duration
@@ -52,10 +51,6 @@ class Advice:
     checkpoint_copy_disk_bytes: int
     memory_interval_seconds: float | None  # between checkpoints in memory; None = there are none
     memory_bytes: int  # of checkpoints in memory, of the host that needs most
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON-able dict."""
-        return dataclasses.asdict(self)
 
 
 def of(
@@ -375,10 +370,6 @@ class Change:
     what: str
     tokens_per_second: float
     times: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON-able dict."""
-        return dataclasses.asdict(self)
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:

@@ -418,8 +418,8 @@ def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
     overlaps = layout.world_size > 1 and layout.zero_stage < 3
     stays = layout.zero_stage == 1 or (layout.zero_stage == 2 and layout.offload_optimizer not in ON_HOST)
     group = optimizer_group(layout.offload_optimizer, layout.world_size)
-    whole = layout.trainable is None
-    most = most_reduced(shape, group, layout.world_size) if whole else share(layout.trainable, layout, 1)
+    trained = layout.trainable
+    most = most_reduced(shape, group, layout.world_size) if trained is None else share(trained, layout, 1)
     reduced = e * most if stays else 0
     layers = math.ceil(max(0, size - shape.embedding_parameters) / shape.layer_parameters)
     return (1 + overlaps) * e * size, reduced, min(1.0, layers / shape.layers)

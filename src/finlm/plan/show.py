@@ -175,11 +175,7 @@ class Consulted:
 
     def to_json(self) -> dict[str, Any]:
         """Return the keys that `plan --json` has beside the plan's."""
-        return {
-            "advice": self.advice.to_json(),
-            "options": [option.to_json() for option in self.options],
-            "changes": [change.to_json() for change in self.changes],
-        }
+        return dataclasses.asdict(self)
 
 
 def consult(
@@ -220,10 +216,6 @@ class Option:
     tokens_per_second: float | None
     fits: bool
     verdict: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON-able dict."""
-        return dataclasses.asdict(self)
 
 
 def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Option]:
@@ -306,22 +298,14 @@ class Consequence:
     change: float | None
 
 
-def _duration(days: float) -> str:
-    return format_duration(days * 86400)
-
-
-def _per_second(tokens: float) -> str:
-    return f"{tokens:,.0f} tokens/s"
-
-
 def _offload(plan: Plan) -> str:
     return f"optimizer {plan.offload_optimizer}, parameters {plan.offload_param}"
 
 
 # What it takes first, what was decided for it after.
 _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = (
-    ("time", lambda plan: plan.days, _duration),
-    ("speed", lambda plan: plan.tokens_per_second, _per_second),
+    ("time", lambda plan: plan.days, lambda days: format_duration(days * 86400)),
+    ("speed", lambda plan: plan.tokens_per_second, "{:,.0f} tokens/s".format),
     ("memory of a rank", lambda plan: plan.gpu_bytes, format_bytes),
     ("memory of a host", lambda plan: plan.host_bytes, format_bytes),
     ("tokens", lambda plan: plan.steps * plan.tokens_per_step, format_count),

@@ -63,12 +63,7 @@ MICRO_STEP_LAUNCH = 5.2e-3  # beside the layers: embedding, loss, engine, data
 
 def micro_step_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
     """Return the seconds of one micro-batch, forward and backward, without transfers: the GPU's or the host's."""
-    return max(gpu_seconds(shape, layout, gpu), host_seconds(shape, layout))
-
-
-def gpu_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of the GPU's work on one micro-batch, forward and backward."""
-    return _raw_seconds(shape, layout, gpu) / _scale(gpu)
+    return max(_raw_seconds(shape, layout, gpu) / _scale(gpu), host_seconds(shape, layout))
 
 
 def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:

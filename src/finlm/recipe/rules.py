@@ -200,7 +200,8 @@ def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "train.precision", "fp8 trains from scratch only; use auto"
     yield from _sft(recipe)
     yield from _preference(recipe)
-    yield from _lora(recipe)
+    if recipe.lora is not None and recipe.lora.quantize == "nf4":
+        yield from _nf4(recipe)
 
 
 def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
@@ -231,14 +232,6 @@ def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"sft.{name}", "is about rows of one dialogue: set sft.packing to false"
     if sft.order == "sampler" and recipe.data.mixture:
         yield "sft.order", "sampler knows no weights; leave data.mixture out"
-
-
-def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the section lora."""
-    if recipe.lora is None:
-        return
-    if recipe.lora.quantize == "nf4":
-        yield from _nf4(recipe)
 
 
 def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -193,16 +193,11 @@ def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set
     """
     while not any(
         row["time"] > since
-        and row["kind"] in ("in_memory", "copied" if _makes_copies(_find_run(d, before)) else "checkpoint")
+        and row["kind"] in ("in_memory", "copied" if any(_find_run(d, before).read_events("copied")) else "checkpoint")
         for row in _find_run(d, before).read_events()
     ):
         _check_alive(process)
         time.sleep(POLL_SECONDS)
-
-
-def _makes_copies(run: RunDir) -> bool:
-    """Return whether the run has copied a checkpoint to this machine."""
-    return any(run.read_events("copied"))
 
 
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:
@@ -306,10 +301,6 @@ class Forecast:
     low: float
     high: float
     between: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the forecast as `finlm plan --json` prints it."""
-        return dataclasses.asdict(self)
 
 
 def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:

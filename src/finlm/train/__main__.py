@@ -61,11 +61,16 @@ def main() -> None:
         if recipe.stage == "pretrain":
             # `finlm train` did so on its own host; data.prepared of another host may never have been read in such rows.
             prepare_rows(Shards(RunDir(run_path).shards), recipe.batch.sequence_length, recipe.data.packing)
-        trainer = importlib.import_module(f"finlm.train.{STAGES[recipe.stage]}")
+        stage = importlib.import_module(f"finlm.train.{STAGES[recipe.stage]}")
         bind_cores(Plan.read(RunDir(run_path).plan))
         gc.freeze()
         gc.enable()
-        code = trainer.main(run_path)
+        if recipe.stage == "pretrain":
+            code = stage.main(run_path)
+        else:
+            from finlm.train.post import trainers
+
+            code = trainers.train(run_path, stage.make)
     except BaseException as error:  # also SystemExit from a library: the log must say why a rank ended
         traceback.print_exc()
         if "torch" in sys.modules and (cause := _out_of_memory(error)) is not None:

@@ -29,7 +29,7 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer import utils as trl_utils
 
 from finlm.recipe.schema import Model
-from finlm.recipe.schema_train import Term
+from finlm.recipe.schema_train import Grpo, Term
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
@@ -38,7 +38,7 @@ from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 from finlm.train.post import rollouts, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
 from finlm.train.post.start import load_start, padding_tokenizer
-from finlm.train.post.trainers import Rank, Recorded, Steps, arguments, train
+from finlm.train.post.trainers import Rank, Recorded, arguments
 from finlm.train.zero.storage import State
 
 Answers = list[list[int]]
@@ -69,21 +69,16 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         self.rank = r
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
         self.is_generated = False  # whether answers came since the last step
-        assert r.recipe.grpo is not None
-        self.mismatch = rollouts.Mismatch(r.recipe.grpo.importance_cap, r.device)
+        self.grpo = settings_of(r)
+        self.mismatch = rollouts.Mismatch(self.grpo.importance_cap, r.device)
         super().__init__(model=model, reward_funcs=terms, processing_class=tokenizer, **given)
-        self.reward_func_names = names_of(r.recipe.grpo.reward)
+        self.reward_func_names = names_of(self.grpo.reward)
         self.attach(r)
 
     @cached_property
     def order(self) -> Order:
         """The order of prompts: which prompt a position of the run reads."""
         return Order(len(self.prompts), self.rank.recipe.train.seed)
-
-    def get_train_dataloader(self) -> Steps:
-        """Return this rank's prompts from the step the run has reached."""
-        plan = self.rank.plan
-        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
         """Return (tokens of the last generation's answers, tokens of its answers and prompts) over all ranks."""
@@ -99,8 +94,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         }
         if self.is_generated:
             self.is_generated = False
-            assert self.rank.recipe.grpo is not None
-            measured = rollouts.measure(list(self._logs["completion"]), self.rank.recipe.grpo.checked)
+            measured = rollouts.measure(list(self._logs["completion"]), self.grpo.checked)
             metrics |= {"rewards": means, **measured}
             if self.rank.rank == 0:
                 rollouts.write(self.rank.run, self.state.global_step, list(self._recorded_answers()))
@@ -233,8 +227,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
     def _read(self, step: int) -> Iterator[list[Prompt]]:
         """Yield this rank's prompts of a generation at each micro-step; seed torch and set what generating reads."""
-        grpo, plan = self.rank.recipe.grpo, self.rank.plan
-        assert grpo is not None
+        grpo, plan = self.grpo, self.rank.plan
         self._step = step * plan.gradient_accumulation_steps
         answers = plan.micro_batch * plan.gradient_accumulation_steps
         count = answers * plan.world_size // grpo.generations
@@ -258,8 +251,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
         All ranks must call it. longest: tokens of the longest prompt that any rank generates for.
         """
-        plan, grpo, gathers = self.rank.plan, self.rank.recipe.grpo, self.args.ds3_gather_for_generation
-        assert grpo is not None
+        plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
             most=grpo.max_new_tokens,
             ends=self.eos_token_ids,
@@ -290,9 +282,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
         [prompts], or empty when that number is 0; collective.
         """
-        grpo = self.rank.recipe.grpo
-        assert grpo is not None
-        count = grpo.held_out_answers
+        count = self.grpo.held_out_answers
         if not count:
             return torch.empty(0)
         repeated = [prompt for prompt in prompts for _ in range(count)]
@@ -327,27 +317,20 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return trainers.spread(self.rank, len(prompts), -(-len(prompts) // self.rank.plan.world_size), reward)
 
 
-def main(run_path: Path) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
-    return train(run_path, make)
-
-
 def make(r: Rank) -> GroupTrainer:
     """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded."""
-    grpo = r.recipe.grpo
-    assert grpo is not None
     score_answers_alone()
     tokenizer = padding_tokenizer(r)
     model = load_start(r)
     model.config._name_or_path = _start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
-    return trainer_of(grpo.form)(
+    return trainer_of(settings_of(r).form)(
         r,
         model,
         rollouts.make_rewards(r),
         tokenizer,
-        args=settings(r),
+        args=trl_settings(r),
         # Read only for the first row, by which trl tells the kind of data.
         train_dataset=Dataset.from_list([{"prompt": "-", "answer": "A"}]),
         peft_config=lora.lora_config(r.recipe),
@@ -398,10 +381,15 @@ def _start_path(start: Model) -> str:
     return snapshot_download(source, revision=start.revision, local_files_only=True)  # it has just been loaded
 
 
-def settings(r: Rank) -> GRPOConfig:
+def settings_of(r: Rank) -> Grpo:
+    """Return the section grpo of the run's recipe."""
+    assert r.recipe.grpo is not None
+    return r.recipe.grpo
+
+
+def trl_settings(r: Rank) -> GRPOConfig:
     """Return trl's arguments of the run."""
-    grpo = r.recipe.grpo
-    assert grpo is not None
+    grpo = settings_of(r)
     return arguments(
         GRPOConfig,
         r,

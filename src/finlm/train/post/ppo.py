@@ -14,7 +14,7 @@ import torch
 
 from finlm.recipe.schema_train import Ppo
 from finlm.train.model import causal_lm
-from finlm.train.post.grpo import GroupTrainer, Rows
+from finlm.train.post.grpo import GroupTrainer, Rows, settings_of
 from finlm.train.post.start import RewardHead
 from finlm.train.post.trainers import Rank
 
@@ -29,8 +29,7 @@ class ValueTrainer(GroupTrainer):
 
     def __init__(self, r: Rank, model: Any, *given: Any, **named: Any) -> None:
         """Add a value head of zeros to the model, and compute values within its forward pass."""
-        assert r.recipe.grpo is not None
-        self.ppo: Ppo = r.recipe.grpo.ppo
+        self.ppo = settings_of(r).ppo
         weight = model.lm_head.weight
         head = RewardHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
         torch.nn.init.zeros_(head.weight)  # the first answers are judged by what they earn

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from finlm.train.batches import Numbers
 from finlm.train.model import causal_lm, lora
 from finlm.train.post import start
 from finlm.train.post.start import RewardHead, forward_without_mask, load_start, padding_id, padding_tokenizer
-from finlm.train.post.trainers import Rank, Recorded, Steps, arguments, drain_metrics, spread, train
+from finlm.train.post.trainers import Rank, Recorded, arguments, drain_metrics, spread
 
 IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -59,11 +58,6 @@ class PairTrainer(Recorded):
     def tokens(self) -> Any:
         """Tokens of each pair's two sequences: int64 [pairs]."""
         return np.array([_tokens(pair) for pair in self.pairs])
-
-    def get_train_dataloader(self: Any) -> Steps:
-        """Return this rank's micro-batches from the step the run has reached."""
-        plan = self.rank.plan
-        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
         """Return the tokens of all sequences of a step over all ranks, twice: all of them are read."""
@@ -311,11 +305,6 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
     torch.nn.init.normal_(reward_model.score.weight, std=(config.hidden_size + 1) ** -0.5)
     reward_model.forward = partial(forward_without_mask, reward_model)
     return reward_model
-
-
-def main(run_path: Path) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
-    return train(run_path, make)
 
 
 def make(r: Rank) -> PairTrainer:

@@ -283,16 +283,13 @@ def _call_function(
 ) -> list[float | None]:
     """Return the values of the user's function, a number or None for each answer. Raises RuntimeError for others."""
     values = list(function(prompts=prompts, completions=completions, answers=answer))
-    wrong = next((value for value in values if value is not None and not _is_finite(value)), None)
+    numbers = [value for value in values if value is not None]
+    wrong = next((each for each in numbers if not isinstance(each, (int, float)) or not math.isfinite(each)), None)
     if len(values) != len(completions) or wrong is not None:
         returned = f"{len(values)} values" if wrong is None else f"{wrong!r} for an answer"
         expected = f"it takes {len(completions)} answers and returns a finite number, or None, for each"
         raise RuntimeError(f"grpo.reward: {name} returned {returned}; {expected}")
     return [None if value is None else float(value) for value in values]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def load_reward_model(path: str, r: Rank) -> Rewards:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -31,7 +30,7 @@ from finlm.train.batches import Batches, Numbers
 from finlm.train.model import causal_lm, kernels, lora, products
 from finlm.train.model.causal_lm import model_config
 from finlm.train.post import start
-from finlm.train.post.trainers import Rank, Recorded, Steps, arguments, train
+from finlm.train.post.trainers import Rank, Recorded, arguments
 
 
 class MicroBatch(TypedDict, total=False):
@@ -68,11 +67,6 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         layers = causal_lm.base_model(self.model).model.layers
         products.swap_summing(self.model, layers, self.rank.plan, lambda: self.accelerator.sync_gradients)
         return prepared
-
-    def get_train_dataloader(self) -> Steps:
-        """Return this rank's micro-batches from the step the run has reached."""
-        plan = self.rank.plan
-        return Steps(self._read, lambda: self.state, plan.gradient_accumulation_steps, plan.steps)
 
     def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
         """Return the micro-batch's summed loss as its part of the step's mean over all ranks; note it by source."""
@@ -127,11 +121,6 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
                 "scale": scale,
                 "sources": self.by_source.numbers(ids),
             }
-
-
-def main(run_path: Path) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
-    return train(run_path, make)
 
 
 def make(r: Rank) -> DialogueTrainer:

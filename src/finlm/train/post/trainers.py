@@ -72,7 +72,10 @@ def open_rank(run_path: Path) -> Rank:
 
 
 def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
-    """Train the run to its last step with the trainer that make returns for a rank; return the process's exit code."""
+    """Train the run to its last step with the trainer that make returns for a rank; return the process's exit code.
+
+    Every rank calls it.
+    """
     r = open_rank(run_path)
     with kernels.attention(r.plan):  # of the making too: DPO scores its pairs with the model that it starts from
         return int(make(r).run())
@@ -134,6 +137,10 @@ class Recorded:
     def restore(self: Any, saved: State) -> None:
         """Restore the state that state_for_checkpoint() returned; empty at the first step."""
         self.skipped = Skipped(saved.get("skipped", ()))
+
+    def get_train_dataloader(self: Any) -> Steps:
+        """Return what the trainer's _read yields in each step, from the step that the run has reached."""
+        return Steps(self)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
         """Return (tokens that count in the loss of a step (0-based), tokens read in its rows) over all ranks."""
@@ -290,15 +297,15 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 class Steps:
     """Iterates over a rank's micro-batches from the run's current step on: the trainer's data loader."""
 
-    def __init__(self, read: Any, state: Any, micro_steps: int, last: int) -> None:
-        self.read, self.state, self.micro_steps, self.last = read, state, micro_steps, last
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.plan = trainer, trainer.rank.plan
 
     def __len__(self) -> int:
-        return int(self.last * self.micro_steps)
+        return int(self.plan.steps * self.plan.gradient_accumulation_steps)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for step in range(self.state().global_step, self.last):
-            yield from self.read(step)
+        for step in range(self.trainer.state.global_step, self.plan.steps):
+            yield from self.trainer._read(step)
 
 
 def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
