@@ -331,11 +331,10 @@ def _sample(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     """Run `finlm report`: write a run's page, or one of several runs side by side; print its path. Return 0."""
-    from finlm.base.rundir import open_run
     from finlm.record import compare
     from finlm.record.report import run_page
 
-    runs = [open_run(directory) for directory in options.run_dir]
+    runs = [rundir.open_run(directory) for directory in options.run_dir]
     if len(runs) == 1:
         screen.show(str(run_page.build(runs[0], options.out)))
     else:
@@ -357,28 +356,25 @@ def _runs(options: argparse.Namespace) -> int:
 
 def _track(options: argparse.Namespace) -> int:
     """Run `finlm track`: send a run's metrics to trackers. Return 0."""
-    from finlm.base.rundir import open_run
     from finlm.record import trackers
 
-    trackers.track(open_run(options.run_dir), options.to, options.follow)
+    trackers.track(rundir.open_run(options.run_dir), options.to, options.follow)
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
     """Run `finlm compare`: print how two runs differ. Return 0 when they are equal, else 1."""
-    from finlm.base.rundir import open_run
     from finlm.record import compare
 
-    one, other = map(open_run, options.run_dirs)
+    one, other = map(rundir.open_run, options.run_dirs)
     return _print_comparison(compare.runs(one, other, options.tolerance), one.path, other.path, options.json)
 
 
 def _reproduce(options: argparse.Namespace) -> int:
     """Run `finlm reproduce`: run a finished run again and compare. Return 0 when they are equal, else 1."""
-    from finlm.base.rundir import open_run
     from finlm.runs import proofs
 
-    run = open_run(options.run_dir)
+    run = rundir.open_run(options.run_dir)
     return _print_comparison(proofs.reproduce(run, options.runs, options.tolerance), run.path, "again", options.json)
 
 

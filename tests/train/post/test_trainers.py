@@ -39,10 +39,11 @@ def test_a_run_ends_when_no_step_changes_its_weights_any_more(precision: str, en
 
 def test_prompts_of_one_text_keep_their_own_ids() -> None:
     plan = SimpleNamespace(gradient_accumulation_steps=1, micro_batch=4, world_size=1)
-    settings = SimpleNamespace(grpo=SimpleNamespace(generations=2, iterations=1), train=SimpleNamespace(seed=7))
+    settings = SimpleNamespace(train=SimpleNamespace(seed=7))
     prompts = [{"prompt": "<unk>", "prompt_ids": ids} for ids in ([1, 30, 31], [1])]
     trainer: Any = SimpleNamespace(
         rank=SimpleNamespace(plan=plan, recipe=settings, rank=0),
+        grpo=SimpleNamespace(generations=2, iterations=1),
         prompts=prompts,
         order=Order(2, 7),
         checksum=batches.Checksum(),
