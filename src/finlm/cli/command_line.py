@@ -138,15 +138,12 @@ def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of doctor; without a hostfile those that the recipe was written for, as the plan's."""
     from finlm.doctor import gpus
-    from finlm.recipe import cluster
 
-    _declare_kinds(options)
     if path := hostfile(options):
+        _declare_kinds(options)
         hosts = _load(options, path, recipe)
         return hosts if options.gpu else gpus.ask_kinds(recipe, hosts, options.accept_new)
-    if options.local:
-        return cluster.local(recipe.train.cpu_ranks, recipe.hardware)
-    return cluster.from_hardware(recipe.hardware, options.gpu)
+    return to_plan(options, recipe)
 
 
 def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:

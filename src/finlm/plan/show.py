@@ -108,7 +108,6 @@ def rows(made: Plan) -> list[tuple[str, str]]:
     hosts = ", ".join(each)
     hosts += f", ... {len(made.hosts)} hosts" if len(made.hosts) > 4 else ""
     tokens = made.steps * made.tokens_per_step
-    offload = f"optimizer {made.offload_optimizer}, parameters {made.offload_param}"
     micro_steps = made.gradient_accumulation_steps
     factors = f"{made.world_size} ranks x {micro_steps} micro-steps x {made.micro_batch} rows"
     if unequal:
@@ -118,7 +117,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
         ("hosts", hosts),
         ("model", f"{format_count(made.parameters)} parameters, vocabulary {made.vocab_size:,}"),
         ("precision", f"{made.precision}, gradients added up in fp32" if made.fp32_gradients else made.precision),
-        ("ZeRO", f"stage {made.zero_stage}, offload {offload}"),
+        ("ZeRO", f"stage {made.zero_stage}, offload {_offload(made)}"),
         ("batch", f"{made.tokens_per_step:,} tokens = {factors}"),
         ("recompute", made.recompute),
         (

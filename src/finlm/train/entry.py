@@ -12,10 +12,11 @@ import random
 import resource
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import deepspeed
 import numpy as np
@@ -23,9 +24,10 @@ import torch
 import transformers
 from torch import distributed
 
-from finlm.base.rundir import RunDir
+from finlm.base.rundir import RunDir, open_run
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
+from finlm.rows.shards import Shard, Shards
 
 
 def join_ranks(recipe: Recipe, plan: Plan) -> int:
@@ -258,3 +260,47 @@ class Events:
             if len(self.waiting) == 1:
                 print("the disk is full: rows of events.jsonl wait until there is room", flush=True)
             self.waiting[-1][1].setdefault("time", round(time.time(), 3))  # when it happened, not when it is written
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rank:
+    """The objects of a rank of a run, whose process group exists; `started` is time.monotonic() at its start."""
+
+    run: RunDir
+    recipe: Recipe
+    plan: Plan
+    shards: Shards
+    device: torch.device
+    rank: int
+    events: Events
+    started: float
+
+    def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
+        """Return the first items of read(held-out shards) of each source.
+
+        At most as many as rows that eval.max_tokens_per_source tokens fill.
+        """
+        most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
+        return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
+
+    def end(self, step: int, status: str, exit_code: int) -> int:
+        """Record the row `end`, wait for all ranks, and return `exit_code`."""
+        seconds = round(time.monotonic() - self.started, 1)
+        self.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
+        distributed.barrier()
+        return exit_code
+
+
+def open_rank(run_path: Path) -> Rank:
+    """Join the process group, open the run directory of this rank, and note signals from now on."""
+    started = time.monotonic()
+    note_signals()
+    run = open_run(run_path)
+    plan = Plan.read(run.plan)
+    recipe = Recipe.read(run.recipe)
+    rank = join_ranks(recipe, plan)
+    device = torch.device(plan.device)
+    return Rank(run, recipe, plan, Shards(run.shards), device, rank, Events(run, rank), started)

@@ -18,15 +18,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from finlm.base.rundir import RunDir, open_run
-from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
+from finlm.base.rundir import RunDir
 from finlm.rows import packing
 from finlm.rows.packing import NamedDocument
-from finlm.rows.shards import Shards
 from finlm.train import batches, entry
 from finlm.train.batches import Batches
-from finlm.train.entry import Events, is_due, join_ranks, versions
+from finlm.train.entry import Rank, is_due, open_rank, versions
 from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Twins, Watch, rank_hosts
 from finlm.train.model import kernels
 from finlm.train.model.causal_lm import attention_kernel, load, model_config
@@ -36,27 +33,24 @@ from finlm.train.zero.storage import State
 
 
 @dataclass
-class Setup:
-    """The objects that the training loop of one rank works with; `started` is time.monotonic() at its start."""
+class Setup(Rank):
+    """The objects that the training loop of one rank works with."""
 
-    run: RunDir
-    recipe: Recipe
-    plan: Plan
-    shards: Shards
     engine: Any
     batches: Batches
-    rank: int
-    events: Events
     checkpoints: Checkpoints
-    started: float
 
     def __post_init__(self) -> None:
         self.guard = Guard(self)
 
+    def end(self, step: int, status: str, exit_code: int) -> int:
+        """Finish the checkpoint, record the row `end`, wait for all ranks, and return `exit_code`."""
+        self.checkpoints.close()
+        return super().end(step, status, exit_code)
+
 
 def main(run_path: Path) -> int:
     """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
-    entry.note_signals()
     s = prepare(run_path)
     with kernels.attention(s.plan):
         return loop(s)
@@ -94,7 +88,7 @@ def loop(s: Setup) -> int:
         seen, interrupted = log_step(s, step, data_step, loss, lr, begun)
         then = s.guard.judge(step, data_step, seen)
         if then == "stop":
-            return end(s, step, "failed", 1)
+            return s.end(step, "failed", 1)
         if then == "roll_back" and (restored := s.guard.roll_back(step, data_step)) is not None:
             step = restored
             continue
@@ -107,38 +101,24 @@ def loop(s: Setup) -> int:
         # After the evaluation: what a checkpoint follows is recorded.
         s.checkpoints.save_if_due(step, at_once=last or bool(interrupted))
         if interrupted and not last:
-            return end(s, step, "interrupted", 128 + interrupted)
-    return end(s, step, "finished", 0)
-
-
-def end(s: Setup, step: int, status: str, exit_code: int) -> int:
-    """Finish the checkpoint, record the row `end`, wait for all ranks, and return `exit_code`."""
-    s.checkpoints.close()
-    seconds = round(time.monotonic() - s.started, 1)
-    s.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
-    distributed.barrier()
-    return exit_code
+            return s.end(step, "interrupted", 128 + interrupted)
+    return s.end(step, "finished", 0)
 
 
 def prepare(run_path: Path) -> Setup:
     """Join the process group and build model, engine, batches and checkpoints of this rank from the run directory."""
-    started = time.monotonic()
-    run = open_run(run_path)
-    plan = Plan.read(run.plan)
-    recipe = Recipe.read(run.recipe)
-    rank = join_ranks(recipe, plan)
-    shards = Shards(run.shards)
+    r = open_rank(run_path)
+    recipe, plan, shards = r.recipe, r.plan, r.shards
     config = model_config(recipe, plan, shards.bos_id, shards.eos_id)
-    model = load(recipe, plan, run.ds_config, config, shards.tokenizer)
+    model = load(recipe, plan, r.run.ds_config, config, shards.tokenizer)
     kernels.swap(model, plan)
-    engine = initialize(model, plan, run.ds_config)
+    engine = initialize(model, plan, r.run.ds_config)
     rows = packing.open_rows(shards, plan.sequence_length, recipe.data.packing)
     run_rows = plan.steps * plan.tokens_per_step // plan.sequence_length
     order = packing.order(rows.source_ranges(), recipe.data.mixture, run_rows, plan.sequence_length, recipe.train.seed)
-    batches = Batches(rows, order, plan, rank, recipe.data.document_masks)
-    events = Events(run, rank)
-    checkpoints = Checkpoints(engine, run, plan, recipe.checkpoint, events)
-    return Setup(run, recipe, plan, shards, engine, batches, rank, events, checkpoints, started)
+    batches = Batches(rows, order, plan, r.rank, recipe.data.document_masks)
+    checkpoints = Checkpoints(engine, r.run, plan, recipe.checkpoint, r.events)
+    return Setup(**vars(r), engine=engine, batches=batches, checkpoints=checkpoints)
 
 
 def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> tuple[Outcome, int]:

@@ -33,12 +33,13 @@ from finlm.recipe.schema_train import Grpo, Term
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
+from finlm.train.entry import Rank
 from finlm.train.model import kernels, lora
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 from finlm.train.post import rollouts, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
 from finlm.train.post.start import load_start, padding_tokenizer
-from finlm.train.post.trainers import Rank, Recorded, arguments
+from finlm.train.post.trainers import Recorded, arguments
 from finlm.train.zero.storage import State
 
 Answers = list[list[int]]

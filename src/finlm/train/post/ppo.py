@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from finlm.recipe.schema_train import Ppo
+from finlm.train.entry import Rank
 from finlm.train.model import causal_lm
 from finlm.train.post.grpo import GroupTrainer, Rows, settings_of
 from finlm.train.post.start import RewardHead
-from finlm.train.post.trainers import Rank
 
 HEAD = "value_head"  # in the names of weights
 

@@ -28,10 +28,11 @@ from finlm.rows import dialogues
 from finlm.rows.dialogues import Pair
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
+from finlm.train.entry import Rank
 from finlm.train.model import causal_lm, lora
 from finlm.train.post import start
 from finlm.train.post.start import RewardHead, forward_without_mask, load_start, padding_id, padding_tokenizer
-from finlm.train.post.trainers import Rank, Recorded, arguments, drain_metrics, spread
+from finlm.train.post.trainers import Recorded, arguments, drain_metrics, spread
 
 IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_ids", "chosen_ids", "rejected_ids")
 

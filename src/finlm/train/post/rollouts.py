@@ -32,11 +32,11 @@ from finlm.dialogues import scoring
 from finlm.recipe.schema_train import Rollouts, Term
 from finlm.rows import dialogues
 from finlm.rows.shards import Shard, Shards
+from finlm.train.entry import Rank
 from finlm.train.incidents import Incident
 from finlm.train.model import causal_lm
 from finlm.train.post import start
 from finlm.train.post.start import forward_without_mask
-from finlm.train.post.trainers import Rank
 from finlm.train.zero.storage import State
 
 SURE = 1.959964  # standard errors to either side of a mean of many values: 95 %

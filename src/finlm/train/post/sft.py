@@ -27,10 +27,11 @@ from finlm.rows import dialogues, packing
 from finlm.rows.shards import IGNORED, Ids
 from finlm.train import batches
 from finlm.train.batches import Batches, Numbers
+from finlm.train.entry import Rank
 from finlm.train.model import causal_lm, kernels, lora, products
 from finlm.train.model.causal_lm import model_config
 from finlm.train.post import start
-from finlm.train.post.trainers import Rank, Recorded, arguments
+from finlm.train.post.trainers import Recorded, arguments
 
 
 class MicroBatch(TypedDict, total=False):

@@ -17,10 +17,10 @@ import transformers
 
 from finlm.recipe.models import traits
 from finlm.rows.shards import IGNORED, Shards
+from finlm.train.entry import Rank
 from finlm.train.model import kernels, lora
 from finlm.train.model.causal_lm import model_config
 from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
-from finlm.train.post.trainers import Rank
 
 
 def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:

@@ -11,64 +11,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import DummyOptim
 from torch import distributed
 from transformers import TrainerCallback
 
-from finlm.base.rundir import RunDir, open_run
-from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
-from finlm.rows.shards import Shard, Shards
 from finlm.train import batches, entry
 from finlm.train.batches import Checksum, Numbers
-from finlm.train.entry import Events, is_due, join_ranks, versions
+from finlm.train.entry import Rank, is_due, open_rank, versions
 from finlm.train.incidents import RECENT_STEPS, Skipped
 from finlm.train.model import kernels
 from finlm.train.model.causal_lm import attention_kernel
 from finlm.train.zero import engine
 from finlm.train.zero.checkpoint import Checkpoints
 from finlm.train.zero.storage import State
-
-T = TypeVar("T")
-
-
-@dataclass
-class Rank:
-    """The objects of a rank of a run, whose process group exists."""
-
-    run: RunDir
-    recipe: Recipe
-    plan: Plan
-    shards: Shards
-    device: torch.device
-    rank: int
-    events: Events
-    started: float
-
-    def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
-        """Return the first items of read(held-out shards) of each source.
-
-        At most as many as rows that eval.max_tokens_per_source tokens fill.
-        """
-        most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
-        return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
-
-
-def open_rank(run_path: Path) -> Rank:
-    """Join the process group, open the run directory of this rank, and note signals from now on."""
-    started = time.monotonic()
-    entry.note_signals()
-    run = open_run(run_path)
-    plan = Plan.read(run.plan)
-    recipe = Recipe.read(run.recipe)
-    rank = join_ranks(recipe, plan)
-    device = torch.device(plan.device)
-    return Rank(run, recipe, plan, Shards(run.shards), device, rank, Events(run, rank), started)
 
 
 def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
@@ -169,10 +128,7 @@ class Recorded:
         step, r = self.state.global_step, self.rank
         status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
         self.checkpoints.close()
-        seconds = round(time.monotonic() - r.started, 1)
-        r.events.record("end", step=step, status=status, seconds=seconds, exit_code=self.exit_code)
-        distributed.barrier()
-        return int(self.exit_code)
+        return int(r.end(step, status, self.exit_code))
 
     def _send_telemetry(self) -> None:
         """Send nothing: it would wait for a network that clusters do not have."""
