@@ -24,7 +24,6 @@ import torch
 
 from finlm.base import files, screen, step_cache
 from finlm.base.errors import UserError
-from finlm.base.step_cache import Cache
 from finlm.corpus import steps
 from finlm.corpus.read import parsing
 from finlm.corpus.workers import Context
@@ -195,7 +194,7 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
 
     A split has the prompts that `finlm prepare` puts into it, of which none is in the other.
     """
-    context = Context(recipe, Cache(Path(recipe.data.cache_dir), build=True))
+    context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
     assert recipe.grpo is not None
     directory = options.model / "export" if (options.model / "plan.json").is_file() else options.model
