@@ -10,54 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any
 
 from finlm.base.errors import UserError
 
 _READABLE = 1_000_000  # characters
-
-
-class HasSize(Protocol):
-    """What is known of a file."""
-
-    @property
-    def st_size(self) -> int:
-        """Its bytes."""
-
-
-class StoreFile(Protocol):
-    """A file of a store (corpus/read/remote.py), which stands where a Path to read stands; str() gives its URL."""
-
-    @property
-    def name(self) -> str:
-        """The last part of its URL."""
-
-    @property
-    def suffix(self) -> str:
-        """The last suffix of its name."""
-
-    def with_name(self, name: str) -> Self:
-        """Return a file of another name beside it."""
-
-    def stat(self) -> HasSize:
-        """Return its size when it was listed."""
-
-    def open(self, mode: Literal["rb"], /) -> BufferedReader:
-        """Open it for reading in ranges."""
-
-    def open_exactly(self) -> RawIOBase:
-        """Open it for reading of just the ranges that are asked for."""
-
-    def state(self) -> list[Any]:
-        """Return what told its content from another when it was listed; holds "" where that says nothing."""
-
-    def state_now(self) -> list[Any] | None:
-        """Return the same of the file that the store holds now, None when it is gone."""
-
-
-File = Path | StoreFile
 
 
 def write_text(path: Path, text: str) -> None:
@@ -126,7 +84,7 @@ def parse_json_lines(lines: Iterable[bytes]) -> Iterator[Any]:
             continue
 
 
-def sha256_file(path: File) -> str:
+def sha256_file(path: Path) -> str:
     """Return the hex sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,16 +23,57 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, Self
 
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError, reason
-from finlm.base.files import File
 
 _HASH_BLOCK = 16 * 2**20
 _AT_ONCE = 8  # of a store's files: waiting for each is what takes time, and each has a range in memory
 _SPACE_TO_SPARE = 16 * 2**20
+
+
+class HasSize(Protocol):
+    """What is known of a file."""
+
+    @property
+    def st_size(self) -> int:
+        """Its bytes."""
+
+
+class StoreFile(Protocol):
+    """A file of a store (corpus/read/remote.py), which stands where a Path to read stands; str() gives its URL."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its URL."""
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of its name."""
+
+    def with_name(self, name: str) -> Self:
+        """Return a file of another name beside it."""
+
+    def stat(self) -> HasSize:
+        """Return its size when it was listed."""
+
+    def open(self, mode: Literal["rb"], /) -> BufferedReader:
+        """Open it for reading in ranges."""
+
+    def open_exactly(self) -> RawIOBase:
+        """Open it for reading of just the ranges that are asked for."""
+
+    def state(self) -> list[Any]:
+        """Return what told its content from another when it was listed; holds "" where that says nothing."""
+
+    def state_now(self) -> list[Any] | None:
+        """Return the same of the file that the store holds now, None when it is gone."""
+
+
+File = Path | StoreFile
 
 
 class NotPrepared(Exception):
@@ -235,11 +276,11 @@ def file_changed(path: File) -> UserError:
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
     """Yield the sha256 of each file in order; as many as _AT_ONCE of a store's files are read at once."""
     if all(isinstance(path, Path) for path in paths):
-        yield from (_sha256(path, advance) for path in paths)
+        yield from (sha256(path, advance) for path in paths)
         return
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
-            yield from pool.map(lambda path: _sha256(path, advance), paths)
+            yield from pool.map(lambda path: sha256(path, advance), paths)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -249,7 +290,7 @@ def _absolute(path: File) -> File:
     return path.absolute() if isinstance(path, Path) else path
 
 
-def _sha256(path: File, advance: screen.Advance) -> str:
+def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:
     """Return the hex sha256 of a file; advance gets each block's bytes. Raises UserError when it cannot be opened."""
     digest = hashlib.sha256()
     try:

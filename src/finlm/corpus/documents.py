@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import files, screen, step_cache, units
-from finlm.base.files import File
-from finlm.base.step_cache import Cache, Step
+from finlm.base.step_cache import Cache, File, Step
 from finlm.corpus import clean
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block

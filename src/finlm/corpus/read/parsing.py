@@ -35,7 +35,7 @@ _NO_META: Mapping[str, str] = {}
 class Row(NamedTuple):
     """A parsed row: its text, or the reason why it has none."""
 
-    path: files.File
+    path: step_cache.File
     line: int
     text: str
     meta: Mapping[str, str]
@@ -93,7 +93,7 @@ def parse_json(line: bytes) -> Any:
         return json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
 
 
-def _json(path: files.File, number: int, line: bytes, item: Input) -> Row:
+def _json(path: step_cache.File, number: int, line: bytes, item: Input) -> Row:
     """Parse a line of JSON into a Row, broken when it is no JSON or has no text."""
     try:
         row = parse_json(line)
@@ -104,7 +104,7 @@ def _json(path: files.File, number: int, line: bytes, item: Input) -> Row:
     return Row(path, number, text, meta, "", line)
 
 
-def _plain(path: files.File, number: int, data: bytes, item: Input) -> Row:
+def _plain(path: step_cache.File, number: int, data: bytes, item: Input) -> Row:
     """Decode bytes of text into a Row, broken when they are not UTF-8."""
     try:
         return Row(path, number, data.decode("utf-8").removeprefix("\ufeff"), {}, "", data)
@@ -230,7 +230,7 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
-BrokenRow = tuple[files.File, int, str, str]  # file, line, reason, first characters
+BrokenRow = tuple[step_cache.File, int, str, str]  # file, line, reason, first characters
 
 _KEPT = 10_000  # rows of a source that are kept for a look: most often all are broken for one reason
 _FIRST = 1000  # rows that a source is judged by
@@ -420,7 +420,7 @@ def parse_dialogues(block: Block) -> Iterator[DialogueRow]:
                     yield DialogueRow(number, None, explain_error(error, line), line)
 
 
-def _is_list(path: files.File, encoding: str) -> bool:
+def _is_list(path: step_cache.File, encoding: str) -> bool:
     """Return whether a file begins with a JSON list's bracket, past white space; False if damaged from the start."""
     try:
         start = next(readers.pieces(path, encoding, 4096, step_cache.ignore_progress), b"")
@@ -429,7 +429,7 @@ def _is_list(path: files.File, encoding: str) -> bool:
     return start.lstrip()[:1] == b"["
 
 
-def _list_blocks(path: files.File, encoding: str, advance: screen.Advance, sha256: str) -> Iterator[Block]:
+def _list_blocks(path: step_cache.File, encoding: str, advance: screen.Advance, sha256: str) -> Iterator[Block]:
     """Yield the rows of a file that is one JSON list as blocks of JSON lines.
 
     Raises UserError when it cannot be parsed.

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, Literal
 
 from isal import isal_zlib
 
-from finlm.base import files, screen, step_cache
+from finlm.base import screen, step_cache
 from finlm.base.errors import UserError
-from finlm.base.files import File
+from finlm.base.step_cache import File
 from finlm.corpus.read.sources import Input
 
 SHARE = 0.01  # of the source's rows
@@ -255,7 +255,7 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
             if not isinstance(path, Path):
                 step_cache.check_unchanged(path, path.state())
             elif sha256:  # its columns are read here and there
-                _check_hash(path, files.sha256_file(path), sha256)
+                _check_hash(path, step_cache.sha256(path), sha256)
         else:
             yield from _lines(item, path, sha256, "jsonl" if item.format == "jsonl" else "lines", advance)
 

@@ -25,8 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.base.files import File
-from finlm.base.step_cache import NotPrepared
+from finlm.base.step_cache import File, NotPrepared
 from finlm.corpus.read import remote
 from finlm.recipe import parents
 from finlm.recipe.schema_data import Source
