@@ -21,6 +21,7 @@ from finlm.runs import proofs
 
 from helpers import QUICKSTART
 
+EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 FILES: dict[str, bytes] = {
     "tab.yaml": b"name: x\nmodel:\n\thidden_size: 3\n",
     "list.yaml": b"- name: x\n",
@@ -52,6 +53,8 @@ FILES: dict[str, bytes] = {
     "tiny.gguf": b"GGUF",
     "old/a-1/recipe.yaml": b"name: a\n",
     "folder/config.json": b"{}",
+    "folder/model.safetensors": EMPTY_WEIGHTS,
+    "folder/tokenizer.json": b"{}",
     "folder/a.yaml": QUICKSTART.read_bytes(),
     "folder/b.yaml": QUICKSTART.read_bytes(),
     "judge/config.json": json.dumps({"model_type": "bert", "hidden_size": 4}).encode(),

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformers import Qwen2Tokenizer
@@ -64,8 +64,9 @@ class Trainer:
     def train(self, run: RunDir) -> None:
         """Run the ranks of a run directory to the last step. Raises RuntimeError with the end of a log."""
         assert self.process.stdin
-        self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended; there is no answer then
+            self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")
+            self.process.stdin.flush()
         answer = self.answers.readline()
         if not answer or any(json.loads(answer)):
             lines = [line for log in sorted(run.logs.glob("*.log")) for line in log.read_text().splitlines() if line]
@@ -76,7 +77,8 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:  # it has nothing left to write

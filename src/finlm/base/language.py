@@ -28,6 +28,7 @@ HOLE = re.compile(r"\{(_?[a-z]+)\}")
 
 _SIZE, _NUMBER = r"[-+\d.,]+(?: ?[KMGT]?i?B)?", r"[-+]?\d\S*"
 _NUMBERS = {"size": _SIZE, **dict.fromkeys(("number", "many", "few", "steps", "rows", "step"), _NUMBER)}
+_SETTINGS = re.compile(r"[^ ,]+, [a-z_]+(?:\.[a-z_]+)+: ")  # of `zero.stage: 2, zero.offload_param: none`
 _SENTENCE = re.compile("[a-z]{2,} [a-z]{2,}")
 
 _language = "en"
@@ -145,7 +146,8 @@ def _find(text: str) -> str | None:
     if meaning := _exact(remark):
         return f"{_part(main)}（{meaning}）"
     key, colon, rest = text.partition(": ")
-    if colon and " " not in key and " " in rest and (said := _find(rest)):
+    is_setting = colon and " " not in key and not _SETTINGS.match(rest)
+    if is_setting and " " in rest and (said := _find(rest)):
         return f"{_exact(f'{key}:') or f'{key}：'}{said}"
     for pattern in _patterns():
         if pattern.fixed in text and (match := _sentence_pattern(pattern.english).fullmatch(text)):

@@ -239,6 +239,24 @@ def resolve(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None:
             setattr(options, name, [way(each) for each in value] if isinstance(value, list) else way(value))
+    if getattr(options, "set", None):
+        options.set = [_resolve_start(text) for text in options.set]
+
+
+def _resolve_start(override: str) -> str:
+    """Return a --set with the short name of a recipe or a run in model.init_from replaced by its path.
+
+    Raises UserError for `latest` without a run.
+    """
+    key, _, named = override.partition("=")
+    if key.strip() != "model.init_from" or not named.strip() or Path(named.strip()).exists():
+        return override
+    try:
+        return f"{key}={recipe_or_run(named.strip())}"
+    except UserError:
+        if named.strip() == LATEST:
+            raise
+        return override  # a Hub id, or told as no model
 
 
 def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
@@ -295,11 +313,29 @@ def model_directory(text: str | Path) -> Path:
     path = run_directory(text)
     is_model = path.parent.name == "checkpoints" or any((path / name).is_file() for name in _OF_MODELS)
     if not path.is_dir() or not is_model:
-        fix = "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
-        trains = "" if path.exists() else _how_to_train(path)
         evidence = "no config.json in it" if path.exists() else f"there is no {path.absolute()}"
-        raise UserError(f"{text} holds no model", evidence=evidence, fix=trains or fix)
+        raise UserError(f"{text} holds no model", evidence=evidence, fix=_how_to_make(path, str(text)))
+    if (path / "config.json").is_file():
+        from finlm.recipe import weights
+
+        weights.check_files(path)
     return path
+
+
+def _how_to_make(path: Path, text: str) -> str:
+    """Return how what was named, which is no model directory, becomes one."""
+    adapters = "adapter_config.json"
+    if (path / adapters).is_file():
+        return f"these are adapters: merge them into the model that {adapters} names, or give the run that trained them"
+    if files := sorted([path] if path.suffix == ".gguf" else path.glob("*.gguf")):
+        return f"`finlm import-gguf {files[0]} DIRECTORY` makes one"
+    if not path.exists() and (name := re.fullmatch(r"(?:https?://[^/]+/)?([\w-][\w.-]*/[\w.-]+)", text)):
+        if trains := _how_to_train(path):
+            return trains
+        if path.parts[0] not in (RUNS.name, "models") and not path.parent.is_dir():
+            return f"of the Hub: `hf download {name[1]} --local-dir models/{name[1]}`, then models/{name[1]}"
+    trains = "" if path.exists() else _how_to_train(path)
+    return trains or "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
 
 
 def recipe_or_run(text: str | Path) -> Path:
@@ -331,7 +367,7 @@ def recipe_file(text: str | Path) -> Path:
     if path.is_dir() and any(path.glob("*.yaml")):
         return _choose_recipe(path)
     below = Path("recipes") / path
-    for guess in (path, path / "pretrain.yaml", below, below.with_name(f"{below.name}.yaml"), below / "pretrain.yaml"):
+    for guess in (path, path / "pretrain.yaml", below, Path(f"{below}.yaml"), below / "pretrain.yaml"):
         if guess.suffix == ".yaml" and parents.find_shipped(guess).is_file():
             return guess  # whoever reads it finds what came with finlm
     if path.is_dir():

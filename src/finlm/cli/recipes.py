@@ -142,13 +142,15 @@ def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple
     price: of a GPU's hour, instead of the recipe's.
     """
     from finlm import prepare
+    from finlm.corpus.read import sources
     from finlm.plan import show
     from finlm.recipe import weights
 
     plan, shards = make_plan(recipe, where)
     tokens = prepare.epoch_tokens(recipe, shards) if shards else None
     found = show.consult(recipe, where, plan, tokens, price)
-    return plan, found, [*weights.missing_start(recipe), *prepare.warnings(recipe, shards)]
+    missing = [] if shards else list(sources.missing(recipe.data.sources))
+    return plan, found, [*weights.missing_start(recipe), *missing, *prepare.warnings(recipe, shards)]
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -144,10 +145,10 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
         tokenizer = AutoTokenizer.from_pretrained(path)
         attention = plain_attention(AutoConfig.from_pretrained(path))
         model = load_weights(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation=attention)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(
             f"transformers cannot load {path}",
-            evidence=str(error).strip().splitlines()[0],
+            evidence=" ".join(str(error).split())[:300],
             fix=fix,
         ) from None
     name = f"{run.path.name}/{path.name}" if run else path.resolve().name

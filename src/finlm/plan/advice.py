@@ -236,7 +236,7 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
             )
     if advice.gpu_hours is not None:
         cost = "" if advice.cost is None else f", {advice.cost:,.2f} at {advice.price_per_gpu_hour:g} an hour"
-        rows.append(("GPU-hours", f"{advice.gpu_hours:,.3g}{cost}"))
+        rows.append(("GPU-hours", f"{advice.gpu_hours:,.{0 if advice.gpu_hours >= 100 else 2}f}{cost}"))
     rows.append(("checkpoint", _describe_checkpoint(advice, plan)))
     if advice.memory_interval_seconds is not None:
         size, every = format_bytes(advice.memory_bytes), format_duration(advice.memory_interval_seconds)

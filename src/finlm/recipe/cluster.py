@@ -21,6 +21,10 @@ from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# Of mpirun (name:2), a name alone, `name gpus=2`, `name slots = 2`, a full-width equals sign.
+_NEARLY = re.compile(rf"({_NAME.pattern})(?:\s*[:,]\s*|\s+|$)(?:[A-Za-z]+\s*[=＝:]?\s*)?(\d*)")
+_FIX = "write one line a host: `name slots=N`"
+_SHOWN = 10  # lines of a hostfile's mistakes
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,7 @@ def entries(path: Path) -> list[tuple[int, str]]:
     try:
         lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(
-            f"cannot read the hostfile {path}", evidence=str(error), fix="write one line a host: `name slots=N`"
-        ) from None
+        raise UserError(f"cannot read the hostfile {path}", evidence=str(error), fix=_FIX) from None
     said = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1))
     return [(number, text) for number, text in said if text]
 
@@ -191,7 +193,9 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
     for number, line in entries(path):
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)(?:\s+max_slots=\d+)?(\s+spare)?", line)
         if match is None:
-            mistakes.append(f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}")
+            mistakes.append(
+                f"{path}:{number}: expected `name slots=N` or `name slots=N spare`, got {line!r}{_advise_line(line)}"
+            )
         elif _NAME.fullmatch(match[1]) is None:
             mistakes.append(f"{path}:{number}: {match[1]!r} is not a host name{_advise_access(match[1])}")
         elif match[1] in slots:
@@ -202,14 +206,23 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
             slots[match[1]], first[match[1]] = int(match[2]), number
             spares.update([match[1]] if match[3] else [])
     if mistakes:
-        raise UserError(f"{len(mistakes)} mistake(s) in the hostfile {path}", evidence="\n".join(mistakes))
+        count = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
+        raise UserError(f"{count} in the hostfile {path}", evidence="\n".join(mistakes[:_SHOWN]), fix=_FIX)
     if not slots:
-        raise UserError(f"the hostfile {path} names no host", fix="write one line a host: `name slots=N`")
+        raise UserError(f"the hostfile {path} names no host", fix=_FIX)
     return slots, spares
 
 
+def _advise_line(line: str) -> str:
+    """Return how a line of another program's hostfile is written here; "" for text of another form."""
+    match = _NEARLY.fullmatch(line)
+    return f"; did you mean {match[1]} slots={match[2] or 'N'}?" if match else ""
+
+
 def _advise_access(text: str) -> str:
-    """Return where the user and port of a `user@name:port` belong; "" for text of another form."""
+    """Return where the user and port of a `user@name:port` belong, or how to list Slurm's nodes; "" for other text."""
+    if re.fullmatch(r"[A-Za-z0-9.,-]*\[[0-9,-]+\]\S*", text):
+        return f": `scontrol show hostnames '{text}'` lists the names, one a line"
     match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
     if match is None:
         return ""

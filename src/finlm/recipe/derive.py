@@ -40,7 +40,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 def new_path(name: str, file: str, recipes: Path) -> Path:
     """Return recipes/NAME/FILE for a new recipe. Raises UserError for an invalid name, or when the file exists."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name.endswith((".yaml", ".yml")):  # recipes/NAME is a directory
         raise UserError(
             f"{name!r} is no name of a recipe", fix="small letters, digits, '.', '-' and '_', for example wider-2"
         )

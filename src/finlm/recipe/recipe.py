@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
@@ -39,6 +39,7 @@ from finlm.recipe.schema_train import terms_of
 _DIRECTORIES = ("model.init_from", "data.cache_dir", "data.prepared", "zero.nvme_path", "self_qa.model")
 _LENGTHS = ("steps", "tokens", "epochs")  # of train; exactly one is given
 _YAML_FIX = "indent with spaces, write a key once, and quote text that holds ': ' or begins with * & { [ or %"
+_BASE_FIX = "give the file as seen from the recipe's directory, for example base: ../quickstart/pretrain.yaml"
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -68,10 +69,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     """
     file = parents.find_shipped(Path(path))
     document = _read_with_base(file)
+    had_world = rules.has_world(document.values)
     for text in overrides:
         _override(document, text)
     _forget_lengths(document, [name for name in _lengths(document) if document.lines.get(("train", name)) == "--set"])
-    said = _shorten_warmup(document)
+    said = (*_shorten_warmup(document), *(rules.leave_world_out(document.values, document.lines) if had_world else ()))
     _expand_home(document)
     model, of_run = document.values.get("model"), file.with_name("plan.json").is_file()
     if isinstance(model, dict) and isinstance(model.get("init_from"), str):
@@ -137,7 +139,8 @@ def _read_with_base(path: Path) -> _Document:
     if base is None:
         return child
     if not isinstance(base, str):
-        raise UserError(f"{where}: base: expected the path of a recipe, got {base!r}")
+        problem = f"{where}: base: expected the path of a recipe, got {base!r}"
+        raise UserError(problem, fix="name one file: inheritance is one level deep")
     parent = _read(parents.find_shipped(Path(relative((path.parent / base).resolve()))), child_of=where)
     if "base" in parent.values:
         raise UserError(
@@ -164,7 +167,8 @@ def _read(path: Path, child_of: str | None = None) -> _Document:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot read the recipe {shown}" if child_of is None else f"{child_of}: base: cannot read {shown}"
-        fix = "recipes are in recipes/<family>/<stage>.yaml" if isinstance(error, OSError) else "save it as UTF-8"
+        fix = "recipes are in recipes/<family>/<stage>.yaml" if child_of is None else _BASE_FIX
+        fix = fix if isinstance(error, OSError) else "save it as UTF-8"
         raise UserError(problem, evidence=str(error), fix=fix) from None
     try:
         root = YAML(typ="rt").load(text)
@@ -220,6 +224,8 @@ def _plain(node: Any, location: Location, file: str, lines: dict[Location, str])
     for plain in (bool, int, float, str):
         if isinstance(node, plain):
             return plain(node)
+    if isinstance(node, TaggedScalar):
+        return f"{node.tag.value} {node.value}"
     return node
 
 
@@ -275,22 +281,10 @@ def _shorten_warmup(document: _Document) -> tuple[str, ...]:
         steps = steps if lengths[0] == "steps" else steps // parse_count(str(tokens_a_step))
     except (ValueError, TypeError, ZeroDivisionError):
         return ()  # told as a mistake
-    shorter, origin, sentence = _shorter_warmup(warmup, steps)
+    shorter, origin, sentence = rules.shorter_warmup(warmup, steps)
     if shorter < warmup:
         optim["warmup_steps"], lines[("optim", "warmup_steps")] = shorter, origin
     return (sentence,) if sentence else ()
-
-
-def _shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
-    """Return (warm-up that fits a run of so many steps, its origin, a sentence that says so); "" where it is as it was.
-
-    Runs of one and two steps have none that fits.
-    """
-    if warmup < steps or steps < 3:
-        return warmup, "", ""
-    shorter = max(2, steps // 10)
-    sentence = f"optim.warmup_steps: {shorter} instead of {warmup}, since the run has {steps:,} steps"
-    return shorter, f"a tenth of the run, instead of {warmup}", sentence
 
 
 def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
@@ -303,7 +297,7 @@ def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
     if where("train.epochs") != "--set" or where("optim.warmup_steps") == "--set":
         return loaded
     steps = int(epoch_tokens * (recipe.train.epochs or 0)) // recipe.batch.tokens_per_step
-    shorter, origin, sentence = _shorter_warmup(recipe.optim.warmup_steps, steps)
+    shorter, origin, sentence = rules.shorter_warmup(recipe.optim.warmup_steps, steps)
     if not sentence:
         return loaded
     screen.say(sentence)

@@ -415,7 +415,7 @@ def _did_you_mean(location: Location) -> str:
     if close and not (elsewhere and len(location) == 1):
         return f"; did you mean {dotted_key((*location[:-1], close[0]))}?"
     elsewhere = elsewhere or [
-        k for k, last in keys.items() if last in difflib.get_close_matches(name, keys.values(), 1)
+        k for k, last in keys.items() if last in difflib.get_close_matches(name, keys.values(), 1, 0.75)
     ]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finlm.recipe import shape as shapes
+from finlm.recipe.reference import Location
 from finlm.recipe.schema import Optim, Recipe, Zero
 from finlm.recipe.schema_data import Clean, Data, clean_or_none
 from finlm.recipe.schema_train import Term
@@ -168,6 +169,40 @@ def warmup_problems(optim: Optim, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the problem of a warm-up as long as the run; also asked about the planner's number of steps."""
     if optim.warmup_steps >= steps:
         yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"
+
+
+def shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
+    """Return (warm-up that fits a run of so many steps, its origin, a sentence that says so); "" where it is as it was.
+
+    Runs of one and two steps have none that fits.
+    """
+    if warmup < steps or steps < 3:
+        return warmup, "", ""
+    shorter = max(2, steps // 10)
+    sentence = f"optim.warmup_steps: {shorter} instead of {warmup}, since the run has {steps:,} steps"
+    return shorter, f"a tenth of the run, instead of {warmup}", sentence
+
+
+def has_world(values: Mapping[str, Any]) -> bool:
+    """Return whether a source of a recipe's plain values is made from the fictional world."""
+    data = values.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    return isinstance(sources, list) and any(isinstance(source, dict) and "synthetic" in source for source in sources)
+
+
+def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> Iterator[str]:
+    """Empty what is about the world when --set put other sources in its place; yield a sentence about each key.
+
+    lines: the origin of each location.
+    """
+    for place in (("data", "mixture"), ("eval", "suites")) if not has_world(values) else ():
+        section = values.get(place[0])
+        if isinstance(section, dict) and section.get(place[1]) and lines.get(place) != "--set":
+            section[place[1]] = []
+            for inside in [known for known in lines if known[:2] == place]:
+                del lines[inside]
+            lines[place] = "about sources that --set replaces"
+            yield f"{'.'.join(place)}: left out, since it is about sources that --set replaces"
 
 
 _DOCUMENTS_ONLY = "works on documents only; leave it out"

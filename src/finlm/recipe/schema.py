@@ -10,12 +10,12 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, ValidationError
+from pydantic import BeforeValidator, Field, Strict, ValidationError
 from ruamel.yaml import YAML
 
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
-from finlm.recipe.schema_data import Auto, Bytes, Count, Data, Fraction, Int, Positive, Section, SelfQA, Weights
+from finlm.recipe.schema_data import Auto, Bytes, Count, Data, Fraction, Int, Positive, Section, Seed, SelfQA, Weights
 from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, Record, Reward, Sft
 
 
@@ -158,7 +158,7 @@ class Train(Section):
     )
     tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M; an alternative to steps.")
     epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; needs prepared data.")
-    seed: Int = Field(0, description="Seed of weights and data order.")
+    seed: Seed = Field(0, description="Seed of weights and data order.")
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
         "auto",
         description="auto: bf16, fp16 or fp32 by hardware. fp8: bf16 whose linear layers multiply in float8 (Hopper).",
@@ -251,7 +251,11 @@ class Hardware(Section):
     )
 
 
-Text = Annotated[str, Field(pattern=r"^[^\r\n\x00]*$")]
+def _write_number(value: Any) -> Any:
+    return str(value) if type(value) is int else value  # YAML reads `OMP_NUM_THREADS: 4` as a number
+
+
+Text = Annotated[str, BeforeValidator(_write_number), Field(pattern=r"^[^\r\n\x00]*$")]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Text]
 Absolute = Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
@@ -317,7 +321,7 @@ class Launch(Section):
 class Recipe(Section):
     """A run, fully determined together with a hostfile."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Short name; the prefix of run directories.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,99}$", description="Short name; the prefix of run directories.")
     description: str = Field("", description="One line for people.")
     forked_from: str | None = Field(
         None, description="The recipe this one was made from, path@sha256; written by `finlm new`."

@@ -32,6 +32,7 @@ def _count(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integral)]
 Positive = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
+Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, lt=2**32)]  # numpy takes no other
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 Count = Annotated[int, BeforeValidator(_count), Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -166,7 +167,7 @@ class Synthetic(Section):
 
     size: Bytes = Field(description="Bytes of training text over the four files, e.g. 16MB.")
     held_out_size: Bytes = Field(1_000_000, description="Bytes of held-out text about other companies.")
-    seed: Int = Field(0, description="Seed of the fictional world.")
+    seed: Seed = Field(0, description="Seed of the fictional world.")
     about: Literal["exam", "figures", "laws"] = Field(
         "exam",
         description="What dialogues and prompts ask: the exam; two or three steps of arithmetic over a company's "
@@ -238,7 +239,7 @@ class Data(Section):
     ray_address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5})$")] | None = Field(
         None, description="engine ray: host:port of a running cluster, or auto; absent = one is started and stopped."
     )
-    held_out_fraction: Fraction = Field(
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.01, description="Share of each file source that is kept out of training, for held-out perplexity."
     )
     held_out_documents: Int = Field(
@@ -323,7 +324,7 @@ class SelfQA(Section):
     max_answer_tokens: Positive = Field(512, description="Tokens an answer has at most; one that is cut is dropped.")
     min_answer_characters: Positive = Field(2, description="Shorter answers are dropped.")
     grounded_numbers: bool = Field(True, description="Drop an answer with a number that its passage does not have.")
-    seed: Int = Field(0, description="Seed of which documents and passages are drawn.")
+    seed: Seed = Field(0, description="Seed of which documents and passages are drawn.")
     concurrency: Positive = Field(8, description="Requests under way at once; 1 for a local model.")
     requests_per_minute: Positive | None = Field(None, description="Requests started a minute at most.")
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(120.0, description="Silence after which a request fails.")

@@ -23,6 +23,7 @@ from finlm.recipe import parents
 from finlm.recipe.models import traits
 from finlm.recipe.schema import Recipe
 
+TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what transformers reads one from
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
@@ -199,8 +200,31 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
     return path
 
 
+def check_files(directory: Path) -> None:
+    """Raise UserError where a model directory is no whole model that transformers opens, before torch is loaded."""
+    config = parents.read_config(directory / "config.json")
+    if not any(directory.glob("*.safetensors")):
+        names = ", ".join(sorted(path.name for path in directory.iterdir() if path.name != "config.json")[:8])
+        fix = "put its *.safetensors there; of a *.bin or *.gguf: save_pretrained of transformers, `finlm import-gguf`"
+        raise UserError(f"{directory} has no *.safetensors", evidence=f"it has {names or 'config.json alone'}", fix=fix)
+    _read_headers(directory, config)
+    if not any(any(directory.glob(name)) for name in TOKENIZERS):
+        fix = "copy the tokenizer's files of the model there, for example tokenizer.json and tokenizer_config.json"
+        raise UserError(f"{directory} has no tokenizer", evidence=f"none of {', '.join(TOKENIZERS)}", fix=fix)
+
+
 def check(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise UserError where a file is cut short or missing, or the tensors are not those of config.json."""
+    if wrong := list(_list_misfits(_read_headers(directory, config), config)):
+        raise UserError(
+            f"the weights in {directory} do not fit its config.json",
+            evidence="\n".join([*wrong[:3], *([f"and {len(wrong) - 3} more"] if len(wrong) > 3 else [])]),
+            fix="take config.json and *.safetensors from one model",
+        )
+
+
+def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of a directory's tensors by name. Raises UserError for a file cut short, missing or not it."""
     shapes: dict[str, list[int]] = {}
     problems = []
     for path in sorted(directory.glob("*.safetensors")):
@@ -215,12 +239,7 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
         problems = list(_compare(shapes, config))
     if problems:
         raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=_FIX)
-    if wrong := list(_list_misfits(shapes, config)):
-        raise UserError(
-            f"the weights in {directory} do not fit its config.json",
-            evidence="\n".join([*wrong[:3], *([f"and {len(wrong) - 3} more"] if len(wrong) > 3 else [])]),
-            fix="take config.json and *.safetensors from one model",
-        )
+    return shapes
 
 
 def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Iterator[str]:

@@ -395,7 +395,7 @@ def state(run: RunDir, history: History, *, ended: bool = False) -> str:
     if held:
         return "running"
     if held is False and holder(run)[1] == os.uname().nodename:
-        return "killed" if history.last_time else "failed"
+        return "killed" if history.last_time else "failed" if run.diagnosis.is_file() else "not started"
     if history.last_time is None:
         return "not started"
     return "failed" if time.time() - history.last_time > RUNNING_SECONDS else "running"

@@ -392,8 +392,8 @@ def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
         raise UserError(
             f"the model that {named} makes is not there yet",
             evidence="\n".join([missing, *passed[:PASSED_OVER]]),
-            fix=f"finlm train {named}; `finlm train` of this recipe does that first. To start from a run "
-            "with other settings: --set model.init_from=runs/RUN",
+            fix=f"`finlm train {named}` makes it, as `finlm train` of this recipe does first; to start from another "
+            "run: --set model.init_from=runs/RUN",
         )
     return export
 

@@ -119,7 +119,11 @@ class _Json:
         """Open the file. Raises UserError when no token is the end of text."""
         from tokenizers import Tokenizer as Fast
 
-        self._fast = Fast.from_file(str(path))
+        try:
+            self._fast = Fast.from_file(str(path))
+        except Exception as error:  # tokenizers raises no other
+            fix = "put a whole copy in its place; a clone without Git LFS has only names of its large files"
+            raise UserError(f"{path} holds no tokenizer", evidence=str(error), fix=fix) from None
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = 1 + max(self._fast.get_vocab().values())  # ids may have holes

@@ -118,6 +118,13 @@ def find_files(pattern: str, split: str = "train") -> Sequence[File]:
     return remote.expand(pattern) if remote.is_url(pattern) else expand(pattern, split)
 
 
+def missing(entries: Sequence[Source]) -> Iterator[str]:
+    """Yield a warning for each path of data.sources that no file here matches; it may lie on the hosts."""
+    for number, source in enumerate(entries):
+        if source.path and not remote.is_url(source.path) and not expand(source.path, source.split):
+            yield f"data.sources[{number}]: no file here matches {source.path}"
+
+
 def expand(pattern: str, split: str = "train") -> list[Path]:
     """Return the files of a path or glob, sorted by name; `**` spans directories and links, hidden files are left out.
 
