@@ -27,7 +27,11 @@ WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-
 HOLE = re.compile(r"\{(_?[a-z]+)\}")
 
 _SIZE, _NUMBER = r"[-+\d.,]+(?: ?[KMGT]?i?B)?", r"[-+]?\d\S*"
-_NUMBERS = {"size": _SIZE, **dict.fromkeys(("number", "many", "few", "steps", "rows", "step"), _NUMBER)}
+_NUMBERS = {
+    "size": _SIZE,
+    "gpu": "[^ ,]+",
+    **dict.fromkeys(("number", "many", "few", "steps", "rows", "step"), _NUMBER),
+}
 _SETTINGS = re.compile(r"[^ ,]+, [a-z_]+(?:\.[a-z_]+)+: ")  # of `zero.stage: 2, zero.offload_param: none`
 _SENTENCE = re.compile("[a-z]{2,} [a-z]{2,}")
 
@@ -146,14 +150,23 @@ def _find(text: str) -> str | None:
     if meaning := _exact(remark):
         return f"{_part(main)}（{meaning}）"
     key, colon, rest = text.partition(": ")
-    is_setting = colon and " " not in key and not _SETTINGS.match(rest)
-    if is_setting and " " in rest and (said := _find(rest)):
-        return f"{_exact(f'{key}:') or f'{key}：'}{said}"
+    if colon and " " not in key:
+        if said := _match(text, f"{key}: "):
+            return said
+        if " " in rest and not _SETTINGS.match(rest) and (said := _find(rest)):
+            return f"{_exact(f'{key}:') or f'{key}：'}{said}"
+    return _match(text) or _find_parts(text, main, remark)
+
+
+def _match(text: str, start: str = "") -> str | None:
+    """Return a sentence translated by the first pattern that it matches of those that begin with `start`, or None."""
     for pattern in _patterns():
-        if pattern.fixed in text and (match := _sentence_pattern(pattern.english).fullmatch(text)):
+        if not pattern.english.startswith(start) or pattern.fixed not in text:
+            continue
+        if match := _sentence_pattern(pattern.english).fullmatch(text):
             holes = {name: _part(held) if name.startswith("_") else held for name, held in match.groupdict().items()}
             return HOLE.sub(lambda hole, holes=holes: holes[hole[1]], pattern.chinese)  # type: ignore[misc]
-    return _find_parts(text, main, remark)
+    return None
 
 
 def _find_parts(text: str, main: str, remark: str) -> str | None:

@@ -15,6 +15,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
     """Raise UserError where make_shards would for the form of rows: needs no tokenizer, so no model to start from.
 
-    Of a source of several blocks only the first rows are read.
+    Also where an SFT's rows are documents alone. Of a source of several blocks only the first rows are read.
     """
     allowed, cache = recipe.data.max_broken_fraction, Path(recipe.data.cache_dir)
     formats = templates.FORMATS if recipe.stage == "sft" else encode.FORMATS
@@ -138,6 +139,24 @@ def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
         if lines:
             cache.mkdir(parents=True, exist_ok=True)
         parsing.check_broken_rows(Path(directory), counts, allowed, cache, formats)
+    is_all = recipe.stage == "sft" and all(source.path for source in recipe.data.sources)
+    if is_all and not any(map(_has_dialogue, inputs)):
+        raise UserError(
+            "data.sources has no dialogue: every row is a document",
+            evidence=f"{inputs[0].paths[0]}: its rows have text alone",
+            fix="write a dialogue a row, for example {messages: [{role, content}, ...]}; documents alone are for stage "
+            "pretrain, which may start from a model too",
+        )
+
+
+def _has_dialogue(item: Input) -> bool:
+    """Return whether a row of a source's first block is a dialogue."""
+    for block in itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 1):
+        for row in parsing.parse_dialogues(block):
+            with suppress(Refused):
+                if not isinstance(templates.read_messages(row.value), str):
+                    return True
+    return False
 
 
 def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tuple[int, list[parsing.BrokenRow]]:

@@ -241,7 +241,8 @@ _HINTS = {
     "only 'messages'": "these are dialogues, for a recipe of stage sft",
     "no field": "set data.sources[i].text_field",
     "not UTF-8": "set data.sources[i].encoding, for example gb18030",
-    "not JSON": "set data.sources[i].format to txt or lines where it is plain text",
+    "not JSON: Expecting value": "set data.sources[i].format to txt or lines where it is plain text",
+    "not JSON": "write a whole JSON object a line (jq -c . FILE > ROWS.jsonl)",
 }
 
 
@@ -343,7 +344,7 @@ def _suggest_fix(first: BrokenRow, formats: Sequence[str]) -> str:
     _, number, reason, start = first
     hint = next((f"{hint}; " for mark, hint in _HINTS.items() if mark in reason), "")
     if formats:
-        hint = hint * reason.startswith("not UTF-8")
+        hint *= reason.startswith("not UTF-8")
         known = "".join(f"\n- {text}" for text in formats)
         return f"{hint}mend them, or raise data.max_broken_fraction to leave them out; a row is one of{known}"
     if number == 1 and start.lstrip().startswith("["):
