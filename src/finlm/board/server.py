@@ -309,21 +309,22 @@ class _Site:
     async def fork(self, request: Request) -> Response:
         """Save a fork of a recipe and return {"path"} as JSON, or {"problem"} when it could not be saved."""
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
-        return await self._act(lambda: {"path": save_fork(self.settings.board, form)})
+        return await self._act(request, lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
         """Return a model's answer as JSON {"text"}, or {"problem"} when there is none."""
         body, name = await request.body(), request.path_params["name"]
-        return await self._act(lambda: {"text": self.talk.answer(self.settings.board, name, body)})
+        return await self._act(request, lambda: {"text": self.talk.answer(self.settings.board, name, body)})
 
-    async def _act(self, act: Callable[[], dict[str, str]]) -> Response:
+    async def _act(self, request: Request, act: Callable[[], dict[str, str]]) -> Response:
         """Call act in a thread and return its result as JSON; an error becomes {"problem"}, Missing also 404."""
         try:
             return JSONResponse(await run_in_threadpool(act))
         except Missing as error:
             return JSONResponse({"problem": str(error)}, 404)
         except UserError as error:  # an answer to be read, no failure for a browser to log
-            return JSONResponse({"problem": str(error)})
+            lines = filter(None, (error.problem, error.evidence, error.fix))
+            return JSONResponse({"problem": "\n".join(language.translate(line, self._lang(request)) for line in lines)})
         except OSError as error:
             return JSONResponse({"problem": f"{error.filename}: {error.strerror}"})
 

@@ -2,8 +2,7 @@
 
 Only the text and the fields that the recipe counts are taken, so rows may differ in everything else. Too many rows
 that cannot be read are an error: a wrong text_field or encoding breaks every row, and the beginning of each source
-shows it before hours of reading. A file that is one JSON list (Alpaca's) is known for dialogues only; it is read
-whole.
+shows it before hours of reading. A file that is one JSON list (Alpaca's) is read whole, for dialogues only.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ def describe_cut(cut_files: Sequence[str]) -> str:
     return f"; {names}: cut, the rest not read" if cut_files else ""
 
 
+_TAR = (".tar", ".tar.gz", ".tar.zst", ".tgz")
 _UNREAD = {  # by a file's first bytes: what it is, and what unpacks it
     b"\xfd7zXZ\0": ("an xz archive", "xz -d"),
     b"BZh": ("a bzip2 archive", "bunzip2"),
@@ -100,7 +101,9 @@ class Cut(Exception):
 def compression(path: File, start: bytes) -> str:
     """Return "gzip", "zstd" or "" by a file's first 6 bytes. Raises UserError for an archive that is not read."""
     for mark, (what, unpack) in _UNREAD.items():
-        if start.startswith(mark):
+        if path.name.endswith(_TAR):
+            what, unpack = "a tar archive", "tar -xf"
+        if start.startswith(mark) or path.name.endswith(_TAR):
             raise UserError(
                 f"{path} is {what}, which is not read",
                 fix=f"unpack it ({unpack} {path.name}) and name what it holds; .gz and .zst need no unpacking",
