@@ -21,6 +21,8 @@ from finlm.runs import proofs
 
 from helpers import QUICKSTART
 
+SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300}
+SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 512, "architectures": ["LlamaForCausalLM"]}
 EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 FILES: dict[str, bytes] = {
     "tab.yaml": b"name: x\nmodel:\n\thidden_size: 3\n",
@@ -87,7 +89,7 @@ FILES: dict[str, bytes] = {
     "listed/config.json": b"[]",
     "cut/config.json": b'{"model_type": "lla',
     "adapters/adapter_config.json": b"{}",
-    "lfs/config.json": b'{"model_type": "llama"}',
+    "lfs/config.json": json.dumps(SMALL).encode(),
     "lfs/tokenizer.json": b"version https://git-lfs.github.com/spec/v1\n",
     "judge/config.json": json.dumps({"model_type": "bert", "hidden_size": 4}).encode(),
     "judge/model.safetensors": b"<html>404</html>",
@@ -314,7 +316,14 @@ ROWS: list[tuple[str, str]] = [
 ]
 
 # Evidence and fixes that are the same in Chinese: commands and file names.
-SAME = ("--set ", "finlm prepare --show", "no gone/config.json")
+SAME = (
+    "Expecting property name",
+    "Extra data",
+    "Unterminated string",
+    "--set ",
+    "finlm prepare --show",
+    "no gone/config.json",
+)
 
 TYPED: list[tuple[str, str]] = [
     (f"trian {Q}", "did you mean train?"),

@@ -208,7 +208,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
         limits.pop("≥", None)
     if "≥" in limits and "≤" in limits:
         return f" {limits['≥']:g}–{limits['≤']:g}"
-    return "".join(f" {sign} {limits[sign]:g}" for sign in (">", "≥", "<", "≤") if sign in limits)
+    return "".join(f" {sign} {limits[sign]}" for sign in (">", "≥", "<", "≤") if sign in limits)
 
 
 def _default(field: FieldInfo, required: str) -> str:
