@@ -318,6 +318,7 @@ ROWS: list[tuple[str, str]] = [
 # Evidence and fixes that are the same in Chinese: commands and file names.
 SAME = (
     "Expecting property name",
+    "expected value at",
     "Extra data",
     "Unterminated string",
     "--set ",
