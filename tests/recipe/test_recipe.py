@@ -174,8 +174,8 @@ def test_lists_of_the_wrong_length_are_named(write: Path) -> None:
 
 
 def test_a_mistake_inside_env_is_at_its_key(write: Path) -> None:
-    found = mistakes_of(MINIMAL + "env:\n  NCCL_DEBUG: 1\n")
-    assert found[1].startswith("recipe.yaml:12: env.NCCL_DEBUG: should be text, got 1")
+    found = mistakes_of(MINIMAL + "env:\n  NCCL_DEBUG: [1]\n")
+    assert found[1].startswith("recipe.yaml:12: env.NCCL_DEBUG: should be text, got [1]")
 
 
 def test_sections_left_out_or_flattened_are_named(write: Path) -> None:
