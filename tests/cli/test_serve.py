@@ -59,6 +59,8 @@ def test_a_run_is_served_by_its_export_and_what_is_no_model_is_refused(
     (tmp_path / "judge").mkdir()
     config = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
     (tmp_path / "judge/config.json").write_text(json.dumps(config))
+    (tmp_path / "judge/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "judge/tokenizer.json").write_text("{}")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/plan.json").touch()
     for name, words in (
