@@ -221,7 +221,8 @@ def _divide(part: int, whole: int) -> tuple[str, int]:
     A digit a product: its digit times the whole, and what remains, whose tenfold the next digit divides. A model that
     writes 2894÷5173=55.9% at once has to do all of it in its head. Raises _TooSmall for ratios of 10 and more.
     """
-    rest, digits, products = abs(part), "", []
+    rest, digits = abs(part), ""
+    products: list[str] = []
     if rest >= 10 * whole:
         raise _TooSmall
     for place in range(5):  # of ones, tenths, ... of the ratio
@@ -263,10 +264,10 @@ def _average(facts: Facts, peer: Facts) -> Problem:
 
 def _steps_apart(first: tuple[int, int], second: tuple[int, int], *, signed: bool) -> tuple[list[str], str]:
     """Return the steps from two ratios (part, whole) to their difference, and the answer; unsigned: larger first."""
-    divisions, ratios = zip(_divide(*first), _divide(*second), strict=True)
-    left, right = ratios if signed else sorted(ratios, reverse=True)
+    steps = [_divide(*first), _divide(*second)]
+    left, right = (tenths for _, tenths in (steps if signed else sorted(steps, key=lambda step: -step[1])))
     apart = _decimal(left - right)
-    return [*divisions, f"{_decimal(left)}-{_decimal(right)}={apart}"], f"{apart}个百分点"
+    return [*(division for division, _ in steps), f"{_decimal(left)}-{_decimal(right)}={apart}"], f"{apart}个百分点"
 
 
 def _margins_apart(facts: Facts, peer: Facts) -> Problem:
