@@ -59,6 +59,14 @@ def test_every_host_gets_a_script_of_its_own(make_run: RunMaker) -> None:
         made(run, "slurm", Host("a", 1), Host("b", 3))
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "ray"])
+def test_a_path_of_the_recipe_comes_behind_the_code_of_the_run(make_run: RunMaker, launcher: str) -> None:
+    run = make_run("env={PYTHONPATH: /site}")
+    (command,) = made(run, launcher, Host("a" if launcher == "torchrun" else "", 1))
+    script = next(Path(word) for word in shlex.split(command, comments=True) if Path(word).is_file())
+    assert f"PYTHONPATH={shlex.quote(f'{run.code}:/site')}" in script.read_text()
+
+
 def test_slurm_starts_one_task_a_rank(make_run: RunMaker, tmp_path: Path) -> None:
     """srun and scontrol are played by shell functions; the script around them is real."""
     run = RunDir(make_run(*settings()).path.rename(tmp_path / 'my "90%" runs'))

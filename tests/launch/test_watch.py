@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from finlm.base.rundir import RunDir
 from finlm.launch import watch
 from finlm.launch.head import Session
 from finlm.launch.watch import Progress
@@ -52,3 +55,10 @@ def test_a_machine_that_is_too_busy_to_look_waits_for_a_silent_host_no_longer() 
     silent.heard = 500.0  # it answers again: the next sleep is given back too
     watch.note_sleep([silent, alive], progress, 3600.0, 4100.0)
     assert not watch.in_trouble([silent], 4200.0)
+
+
+def test_a_launcher_that_fails_though_its_ranks_ended_well_is_named(tmp_path: Path) -> None:
+    (session,) = sessions(0.0, 0.0)
+    session.exits, session.code, session.closed = [(1.0, 0, 0)], 3, 1.0
+    failure = watch.find_first_failure(RunDir(tmp_path), [session], Progress(0.0), 2.0)
+    assert failure.problem == "the launcher on n0 ended with 3"

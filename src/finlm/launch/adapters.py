@@ -92,9 +92,10 @@ class Job:
         return PORT if self.recipe.launch.master_port == "auto" else self.recipe.launch.master_port
 
     def env(self, host: Host) -> dict[str, str]:
-        """Return host_env of a host, for a host with a name also PYTHONPATH and the name that its log files carry."""
-        host_only = {"PYTHONPATH": str(self.run.code), HOST_VARIABLE: host.name} if host.name else {}
-        return host_env(self.recipe, self.plan, host) | host_only
+        """Return host_env of a host with the run's code first in PYTHONPATH, and the name that its log files carry."""
+        env = host_env(self.recipe, self.plan, host)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.run.code), env.get("PYTHONPATH"))))
+        return env | ({HOST_VARIABLE: host.name} if host.name else {})
 
     def slots(self, launcher: str) -> int:
         """Return the number of ranks per host. Raises UserError when hosts differ, which `launcher` cannot express."""
@@ -196,7 +197,7 @@ def slurm(job: Job) -> LaunchFiles:
     lines = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in header.items()]
     port = job.port if job.recipe.launch.master_port != "auto" else "$((20000 + SLURM_JOB_ID % 10000))"
     exports = [
-        *_exports({"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))),
+        *_exports(job.env(Host("", slots))),
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         f"export MASTER_ADDR MASTER_PORT={port} WORLD_SIZE=$SLURM_NTASKS",
     ]
@@ -212,7 +213,7 @@ def k8s(job: Job) -> LaunchFiles:
     The user fills in the volume claim. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
-    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    env = job.env(Host("", slots))
     image = f"finlm:{manifest.version()}-{job.plan.device}"
     limits = {"resources": {"limits": {"nvidia.com/gpu": slots}}} if job.plan.device == "cuda" else {}
     container = {
@@ -254,7 +255,7 @@ def ray(job: Job) -> LaunchFiles:
     Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots = job.slots_anywhere("Ray")
-    env = {"PYTHONPATH": str(job.run.code)} | job.env(Host("", slots))
+    env = job.env(Host("", slots))
     line = [sys.executable, "-m", "finlm.launch.adapters", str(job.run.path), str(len(job.hosts.hosts)), str(slots)]
     line += ["--gpu"] if job.plan.device == "cuda" else []
     line += [f"--env={','.join(sorted(env))}"]  # names only: a command line is for everyone to read

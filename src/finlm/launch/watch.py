@@ -199,7 +199,7 @@ def _explain_lost_host(
         if session.code is None and (session.closed is not None or silent):
             return _explain_silent_host(run, session, words, now)
     for session in sessions:
-        if session.code and not session.exits:
+        if session.code and not any(code for *_, code in session.exits):
             ended = f"was killed by signal {-session.code}" if session.code < 0 else f"ended with {session.code}"
             return RunFailed(
                 f"the launcher on {session.name} {ended}",

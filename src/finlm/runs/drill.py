@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,8 +212,10 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
     moment = time.time()
     if ssh.is_this_machine(host.destination):
         argv = [sys.executable, "-", str(there), kind]
-        done = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False)
-        output = done.stdout.decode(errors="replace")
+        output = ""
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(argv, input=source, capture_output=True, timeout=60, check=False)
+            output = done.stdout.decode(errors="replace")
     else:
         argv = [ssh.python_on_host(host.access), "-", str(there), kind]
         output = ssh.run(host.destination, argv, stdin=source).stdout
