@@ -1,14 +1,14 @@
 """Chat with a model in the terminal, its answers shown as they are written: `finlm chat`.
 
 Lines come from a terminal or a pipe, answers go to stdout, everything else to stderr: `finlm chat RUN < questions.txt`
-gives one answer a question. Ctrl-C ends an answer, what was said of it stays in the conversation; at the prompt, twice
-Ctrl-C or Ctrl-D ends the chat. Control characters of the model cannot reach the terminal.
+gives one answer a question. Ctrl-C ends an answer, of which the written part stays in the conversation; at the prompt,
+Ctrl-C twice or Ctrl-D ends the chat. Control characters of the model cannot reach the terminal.
 
 Tools go into the template; a call is shown as the model writes it, and the line "/tool TEXT" is the tool's answer.
 
 Keys and values of the conversation are kept between turns, as far as the token ids begin alike. Sampling is temperature
 and nucleus (Holtzman et al. 2020). One conversation at a time, no batching: evals/answering.py batches. `finlm self-qa`
-asks the same way when the recipe names no endpoint; a server (vLLM, llama.cpp) is the way to many.
+uses LocalModel when the recipe names no endpoint; a server (vLLM, llama.cpp) is the way to many conversations.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    Prints answers on stdout, hints and errors of an answer on stderr; where the input is no terminal, such an error
-    ends the chat with its exit code. sampling: (temperature, top_p). tools: that the model may call, as OpenAI's API
-    has them. Raises UserError for a model that cannot chat, or not with tools.
+    Prints answers to stdout, hints and errors of an answer to stderr; if the input is no terminal, such an error ends
+    the chat with its exit code. `sampling` is (temperature, top_p), `max_tokens` limits an answer, and `tools` are
+    those that the model may call, in the form of OpenAI's API. Raises UserError for a model that cannot be opened,
+    cannot chat, or not with tools, and for input that is not UTF-8.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)
@@ -85,7 +86,7 @@ def run(
 
 
 def _read() -> str | None:
-    """Return the next line of stdin, stripped, None at its end; print a prompt where it is a terminal.
+    """Return the next line of stdin without outer white space, None at its end; on a terminal, print a prompt first.
 
     Raises UserError when the line is not UTF-8.
     """
@@ -101,7 +102,10 @@ def _read() -> str | None:
 
 
 def _answer(talker: Talker, messages: list[dict[str, str]], sampling: tuple[float, float], max_tokens: int) -> str:
-    """Show an answer while it is written; return what was shown, also when it was interrupted."""
+    """Print an answer while it is written and return it; Ctrl-C ends it, and what was written is returned.
+
+    Raises UserError as Talker.stream does. Notes on stderr that an answer was cut off or interrupted.
+    """
     shown, stream = "", talker.stream(messages, *sampling, max_tokens)
     try:
         for piece in stream:
@@ -126,10 +130,13 @@ def _harmless(text: str) -> str:
 
 
 class Talker:
-    """Answers the messages of one conversation. Raises UserError for a model without a chat template."""
+    """Answers the messages of a conversation; keeps keys and values and the random generator between answers."""
 
     def __init__(self, opened: Opened, seed: int = 0, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Begin without a conversation. Raises UserError without a chat template, or with one that writes no tools."""
+        """Begin without a conversation. Raises UserError without a chat template, or with one that writes no tools.
+
+        The latter only if `tools` are given.
+        """
         if not opened.tokenizer.chat_template:
             raise UserError(
                 f"{opened.name} has no chat template: it continues text and has not learnt to answer",
@@ -152,14 +159,17 @@ class Talker:
         self._seen: list[int] = []  # whose keys and values are in the cache
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the whole answer to the last message."""
+        """Return the whole answer to the last message, drawn at `temperature` from all tokens.
+
+        Raises UserError as stream() does.
+        """
         for _ in self.stream(messages, temperature, 1.0, max_tokens):
             pass
         assert self.reply is not None
         return self.reply
 
     def stream(self, messages: Conversation, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
-        """Yield the answer to the last message in pieces of whole characters; self.reply holds it at the end.
+        """Yield the answer to the last message in pieces of whole characters; set self.reply at the end.
 
         Raises UserError when the conversation leaves no room in the model's context, or its template does not take it.
         """
@@ -201,11 +211,14 @@ class Talker:
         self.reply = Reply(text, reason, len(prompt), len(written))
 
     def _text(self, written: list[int]) -> str:
-        """Return what the ids say, without control tokens unless one may begin a call of a tool."""
+        """Return the decoded ids, without special tokens unless there are tools: a special token may begin a call."""
         return str(self.opened.tokenizer.decode(written, skip_special_tokens=not self.tools))
 
     def _tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
-        """Yield sampled ids without end. _seen always lists the ids whose keys are cached, wherever this is left."""
+        """Yield sampled ids without end; extends the cache, and sets reused_tokens.
+
+        Wherever this is left, _seen lists the ids whose keys and values are cached.
+        """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
         self._shorten(common)
         self.reused_tokens = len(self._seen)
@@ -230,7 +243,7 @@ class Talker:
         del self._seen[length:]
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
-        """Return the logits, fp32 [vocabulary], after ids, which follow _seen; extends the cache and _seen."""
+        """Return the logits, fp32 [vocabulary], after `ids`, which follow _seen; extend the cache and _seen by them."""
         inputs = torch.tensor([ids], device=self.opened.device)
         cache, self._cache = self._cache, None  # an interrupt while it grows leaves it unusable
         seen, self._seen = self._seen, []
@@ -240,7 +253,7 @@ class Talker:
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
     def _choose(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
-        """Return a token drawn with temperature from the nucleus top_p; the likeliest one at temperature 0."""
+        """Return an id drawn with `temperature` from the nucleus `top_p`; the likeliest id at temperature 0."""
         if temperature <= 0:
             return int(logits.argmax())
         warm = (logits - logits.max()) / temperature  # at most 0: a small temperature would reach infinity
@@ -251,10 +264,10 @@ class Talker:
 
 
 class LocalModel:
-    """A checkpoint, run, export or Hugging Face directory that answers; fingerprint is of its weights."""
+    """A model that answers: a checkpoint, run, export or Hugging Face directory. `fingerprint` tells models apart."""
 
     def __init__(self, path: Path, seed: int) -> None:
-        """Load the model. Raises UserError when there is none, or it has no chat template."""
+        """Load the model. Raises UserError when the path does not exist, or holds no model with a chat template."""
         if not path.exists():
             raise UserError(
                 f"self_qa.model: there is no {path}",
@@ -266,7 +279,10 @@ class LocalModel:
         self._talker = Talker(opened, seed)
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the model's reply. Raises Refused when the messages do not fit its context or its template."""
+        """Return the model's reply, drawn at `temperature`.
+
+        Raises Refused when messages do not fit context or template.
+        """
         try:
             return self._talker.ask(messages, temperature, max_tokens)
         except UserError as error:

@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face model, and prove the export by loading it back.
 
-Written are safetensors, tokenizer, chat template and model card. Weights come from the fp32 master copy where ZeRO
-keeps one, with adapters merged, and are saved in the run's precision without the rows that padded the vocabulary. The
+An export has safetensors, tokenizer, chat template and model card. Weights come from the fp32 master copy where ZeRO
+keeps it, with adapters merged, and are saved in the run's precision without the rows that padded the vocabulary. The
 proof is part of the export: the plain transformers classes give the source model's logits, and AutoTokenizer gives the
 ids the model was trained on. vLLM and llama.cpp's convert_hf_to_gguf.py read the layout too: tokenizer.model beside
 tokenizer.json, and rope_theta in both places. Pretraining that goes on from a model with a tokenizer.json hands its
@@ -66,10 +66,11 @@ _CONVERSATION = [
 
 
 def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
-    """Write a checkpoint (runs/<run>/checkpoints/step-N, or the newest of runs/<run>) to the new directory out.
+    """Write a checkpoint (runs/<run>/checkpoints/step-N, or the newest of runs/<run>) to the new directory `out`.
 
-    Returns out. Weight files have at most shard_size bytes. Raises UserError when the checkpoint is not complete, or
-    out exists; RuntimeError when the export is not the trained model.
+    Returns `out`, which exists only if the export succeeds. Weight files have at most `shard_size` bytes, such as 5GB.
+    Raises UserError when the checkpoint is not complete or is damaged, `out` exists or shard_size is no size;
+    RuntimeError when the export is not the trained model.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
@@ -98,7 +99,7 @@ def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> Non
 
 
 def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return config with the fields that only the config.json of model.init_from has, and RoPE under its old names too.
+    """Return config with the fields that only model.init_from's config.json has, and RoPE under its old names too.
 
     transformers 5 does not write them, and others read them. rope_theta and rope_scaling, as before transformers 5, are
     written where all layers have one RoPE.
@@ -116,7 +117,10 @@ def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
-    """Raise RuntimeError when the written files do not give the trained model and tokenizer."""
+    """Load the written files, and raise RuntimeError when they do not give the trained model and tokenizer.
+
+    Compares tokenizer, configuration, weights, logits of a text, and the value of training's event `proof`.
+    """
     kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
     model = trained.model
     attention = plain_attention(model.config)
@@ -140,9 +144,9 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
 
 
 def _prove_training(reloaded: Any, trained: Trained) -> None:
-    """Raise RuntimeError when the reloaded model reads a text otherwise than the training's model did at its end.
+    """Raise RuntimeError when the reloaded model's loss or reward differs from that of the event `proof` of training.
 
-    Only the checkpoint of the last step has a row for this, and none of a run of a former version.
+    Does nothing without such an event: only the last step's checkpoint has it, and no run of a former version.
     """
     step = step_of(trained.checkpoint)
     rows = [row for row in trained.run.read_events("proof") if row["step"] == step]
@@ -166,7 +170,10 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _write_tokenizer(directory: Path, trained: Trained, tokenizer: Any) -> None:
-    """Write the tokenizer's files: those of the model that pretraining went on from, or else what training used."""
+    """Write the tokenizer's files: those of the model that pretraining went on from, or else what training used.
+
+    Takes the training marks out of the chat template.
+    """
     source = trained.shards.directory / "tokenizer"
     if trained.recipe.stage == "pretrain" and source.is_dir():
         pretrained.copy_files(source, directory)
@@ -193,7 +200,10 @@ def _sentencepiece_file(trained: Trained) -> Path | None:
 
 
 def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
-    """Raise RuntimeError when the exported template or ids are not those of the training data."""
+    """Raise RuntimeError when the exported chat template, or the ids of probe texts, are not the training data's.
+
+    `again` is the reloaded tokenizer, `tokenizer` that of training.
+    """
     texts = list(PROBES)
     if tokenizer.chat_template and trained.recipe.stage != "pretrain":  # which renders none, and copies the file
         rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, again)]
@@ -208,7 +218,7 @@ def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
 
 
 def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dict[str, bool]]:
-    """Return (function that encodes as the training data was encoded, transformers' arguments for the same ids).
+    """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
     Documents know no control tokens in their text, and a tokenizer.json begins them by its own rules, not the recipe's.
     """
@@ -223,9 +233,10 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 
 
 def export_adapters(checkpoint: Path, out: Path) -> Path:
-    """Write the adapters of a checkpoint (or of a run's newest) with the tokenizer's files to the new directory out.
+    """Write the adapters of a checkpoint (or of a run's newest) with the tokenizer's files to the new directory `out`.
 
-    Returns out. Raises UserError when the run trained every weight, out exists, or the checkpoint is not complete.
+    Returns `out`. Raises UserError when the run trained every weight, `out` exists, or the checkpoint is not complete
+    or is damaged.
     """
     from finlm.train.model import lora  # loads torchao
 
@@ -258,10 +269,11 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
 
 
 def generate(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
-    """Return a sampled continuation (temperature 0.8, top-p 0.9) of prompt by a run, checkpoint or model directory.
+    """Return a sampled continuation (temperature 0.8, top-p 0.9) of `prompt` by a run, checkpoint or model directory.
 
-    The first quarter of the tokens cannot be the end of the text: a model of a few steps would often write nothing.
-    Raises UserError when there is no model, or when the prompt fills its context.
+    Writes at most `tokens` tokens, as far as the context has room. The first quarter of them cannot be the end of the
+    text: a model of a few steps would often write nothing. Seeds torch. Raises UserError when the model cannot be
+    opened, or the prompt is empty or fills its context.
     """
     opened = open_model(checkpoint)
     inputs = opened.tokenizer(prompt, return_tensors="pt", verbose=False).to(opened.device)
@@ -299,7 +311,7 @@ _STAGES = {
 
 
 def card_text(trained: Trained, directory: Path) -> str:
-    """Return the text of README.md for an export whose other files lie in directory already."""
+    """Return the text of README.md for an export whose other files are in `directory` already."""
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "language: [zh, en]", "tags: [finlm]", "---"]
@@ -343,7 +355,7 @@ def _use(directory: Path, stage: str) -> Iterator[str]:
 
 
 def _data(trained: Trained) -> Iterator[str]:
-    """Yield the card's table of training data: documents and tokens of each source."""
+    """Yield the lines of the card's table of training data: documents and tokens of each source."""
     shards: dict[str, list[int]] = {}
     for shard in trained.shards.split("train"):
         counts = shards.setdefault(shard.source, [0, 0])
@@ -356,7 +368,10 @@ def _data(trained: Trained) -> Iterator[str]:
 
 
 def _held_out(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the card's table of the last evaluation up to `step`, with whatever numbers it has."""
+    """Yield the lines of the card's table of the last evaluation up to `step`; none without an evaluation.
+
+    The table has all numbers of the evaluation but `tokens`.
+    """
     rows = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
     sources = (rows[-1].get("sources") or {}) if rows else {}
     keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]
@@ -370,7 +385,7 @@ def _held_out(trained: Trained, step: int) -> Iterator[str]:
 
 
 def _suites(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the card's table of multiple-choice results of this step."""
+    """Yield the lines of the card's table of multiple-choice results of this step; none without results."""
     rows = [row for row in trained.run.read_events("suite") if row.get("step") == step]
     if not rows:
         return
@@ -385,7 +400,7 @@ def _suites(trained: Trained, step: int) -> Iterator[str]:
 
 
 def _origin(trained: Trained) -> Iterator[str]:
-    """Yield the card's section of finlm's version and commit, hashes of code and inputs, and hardware."""
+    """Yield the lines of the card's section of finlm's version and commit, hashes of code and inputs, and hardware."""
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
     git = code.get("git") or {}

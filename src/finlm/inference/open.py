@@ -1,10 +1,10 @@
 """Open any model to be examined, talked to or exported: a checkpoint, a run, an export, a Hugging Face directory.
 
-A run stands for its export, which is proved equal to its last checkpoint, and before there is one for its newest
+A run stands for its export, which is proved equal to its last checkpoint, and before there is an export for its newest
 checkpoint. On CPUs without bf16 instructions half precisions are computed in fp32, ten times faster there. A GGUF file
-of the llama architecture is converted to a model directory with weights in bf16 first (`finlm import-gguf`).
+of the llama architecture is first converted to a model directory with weights in bf16 (`finlm import-gguf`).
 
-No name of the Hugging Face Hub is taken and no code of a model directory is executed: what is examined lies here.
+Names of the Hugging Face Hub are not accepted, and no code of a model directory is executed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 65_536  # of each weight file, for the fingerprint
 
 @dataclass(frozen=True)
 class Opened:
-    """A model on its device, with its tokenizer of transformers."""
+    """A model on its device, with its tokenizer of transformers. `run` and `step` are None outside of a run."""
 
     model: Any
     tokenizer: Any
@@ -71,9 +71,10 @@ class Opened:
 
 
 def open_model(path: Path, device: torch.device | None = None) -> Opened:
-    """Open the model of a checkpoint, run, export or Hugging Face directory, by default on a GPU if there is one.
+    """Open the model of a checkpoint, run, export or Hugging Face directory, in evaluation mode.
 
-    Raises UserError when there is none, or one that cannot be loaded or is a reward model.
+    `device` is by default a GPU if there is one, else the CPU. Checks the files' hashes where finlm wrote them. Raises
+    UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward model.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = run_of(path)
@@ -91,9 +92,10 @@ def open_model(path: Path, device: torch.device | None = None) -> Opened:
 
 
 def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: Any) -> list[list[int]]:
-    """Return the ids that the model writes after each row of ids, `most` at most: greedy, unless `how` says otherwise.
+    """Return the ids that the model writes after each row of ids, at most `most`, by greedy decoding.
 
-    Rows are padded on the left, and padding is masked. A model that knows no end writes `most` ids.
+    `how` adds arguments of transformers' generate(), such as repetition_penalty. Rows are padded on the left, and
+    padding is masked. Answers may have padding behind their end token. A model that knows no end writes `most` ids.
     """
     width, pad = max(map(len, rows)), next(iter(opened.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=opened.device)
@@ -115,7 +117,7 @@ def _find_newest(run: RunDir) -> Path:
 
 
 def _open_checkpoint(path: Path, device: torch.device) -> Opened:
-    """Open a run's checkpoint on the device. Raises UserError for a reward model."""
+    """Open a run's checkpoint on the device. Raises UserError for a reward model, or as load_trained does."""
     loaded = load_trained(path)
     if loaded.recipe.stage == "reward":
         raise _reward_model_error(path)
@@ -128,7 +130,7 @@ def _open_checkpoint(path: Path, device: torch.device) -> Opened:
 
 
 def _reward_model_error(path: Path) -> UserError:
-    """Return the error of asking a reward model for text."""
+    """Return the UserError for a reward model that is asked for text."""
     return UserError(
         f"{path} is a reward model: it says how good a text is, and writes none",
         fix="give the model that it started from, or one that was trained with its rewards",
@@ -136,7 +138,10 @@ def _reward_model_error(path: Path) -> UserError:
 
 
 def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Opened:
-    """Open a Hugging Face directory on the device. Raises UserError when it cannot be loaded or is a reward model."""
+    """Open a Hugging Face directory on the device. Raises UserError when it cannot be loaded or is a reward model.
+
+    With `run`, the directory is its export, and the step is that of the run's newest checkpoint.
+    """
     fix = "give a complete directory: config.json, safetensors and the tokenizer's files"
     runs.prove_model(path)
     try:
@@ -158,7 +163,7 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
 
 
 def _move_to_device(model: Any, device: torch.device) -> Any:
-    """Return the model on its device for inference, in fp32 on a CPU that computes half precisions slowly."""
+    """Return the model on its device in evaluation mode, in fp32 on a CPU that computes half precisions slowly."""
     slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return model.to(device, torch.float32 if slow_halves else model.dtype).eval()
 
@@ -166,7 +171,7 @@ def _move_to_device(model: Any, device: torch.device) -> Any:
 def _make_opened(
     model: Any, tokenizer: Any, name: str, fingerprint: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened. fingerprint: values that tell the model from others, of which the sha256 is kept."""
+    """Return the Opened. `fingerprint` has values that tell the model from others; their sha256 is kept."""
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     return Opened(
         model, tokenizer, name, files.sha256_json(fingerprint), context, _end_ids(model, tokenizer), run, step
@@ -174,7 +179,7 @@ def _make_opened(
 
 
 def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config.json, and the tokenizer's end; () without any."""
+    """Return the ids that end an answer: those of generation_config.json and the tokenizer's end; () without any."""
     listed = model.generation_config.eos_token_id
     ids = listed if isinstance(listed, list) else [listed]
     known = (number for number in (*ids, tokenizer.eos_token_id) if number is not None)
@@ -182,7 +187,10 @@ def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the hex sha256 over names, sizes, small files whole and samples of the large ones: 140 GB in a second."""
+    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large files.
+
+    It reads 140 GB in a second.
+    """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         is_read = file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja")
@@ -210,11 +218,12 @@ class Trained:
 
 
 def load_trained(checkpoint: Path) -> Trained:
-    """Return the model of runs/<run>/checkpoints/step-N, or of the newest of runs/<run>, on the CPU.
+    """Load a checkpoint, or the newest of a run, on the CPU; return its model with run, recipe, plan and shards.
 
-    Weights come from the fp32 master copy where ZeRO keeps one and are cast to the run's precision: what the last
-    training step left, not a second rounding of it. Adapters are merged. Raises UserError when it is not complete,
-    RuntimeError when its weights are not of the model.
+    The model is in evaluation mode, a sequence classifier for reward runs. Weights come from the fp32 master copy where
+    ZeRO keeps it and are cast to the run's precision: what the last training step left, not a second rounding of it.
+    Adapters are merged. Checks the files' hashes. Raises UserError when the checkpoint is incomplete or damaged,
+    RuntimeError when its weights do not fit the model.
     """
     checkpoint = complete_checkpoint(checkpoint)
     run = run_of_checkpoint(checkpoint)
@@ -257,14 +266,17 @@ def load_trained(checkpoint: Path) -> Trained:
 
 
 def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Give the model's buffers the dtype of the weights of their names: a router's are fp32, whatever its weights."""
+    """Change the model's buffers in place to the dtype of the weights of their names: a router's are always fp32."""
     for name, buffer in model.named_buffers():
         if name in weights:
             buffer.data = buffer.data.to(weights[name].dtype)
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
-    """Return the configuration that the checkpoint was trained with; None where an older version did not save it."""
+    """Return the configuration that the checkpoint was trained with, its vocabulary without padding.
+
+    None if an older version of finlm, which did not save it, wrote the checkpoint.
+    """
     file = checkpoint / "loop_rank_0.pt"
     values = storage.load(file).get("config") if file.is_file() else None
     if values is None:
@@ -274,12 +286,15 @@ def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of checkpoints/step-N."""
+    """Return the step of a directory step-N, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of a checkpoint by their names in training; adapters are not merged."""
+    """Return a checkpoint's tensors on the CPU by their names in training; adapters are not merged.
+
+    Those of ZeRO are fp32, except frozen ones. Raises UserError when a file or the manifest is not finlm's.
+    """
     if plan.zero_stage == 0:
         module: dict[str, torch.Tensor] = storage.load(checkpoint / "mp_rank_00_model_states.pt")["module"]
         return module
@@ -307,9 +322,9 @@ _LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", 
 
 
 def import_gguf(file: Path, out: Path) -> Path:
-    """Write the model of the GGUF file `file` to the new directory `out`; return `out`.
+    """Write the model of the GGUF file `file` to the new directory `out`, in bf16 with finlm.json; return `out`.
 
-    Raises UserError when `out` exists, the package gguf is missing, or the file holds no plain Llama.
+    Raises UserError when `out` exists, the package gguf is missing, or the file cannot be read or holds no plain Llama.
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
@@ -344,7 +359,7 @@ def import_gguf(file: Path, out: Path) -> Path:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
-    """Return the error of a GGUF file that its reader fails on."""
+    """Return the UserError for a GGUF file whose reader raised `error`."""
     return UserError(
         f"{file} cannot be read",
         evidence=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
@@ -353,7 +368,7 @@ def _unreadable(file: Path, error: Exception) -> UserError:
 
 
 def _check_gguf(file: Path) -> None:
-    """Raise UserError for a file that holds anything but a plain Llama, or cannot be read."""
+    """Raise UserError for a GGUF file that holds anything but a plain Llama, or cannot be read."""
     try:
         from gguf import GGUFReader
 
@@ -372,7 +387,10 @@ def _check_gguf(file: Path) -> None:
 
 
 def gguf_differences(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for whatever in a file's metadata, or in its tensors by name, is not a plain Llama's."""
+    """Yield a line for each metadata field or tensor that keeps a GGUF file from being a plain Llama; none if it is.
+
+    `fields` is the metadata by name, `tensors` the tensors by name. Stops after the first kind of basic mistake.
+    """
     if (architecture := fields.get("general.architecture")) != "llama":
         yield f"architecture {architecture!r}, not 'llama'"
         return
@@ -401,7 +419,7 @@ def gguf_differences(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> I
 
 
 def _tensor_differences(tensors: Mapping[str, Any], layers: int) -> Iterator[str]:
-    """Yield a line for each tensor that a plain Llama of so many layers lacks or has not."""
+    """Yield a line for each missing or extra tensor, compared with a plain Llama of so many layers."""
     needed = {*_WHOLE, *(f"blk.{layer}.{name}.weight" for layer in range(layers) for name in _LAYER)}
     yield from (f"tensor {name} is missing" for name in sorted(needed - tensors.keys()))
     for name in sorted(tensors.keys() - needed - {"output.weight"}):

@@ -2,8 +2,8 @@
 
 Applies the host's environment before torch is imported, sends this rank's output to logs/<host>.<rank>.log (stacks on
 SIGUSR1 too), dies with its launcher, and leaves through os._exit: with gloo, 10-20 % of ranks otherwise abort in the
-interpreter's shutdown after all work is done. A rank whose states are offloaded stays on the cores of its GPU's side of
-the host (1.16 times the speed in DeepSpeed's ZenFlow report).
+interpreter's shutdown after all work is done. A rank whose states are offloaded stays on the cores of its GPU's NUMA
+node (1.16 times the speed in DeepSpeed's ZenFlow report).
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def main() -> None:
-    """Run the recipe's stage on this rank and end the process with its code, or 1 after an error, which the log shows.
+    """Run the recipe's stage on this rank, then end the process with the stage's exit code, or 1 after any exception.
 
-    The run directory is the first argument of the command line.
+    The run directory is sys.argv[1]. Applies env/<host>.env, locks the run's file for this host, and sends stdout and
+    stderr to this rank's log, also the traceback and a report on running out of memory. Stage pretrain builds a missing
+    index of rows.
     """
     die_with_parent()
     run_path = Path(sys.argv[1])
@@ -81,9 +83,9 @@ def main() -> None:
 
 
 def _limit_waiting() -> None:
-    """Replace torch's new_group: without a timeout of the caller, groups get DeepSpeed's from now on.
+    """Replace distributed.new_group so that groups get DeepSpeed's default timeout unless the caller gives another.
 
-    On ZeRO's own groups too: with DeepSpeed's defaults a cut network cable was an error after 930 s.
+    This covers ZeRO's groups: without it, a cut network cable became an error only after 930 s.
     """
     from deepspeed.constants import default_pg_timeout
     from torch import distributed
@@ -92,7 +94,7 @@ def _limit_waiting() -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Make standard output and error append to the file `path`, C++ messages too; make its folders."""
+    """Make file descriptors 1 and 2 (stdout, stderr, C++ messages too) append to `path`; create its directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -101,7 +103,7 @@ def _log_to(path: Path) -> None:
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return the out-of-memory error in a chain of exceptions, or None."""
+    """Return the first out-of-memory error in a chain of causes and contexts, or None if there is none."""
     import torch
 
     while error is not None:
@@ -113,7 +115,10 @@ def _out_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def _report(run_path: Path, error: BaseException) -> str:
-    """Return a report of an out-of-memory error: the line that `finlm train` parses, then the failure in words."""
+    """Return a report of an out-of-memory error: the line that `finlm train` parses, then the failure in words.
+
+    Declares the GPU kinds of the user's table (gpus.declare_calibrated), whose UserErrors it passes on.
+    """
     from finlm.plan import gpus, out_of_memory
     from finlm.plan.plan import Plan
     from finlm.recipe.schema import Recipe
@@ -126,9 +131,10 @@ def _report(run_path: Path, error: BaseException) -> str:
 
 
 def _memory_now(plan: Plan) -> Taken:
-    """Return what this rank holds of its device's memory; on CPU, of its share of the host's memory.
+    """Return this rank's bytes of device memory (peak, torch's cache, in use, total) and the host's RAM.
 
-    Where CUDA answers nothing any more, each figure of the device is its memory by the plan.
+    On CPU the first three are the peak of the resident set, and the total is the rank's share of the RAM, at least that
+    peak. When CUDA no longer answers, all four are plan.gpu_memory_bytes.
     """
     import torch
 
@@ -150,10 +156,10 @@ def _memory_now(plan: Plan) -> Taken:
 
 
 def bind_cores(plan: Plan) -> None:
-    """Keep this rank and its later threads on the cores near its GPU when the plan offloads states; select that GPU.
+    """Select this rank's GPU and pin the process to the cores of that GPU's NUMA node, if the plan offloads states.
 
-    Cores that the process may not use anyway (taskset, a container's limits) stay out; where too few for its threads
-    are left, or none is known to be near, every core stays allowed.
+    Does nothing without a GPU or offload. Cores that the process may not use anyway (taskset, a container's limits)
+    stay out. Pins nothing when the NUMA node is not known, or when fewer cores than torch's threads would be left.
     """
     if plan.device != "cuda" or plan.offload_optimizer == plan.offload_param == "none":
         return
@@ -168,7 +174,10 @@ def bind_cores(plan: Plan) -> None:
 
 
 def bus_address(uuid: object) -> str | None:
-    """Return a GPU's PCI address as Linux names it (0000:1b:00.0); None when nvidia-smi does not give it."""
+    """Return a GPU's PCI address as Linux names it (0000:1b:00.0); None when nvidia-smi does not list the GPU.
+
+    `uuid` is the GPU's UUID without the prefix "GPU-".
+    """
     from finlm.recipe import cluster
 
     address = {row["uuid"]: row["pci.bus_id"] for row in cluster.ask_gpus("uuid", "pci.bus_id")}.get(f"GPU-{uuid}")
@@ -176,7 +185,10 @@ def bus_address(uuid: object) -> str | None:
 
 
 def near_cores(address: str | None) -> set[int]:
-    """Return the numbers of the cores on a PCI device's side of the host; empty when its side is not known."""
+    """Return the core indices of the NUMA node of the PCI device at `address`, read from sysfs.
+
+    Empty when `address` is None or its NUMA node is not known.
+    """
     try:
         if address is None or int((DEVICES / address / "numa_node").read_text()) < 0:
             return set()

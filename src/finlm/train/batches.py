@@ -1,12 +1,13 @@
-"""Read a rank's rows of a step, and compute held-out losses; arithmetic on (seed, step), so resuming is a seek.
+"""Read a rank's rows of each step, and compute held-out losses.
 
-Position p of the endless order is row Order[p]; a step takes the next rows_per_step positions, cut into micro-steps,
-then ranks, whose micro-batches may differ: how a step is cut never changes its rows. A thread reads the next step's
-rows while the device works on this one; the copy to a GPU is from pinned memory, and the host does not wait for it.
+Which rows a step reads is computed from (seed, step), so resuming is a seek. Position p of the endless order is row
+order[p]; a step takes the next rows_per_step positions, cut into micro-steps, then ranks, whose micro-batches may
+differ: how a step is cut never changes its rows. A thread reads the next step's rows while the device works on this
+step; copies to a GPU are from pinned memory, and the host does not wait for them.
 
-With `data.document_masks` no document of a row sees another. The model gets one tensor of bounds: torch's varlen_attn
-(bf16 or fp16, compute capability 8.0 and later) takes them as they are; elsewhere transformers makes the block-diagonal
-mask from position ids that start again at every document.
+With `data.document_masks` no document of a row sees another. The model gets a tensor with the bounds of the documents:
+torch's varlen_attn (bf16 or fp16, compute capability 8.0 and later) takes it as it is; elsewhere transformers makes the
+block-diagonal mask from position ids that start again at every document.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Checksum:
         self._sum = 0
 
     def add(self, rows: Iterable[npt.NDArray[Any]]) -> None:
-        """Add the CRC-32 of each row to the sum. rows: contiguous arrays of token ids, int64."""
+        """Add the CRC-32 of each row's bytes to the sum. A row is a contiguous int64 array of token ids."""
         self._sum += sum(zlib.crc32(row.data) for row in rows)
 
     def take(self) -> int:
@@ -57,12 +58,15 @@ class Checksum:
 
 
 class Batches:
-    """The micro-batches of one rank."""
+    """Reads the micro-batches of a rank, step by step, in the run's order of rows. Steps count from 0."""
 
     def __init__(
         self, rows: Rows | PackedRows, order: Sequencing, plan: Plan, rank: int, document_masks: bool = False
     ) -> None:
-        """Set which rows this rank reads of a step. order: row ids by position, endless."""
+        """Compute this rank's share of each micro-step from the plan; read no rows yet.
+
+        `order` maps positions to row ids and never ends. With `document_masks`, read() also yields document_bounds().
+        """
         self.rows = rows
         self.order = order
         self.document_masks = document_masks
@@ -79,21 +83,28 @@ class Batches:
         self._supervised = lru_cache(maxsize=2)(lambda step: self.rows.supervised(self.row_ids(step).ravel()))
 
     def row_ids(self, step: int) -> Ids:
-        """Return the row ids of a step over all ranks: [micro_steps, rows of rank 0, of rank 1, ...]; read-only."""
+        """Return the row ids of a step over all ranks: int64 [micro_steps, rows of rank 0, of rank 1, ...].
+
+        The array is read-only; those of the last two steps are kept.
+        """
         return self._row_ids(step)
 
     def supervised(self, step: int) -> int:
-        """Return how many labels count in a step over all ranks and micro-steps, without communication."""
+        """Return the number of labels that are not -100 in a step, over all ranks and micro-steps.
+
+        Needs no communication.
+        """
         return self._supervised(step)
 
     def tokens_read(self, step: int) -> int:
-        """Return how many tokens the model reads in a step over all ranks and micro-steps, without padding."""
+        """Return the number of input tokens without padding in a step, over all ranks and micro-steps."""
         return self.rows.tokens_read(self.row_ids(step).ravel())
 
     def read(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the model's arguments for each micro-step of this rank, on the device; add their rows to the checksum.
+        """Yield the model's arguments for each micro-step of this rank, on the device; add the inputs to the checksum.
 
-        Inputs and labels, int64 [micro_batch, sequence], and with document masks the bounds of document_bounds().
+        The arguments are inputs and labels, int64 [micro_batch, sequence], and with document masks document_bounds(),
+        int32. Uses the rows of read_ahead(step) if there are any, and drops those of another step.
         """
         coming, self._coming = self._coming, None
         for arrays in coming[1].result() if coming and coming[0] == step else self._read_step(step):
@@ -101,11 +112,14 @@ class Batches:
             yield tuple(map(self._move_to_device, arrays))
 
     def read_first(self, step: int, rank: int) -> tuple[torch.Tensor, ...]:
-        """Return the model's arguments for the first micro-step of any rank; the checksum does not count them."""
+        """Return the arguments of the first micro-step of `rank`, on this rank's device.
+
+        Does not change the checksum.
+        """
         return tuple(map(self._move_to_device, self._read_rows(self.row_ids(step)[0, self.of_rank[rank]])))
 
     def read_ahead(self, step: int) -> None:
-        """Begin to read the rows of read(step) in a thread."""
+        """Start to read the rows of read(step) in a thread, and return at once."""
         self._coming = step, self._reader.submit(self._read_step, step)
 
     def _read_step(self, step: int) -> list[Arrays]:
@@ -116,7 +130,7 @@ class Batches:
         return (*self.rows.read(row_ids), *bounds)
 
     def _order_rows(self, step: int) -> Ids:
-        """Return what row_ids() does, computed anew."""
+        """Compute what row_ids() returns, without its cache."""
         count = self.micro_steps * self.rows_per_micro_step
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
         row_ids = self.order[positions].reshape(self.micro_steps, self.rows_per_micro_step)
@@ -133,9 +147,10 @@ FEWEST = 64  # bounds are filled up to this many, or twice, four times ... as ma
 
 
 def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return where documents begin in the rows laid end to end, padded with the end: int32 [FEWEST * 2^k].
+    """Return the token index at which each document begins in the rows laid end to end, padded with the end: int32.
 
-    documents: [batch, sequence], for every token the number of its document in its row (shards.Rows.documents).
+    `documents` is int32 [batch, sequence]: the index of each token's document in its row (shards.Rows.documents). A row
+    always begins a document. The length is the smallest of 64, 128, 256, ... above the number of documents.
     """
     begins = np.ones(documents.shape, dtype=bool)  # a row never goes on in the next one
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -146,14 +161,20 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return each token's position in its document, int32 of shape [batch, sequence]; bounds: document_bounds()."""
+    """Return each token's position in its document, int32 [batch, sequence].
+
+    `bounds` is the tensor of document_bounds(); `shape` is [batch, sequence].
+    """
     places = torch.arange(shape.numel(), dtype=bounds.dtype, device=bounds.device)
     starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
     return (places - starts).view(shape)
 
 
 def attention_implementation(device: str, dtype: torch.dtype) -> str:
-    """Return document masks' attention: NAME, registered with transformers, where varlen_attn runs, else "sdpa"."""
+    """Return the attn_implementation for document masks: NAME, which it registers with transformers, or "sdpa".
+
+    NAME uses varlen_attn: it needs device "cuda" with compute capability 8.0 or later, and a dtype other than fp32.
+    """
     if device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
         AttentionInterface.register(NAME, _attend)
         return NAME
@@ -171,10 +192,11 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within documents, to the last sliding_window tokens where the layer has a window.
+    """Compute causal attention within documents; with `sliding_window`, to the last so many tokens, itself included.
 
-    query, key: [batch, heads, sequence, head]; value: the same, but for the head's size. module.document_bounds:
-    document_bounds(), on the same device. Return ([batch, sequence, heads, head of value], None).
+    `query` and `key` are [batch, heads, sequence, head size], key with fewer heads in grouped-query attention; `value`
+    is as `key`, with heads of at most that size. Reads module.document_bounds, on the same device, and ignores
+    attention_mask. Returns ([batch, sequence, heads, size of value heads], None).
     """
     batch, heads, sequence, size = query.shape
     groups, value, own = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
@@ -186,16 +208,17 @@ def _attend(
 
 
 def _attend_padded(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> tuple[Any, None]:
-    """Return sdpa's attention where the heads of values, at most as wide as the others, are filled up to their size.
+    """Return (transformers' SDPA attention with value heads padded to the size of query heads, None).
 
-    Most kernels take heads of one size only, and without one torch keeps every score.
+    The output has the size of the value heads again. Most kernels need heads of equal size; the math kernel, which
+    torch would use instead, keeps every score for the backward pass.
     """
     out, _ = sdpa_attention_forward(module, query, key, _fill_up(value, query.shape[-1]), *arguments, **named)
     return out[..., : value.shape[-1]], None
 
 
 def _fill_up(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Return heads with zeros behind their numbers, to this size, as transformers fills them up for flash attention."""
+    """Return `value` with its last dimension padded with zeros to `size`; as given if it has that size."""
     return value if value.shape[-1] == size else functional.pad(value, (0, size - value.shape[-1]))
 
 
@@ -218,12 +241,12 @@ def evaluate(
 ) -> Numbers:
     """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
 
-    Reads at most eval.max_tokens_per_source of each source, in rows of batch.sequence_length; all ranks must call it.
-    bits_per_byte: of pretraining text alone. Of a dialogue some tokens count, and the bytes of those are not known.
-    micro_batches: rows that each rank holds at once; of a single process one number.
-    rows_of: makes rows of a source's shards and sequence length; the default is rows of a stream of documents.
-    loss_sum maps (inputs, labels), each int64 [batch, sequence], and with document masks document_bounds(), to the
-    summed negative log-likelihood.
+    All ranks must call it. Reads rows of batch.sequence_length spread evenly over each source, of at most
+    eval.max_tokens_per_source tokens, but at least a row. `loss_sum` maps (inputs, labels), each int64 [batch,
+    sequence], and with document masks document_bounds(), to the summed negative log-likelihood. `micro_batches` has the
+    rows that each rank computes at once; a single process gives a single number. `rows_of` makes rows from a source's
+    shards and the sequence length; bits_per_byte is only given with the default, Rows: of dialogues the bytes of the
+    labels are not known.
     """
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     first = sum(micro_batches[:rank])
@@ -259,9 +282,9 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
-    """Return the ids, at most PROOF_TOKENS, that the trained model and its export read; held-out ones if there are.
+    """Return at most PROOF_TOKENS ids from the start of the first held-out shard, or else of the first training shard.
 
-    Under sft.hide_eos they are without </s>.
+    The trained model and its export must give the same loss on them. Under sft.hide_eos, </s> is left out.
     """
     shard = [*shards.split("held_out"), *shards.split("train")][0]
     hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None  # which the export does not hide
@@ -274,7 +297,8 @@ def loss_of(
 ) -> float:
     """Return the mean negative log-likelihood of `ids` after the first, computed by loss_sum as in evaluate().
 
-    shape: of the batches that the model is compiled for; tokens that do not count fill them.
+    `shape` is the [batch, sequence] that the model is compiled for: `ids` must fit a row, and ignored labels fill the
+    rest.
     """
     inputs, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
     inputs[0, : len(ids)], labels[0, : len(ids) - 1] = torch.tensor(ids), torch.tensor(ids[1:])

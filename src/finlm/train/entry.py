@@ -1,7 +1,7 @@
 """Do what a rank of every stage does: join the others, seed generators, exchange values, record events.
 
-Signals are a number that the loop looks at between two steps and gathers with the loss, so all ranks stop after the
-same step. On a full disk events wait in memory. What is deterministic, and the price, is in docs/determinism.md.
+A signal is noted as a number, which the training loop gathers with the loss after each step, so all ranks stop after
+the same step. On a full disk events wait in memory. What is deterministic, and the price, is in docs/determinism.md.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from finlm.rows.shards import Shard, Shards
 
 
 def join_ranks(recipe: Recipe, plan: Plan) -> int:
-    """Set this rank's device, process group, seeds and, if the recipe asks, determinism; return its number.
+    """Select this rank's GPU (LOCAL_RANK), join the process group, seed all generators, and return this rank's index.
 
-    Raises RuntimeError when the plan has another number of ranks.
+    Uses nccl on GPUs; on CPUs gloo, with DeepSpeed's compiled operators switched off. Makes torch deterministic if
+    train.deterministic asks for it. Raises RuntimeError when the plan has another number of ranks.
     """
     if plan.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -53,7 +54,10 @@ def join_ranks(recipe: Recipe, plan: Plan) -> int:
 
 
 def versions(plan: Plan) -> dict[str, str | int]:
-    """Return software versions and sizes for the start row; of CPU ranks also what their rounding depends on."""
+    """Return the fields of the `start` event: world size, device, software versions and parameters.
+
+    On CPU also the instruction set and the number of threads, on which rounding depends.
+    """
     kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     return {
         "world_size": plan.world_size,
@@ -79,9 +83,10 @@ class Measured:
 
 
 def measure_step(plan: Plan, loss: float, crc: int, begun: float, work_seconds: float = 0.0) -> Measured:
-    """Gather and return the ranks' measurements of a step; all ranks call it once a step, when their devices are done.
+    """Gather a step's measurements from all ranks and return them; every rank must call it when its device is done.
 
-    begun: time.monotonic() at the start of the step. loss, crc, work_seconds: this rank's.
+    `begun` is time.monotonic() at the start of the step; `loss`, `crc` and `work_seconds` are this rank's. Memory is
+    the peak since the process began: torch's on the GPU, or the resident set on CPU.
     """
     if plan.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -98,7 +103,7 @@ def measure_step(plan: Plan, loss: float, crc: int, begun: float, work_seconds: 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step that is done, over all ranks."""
+    """A finished optimizer step, with values over all ranks."""
 
     number: int  # from 1
     loss: float
@@ -108,7 +113,10 @@ class Step:
     measured: Measured
 
     def row(self, plan: Plan, engine: Any) -> dict[str, float | None]:
-        """Return the step's row of events.jsonl, with the same keys in every stage."""
+        """Return the fields of the step's `step` event, the same keys in every stage.
+
+        grad_norm is None if the engine has none, loss_scale except in fp16, mfu if the plan knows no peak FLOP/s.
+        """
         norm, speed = engine.get_global_grad_norm(), self.tokens_read / self.measured.seconds
         flops = plan.flops_per_token * speed / plan.world_size
         return {
@@ -128,19 +136,19 @@ class Step:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Return True at multiples of `every`; never when it is None."""
+    """Return whether `step` is a multiple of `every`; False when `every` is None."""
     return every is not None and step % every == 0
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy, torch and CUDA. Weights and data order do not draw from these: they have their own."""
+    """Seed Python, NumPy, torch and all CUDA devices. New weights and the data order have generators of their own."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # all CUDA devices too
 
 
 def make_deterministic() -> None:
-    """Make torch refuse or replace every operation whose result depends on the order of threads."""
+    """Make torch use deterministic operations, and raise an error where there is none; sets global options of torch."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs, shows bugs only
     torch.backends.cudnn.deterministic = True
@@ -152,7 +160,7 @@ def make_deterministic() -> None:
 
 
 class GeneratorState(TypedDict):
-    """The states of all random generators; loads with weights_only."""
+    """The states of all random generators, of types that torch.load accepts with weights_only."""
 
     python: tuple[Any, ...]
     numpy: tuple[str, torch.Tensor, int, int, float]
@@ -161,7 +169,10 @@ class GeneratorState(TypedDict):
 
 
 def generator_state() -> GeneratorState:
-    """Return the states of all random generators, for restore_generators()."""
+    """Return the states of the Python, NumPy, torch CPU and current CUDA generators, for restore_generators().
+
+    "cuda" is None without a GPU.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -172,7 +183,10 @@ def generator_state() -> GeneratorState:
 
 
 def restore_generators(saved: GeneratorState) -> None:
-    """Set all generators to a saved state."""
+    """Set the Python, NumPy, torch CPU and current CUDA generators to a state of generator_state().
+
+    Leaves CUDA's alone when the state has none or there is no GPU.
+    """
     random.setstate(saved["python"])
     name, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
@@ -182,16 +196,17 @@ def restore_generators(saved: GeneratorState) -> None:
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Return every rank's value, in order; all ranks must call it."""
+    """Return the values of all ranks in rank order; all ranks must call it. Values are pickled."""
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, value)
     return every
 
 
 def ranks_sharing(directory: Path) -> list[int]:
-    """Return the ranks that see this rank's `directory` (hosts may share a disk or not), in order; collective.
+    """Return the sorted ranks, this one included, that see this rank's `directory`: hosts may share a disk. Collective.
 
-    Every rank leaves a mark with a name of this moment, which also keeps a network disk from answering from its cache.
+    Creates the directory. Every rank creates a marker file in it, looks for the others', and removes its marker. The
+    names are new in each call, which also keeps a network disk from answering from its cache.
     """
     directory.mkdir(parents=True, exist_ok=True)
     moment = gather_values(os.urandom(8).hex())[0]
@@ -212,19 +227,22 @@ _since = 0.0
 
 
 def note_signals() -> None:
-    """Note SIGTERM and SIGINT from now on instead of ending; also one that was blocked while this process began."""
+    """Install handlers that note SIGTERM and SIGINT for received_signal() instead of ending the process; unblock both.
+
+    A signal that arrived while it was blocked is noted now. A second signal may end the process (see _note).
+    """
     for number in SIGNALS:
         signal.signal(number, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by launch/agent.py
 
 
 def received_signal() -> int:
-    """Return the first signal that this process received; 0 when it received none."""
+    """Return the number of the first SIGTERM or SIGINT since note_signals(); 0 when there was none."""
     return _received
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    """Keep the first signal; a later one, unless it comes within ONE_REQUEST_SECONDS, ends the process."""
+    """Keep the number of the first signal. A later signal more than ONE_REQUEST_SECONDS after it ends the process."""
     global _received, _since
     if not _received:
         _received, _since = number, time.monotonic()
@@ -238,14 +256,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass
 class Events:
-    """Writes the rows of rank 0 to events.jsonl; the other ranks write none."""
+    """Appends the events of rank 0 to events.jsonl, and nothing on other ranks.
+
+    `waiting` has the events that a full disk kept back.
+    """
 
     run: RunDir
     rank: int
     waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append a row on rank 0; on a full disk keep it for the next call. Raises other OSErrors."""
+        """Append an event on rank 0; on a full disk keep it for the next call, with the time at which it happened.
+
+        Prints a line when the first event has to wait. Raises OSErrors other than a full disk or quota.
+        """
         if self.rank != 0:
             return
         self.waiting.append((kind, fields))
@@ -279,15 +303,19 @@ class Rank:
     started: float
 
     def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
-        """Return the first items of read(held-out shards) of each source.
+        """Return {source: first items of read(its held-out shards)}, by sorted name; empty if nothing is held out.
 
-        At most as many as rows that eval.max_tokens_per_source tokens fill.
+        Takes at most as many items of a source as rows of the plan hold eval.max_tokens_per_source tokens, but at least
+        1.
         """
         most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
     def end(self, step: int, status: str, exit_code: int) -> int:
-        """Record the row `end`, wait for all ranks, and return `exit_code`."""
+        """Record the event `end`, wait for all ranks, and return `exit_code`.
+
+        `status` is finished, failed or interrupted.
+        """
         seconds = round(time.monotonic() - self.started, 1)
         self.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
         distributed.barrier()
@@ -295,7 +323,10 @@ class Rank:
 
 
 def open_rank(run_path: Path) -> Rank:
-    """Join the process group, open the run directory of this rank, and note signals from now on."""
+    """Install signal handlers (note_signals), open the run directory, join the process group, and return a Rank.
+
+    Raises UserError when run_path is no run directory or its plan, recipe or shards cannot be read.
+    """
     started = time.monotonic()
     note_signals()
     run = open_run(run_path)

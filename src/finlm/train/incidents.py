@@ -3,14 +3,14 @@
 A step whose loss or gradient is not finite never reaches the weights: DeepSpeed's ZeRO optimizers leave weights,
 moments and schedule alone when the gradient norm over all ranks is not finite (zero/engine.py does so where there is no
 ZeRO), and `weight` turns a loss that is not finite, or a spike to be skipped, into such a gradient without a wait of
-the host. Names of such gradients cost a reduction a parameter: they are watched only after a first incident or near
-fp16's smallest loss scale. Going back from a spike and leaving out its data is PaLM's remedy (arXiv 2204.02311, 5.1).
+the host. To name such gradients costs a reduction a parameter: they are watched only after a first incident or near
+fp16's smallest loss scale. A rollback from a spike that leaves out its data is PaLM's remedy (arXiv 2204.02311, 5.1).
 
-A slow rank is known by its own work, reading and forward, as whole steps take all ranks the same time; at ZeRO stage 3
-forward waits for weights too, and only slow reading is found. A GPU that computes wrongly and raises no error spoils
-the weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783): ranks of one kind form a ring, and now
-and then each computes the gradients of its own micro-batch and of the one of the rank before it, compared bit for bit.
-Not compared: ZeRO-3, whose weights only the engine's passes gather, other stages, a rank without a second of its kind.
+A slow rank shows in the time of its reading and forward pass, as whole steps take all ranks the same time; at ZeRO-3
+forward waits for weights too, and only slow reading shows. A GPU that computes wrongly and raises no error spoils the
+weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783): ranks with GPUs of one kind form a ring, and
+now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit. Not
+compared: ZeRO-3, whose weights only the engine's passes gather, other stages, a rank without a second of its kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Then = Literal["go_on", "stop", "roll_back"]
 
 @dataclass(frozen=True)
 class Incident:
-    """A row for events.jsonl and what the loop does next. With `blame`, the batch's documents are named."""
+    """An event for events.jsonl and what the loop does next. With `blame`, the event names the batch's documents."""
 
     what: str
     detail: str
@@ -51,13 +51,13 @@ class Incident:
 
 
 class Skipped:
-    """The recent steps that left the weights alone."""
+    """The numbers of recent steps that left the weights alone."""
 
     def __init__(self, steps: Iterable[int] = ()) -> None:
         self.steps = deque(steps)
 
     def count(self, step: int) -> int:
-        """Add a skipped step and return how many there were in the last RECENT_STEPS."""
+        """Add the skipped step `step`; return how many of the last RECENT_STEPS steps were skipped."""
         self.steps.append(step)
         while self.steps[0] <= step - RECENT_STEPS:
             self.steps.popleft()
@@ -65,7 +65,7 @@ class Skipped:
 
 
 class WatchState(TypedDict, total=False):
-    """State of a Watch: losses of applied steps, skipped steps, whether the last loss was a spike."""
+    """State of a Watch: losses of applied steps, skipped steps, whether the last loss was a spike; see Guard.state."""
 
     losses: list[float]
     skipped: list[int]
@@ -74,15 +74,15 @@ class WatchState(TypedDict, total=False):
 
 
 class Watch:
-    """Judges the steps of a run, one after the other."""
+    """Judges each step's loss and update, and remembers recent losses and skipped steps."""
 
     def __init__(self, settings: Incidents, scales_loss: bool) -> None:
-        """Begin without losses. scales_loss: a gradient that is not finite only means a too high fp16 loss scale."""
+        """Begin without losses. With `scales_loss` (dynamic fp16 scale), gradient overflows do not count as skips."""
         self.settings, self.scales_loss = settings, scales_loss
         self.restore(())
 
     def state(self) -> WatchState:
-        """Return the state as plain values for a checkpoint; restore() takes it."""
+        """Return the state as plain values for a checkpoint; its items are the arguments of restore()."""
         return {"losses": list(self._losses), "skipped": list(self._skipped.steps), "is_high": self._is_high}
 
     def restore(self, losses: Iterable[float], skipped: Iterable[int] = (), is_high: bool = False) -> None:
@@ -94,10 +94,10 @@ class Watch:
     def weight(
         self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int, last: bool
     ) -> torch.Tensor:
-        """Return the factor of a micro-step's summed loss: scale, or NaN where the step must be skipped; fp32 scalar.
+        """Return `scale` as a scalar tensor, or NaN if `summed` is not finite or the loss is a spike to be skipped.
 
-        summed: this micro-step's loss; loss: this rank's sum over the step so far; last: whether it is the step's
-        last micro-step, in which all ranks must call this.
+        `summed` is this micro-step's loss, `loss` this rank's sum so far, `supervised` the labels on all ranks. Spikes
+        are looked for if `last` (in the step's last micro-step); all ranks must call it then.
         """
         fine = summed.detach().isfinite()
         if last and self.settings.spike.then == "skip" and self.limit < math.inf:
@@ -107,9 +107,9 @@ class Watch:
         return torch.where(fine, scale, math.nan)
 
     def judge(self, step: int, loss: float, is_applied: bool, rank_losses: Iterable[float] = ()) -> Incident | None:
-        """Return the incident of a finished step, or None; remember the step for the judgement of later ones.
+        """Return the incident of a finished step, or None; update recent losses, skipped steps and the spike limit.
 
-        rank_losses: each rank's sum, to name those not finite.
+        `loss` is the mean over all ranks. `rank_losses` has each rank's sum: ranks with NaN or infinity are named.
         """
         if not math.isfinite(loss):
             bad = [str(rank) for rank, total in enumerate(rank_losses) if not math.isfinite(total)]
@@ -130,7 +130,7 @@ class Watch:
         return spike
 
     def _skip(self, step: int, what: str, detail: str, blame: bool) -> Incident:
-        """Count a skipped step; return its incident, which ends the run above incidents.stop_after."""
+        """Count a skipped step; return its incident, whose `then` is stop above incidents.stop_after skipped steps."""
         count, most = self._skipped.count(step), self.settings.stop_after
         detail += f"; the weights were left alone; {count} of the last {RECENT_STEPS} steps"
         if count > most:
@@ -138,14 +138,14 @@ class Watch:
         return Incident(what, f"{detail}, {most} are borne", blame=blame)
 
     def _spike(self, loss: float) -> Incident | None:
-        """Return the incident of a spike that changed the weights; None for a later one of the same stretch."""
+        """Return the incident of a spike that changed the weights; None if the last loss was a recorded spike too."""
         then = self.settings.spike.then
         if then in ("stop", "roll_back"):
             return Incident("loss spike", self._height(loss), then, blame=True)
         return None if self._is_high else Incident("loss spike", self._height(loss), blame=True)
 
     def _height(self, loss: float) -> str:
-        """Return in words how far a loss is above the recent ones."""
+        """Return text that says how far a loss is above the recent ones."""
         middle, deviation = _spread(self._losses)
         return (
             f"loss {loss:.4f} is {(loss - middle) / deviation:.1f} deviations above {middle:.4f}, "
@@ -160,7 +160,7 @@ class Watch:
 
 
 def _spread(losses: Iterable[float]) -> tuple[float, float]:
-    """Return (median, robust standard deviation)."""
+    """Return (median, robust standard deviation: 1.4826 MAD, at least LEAST_DEVIATION of the median)."""
     values = list(losses)
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
@@ -171,7 +171,7 @@ NEAR = 4.0  # times the minimum
 
 
 class Gradients:
-    """Notes which parameters had a gradient that was not finite, from watch() on, since the last name_bad()."""
+    """Notes which parameters had a gradient that was not finite, between watch() and name_bad()."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._parameters = dict(model.named_parameters())
@@ -179,7 +179,7 @@ class Gradients:
         self.is_watching = False
 
     def watch(self) -> None:
-        """Hook every parameter, so that its gradients are looked at from now on."""
+        """Register a hook on every parameter that checks its gradients from now on; do nothing when called again."""
         if not self.is_watching:
             self.is_watching = True
             for number, parameter in enumerate(self._parameters.values()):
@@ -192,9 +192,9 @@ class Gradients:
             self._flags[number] |= ~gradient.isfinite().all()
 
     def name_bad(self) -> str:
-        """Return a clause on the gradients that were not finite on any rank, and clear what was noted; "" for none.
+        """Return a clause that names gradients not finite on any rank since watch(), and clear the notes; "" if none.
 
-        The first call only begins to watch. Collective.
+        Collective. If nothing is watched yet, begins to watch and returns "".
         """
         if not self.is_watching:
             self.watch()
@@ -221,7 +221,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return the incident of a step that DeepSpeed skipped; None if applied or of a fixed scale. Collective."""
+        """Return the incident of a step that DeepSpeed skipped; None if applied or the scale is fixed. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None
@@ -243,7 +243,7 @@ class LossScale:
         return Incident("step skipped", f"{detail}{near}; {self._advice()}")
 
     def remember(self) -> None:
-        """Note whether the next overflow is the last, and watch gradients near the smallest scale; also after a load.
+        """Note whether the next overflow ends the run, and watch gradients near the smallest scale; also after a load.
 
         Keeps DeepSpeed from raising an error at that scale: judge() ends the run instead.
         """
@@ -257,7 +257,7 @@ class LossScale:
             self._gradients.watch()
 
     def _advice(self) -> str:
-        """Return in words which keys of the recipe to change."""
+        """Return text that says which keys of the recipe to change."""
         optim, batch = self._recipe.optim, self._recipe.batch
         return (
             f"lower optim.lr ({optim.lr:g}, try {optim.lr / 3:.2g}), lengthen optim.warmup_steps "
@@ -271,7 +271,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Measures the seconds of a step in which this rank worked itself: reading rows and, below ZeRO-3, forward."""
+    """Measures this rank's seconds of work in a step: reading rows and, below ZeRO-3, the forward passes."""
 
     def __init__(self, plan: Plan) -> None:
         self._counts_forward = plan.zero_stage < 3
@@ -280,10 +280,7 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches; the time until the first counts, when the rows of all of them have been read.
-
-        The host may be a whole step ahead of the device: then the copies of later ones wait until it takes more.
-        """
+        """Yield the batches; count the seconds until the first only: later waits are for the device, not for rows."""
         begun = time.perf_counter()
         for number, batch in enumerate(batches):
             if number == 0:
@@ -292,7 +289,7 @@ class Stopwatch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Add the block's time, measured on the device where there is one; nothing at ZeRO-3."""
+        """Add the time of the block, on a GPU as the device measures it; add nothing at ZeRO-3."""
         if not self._counts_forward:
             yield
         elif self._on_device:
@@ -307,7 +304,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - begun
 
     def take(self) -> float:
-        """Return the seconds since the last call and begin again. The device must have finished its work."""
+        """Return the seconds of work since the last call and begin again. The device must have finished its work."""
         seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
         self._seconds = 0.0
         self._events.clear()
@@ -319,7 +316,7 @@ def _event() -> torch.cuda.Event:
 
 
 class Stragglers:
-    """Judges the seconds of work of all ranks, step by step. Every rank sees the same numbers."""
+    """Finds a rank whose work takes settings.ratio times the others' (medians of settings.steps steps)."""
 
     def __init__(self, settings: Straggler, plan: Plan) -> None:
         self.settings = settings
@@ -328,7 +325,7 @@ class Stragglers:
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Note all seconds; return an incident when a rank was slow for settings.steps, unless it was named last."""
+        """Note each rank's seconds; return an incident if a rank is slow and not the last that was named, else None."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None
@@ -358,12 +355,12 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Twins:
-    """Compares the gradients of neighbours; every rank calls the same methods in the same steps."""
+    """Compares the gradients of ranks with equal GPUs; every rank calls the same methods in the same steps."""
 
     def __init__(
         self, every_steps: int | None, plan: Plan, rank: int, module: torch.nn.Module, batches: Batches
     ) -> None:
-        """Form the rings; no check will run at ZeRO-3, without a ring or where every_steps is None."""
+        """Form the rings; check() does nothing at ZeRO-3, without a ring, or when every_steps is None."""
         self._every, self._plan, self._rank = every_steps, plan, rank
         self._module, self._batches = module, batches
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
@@ -374,10 +371,10 @@ class Twins:
             self._every = None
 
     def check(self, step: int, data_step: int) -> Incident | None:
-        """Compare neighbours' gradients of a step's first micro-batches, every every_steps steps; collective.
+        """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches; collective.
 
-        Return an incident where they differ, or None. Kernels that give one rank other bits the second time are an
-        incident too, and end the checks. data_step: the step whose data this step read.
+        Returns an incident if they differ, else None. The first check also computes each rank's gradients twice: if the
+        bits differ, that is the incident, and checks end. `data_step` is the step whose data this step read.
         """
         if self._every is None or step % self._every:
             return None
@@ -393,7 +390,7 @@ class Twins:
     def _judge(self, seen: torch.Tensor) -> Incident | None:
         """Return an incident that names the ranks whose gradients differ, or None; end the checks where kernels vary.
 
-        seen: [ranks, 3, weights], checksums of each rank's micro-batch, of that repeated, of the rank before's.
+        `seen` is [ranks, 3, weights]: checksums for each rank's micro-batch, for it once more, for the previous rank's.
         """
         where = rank_hosts(self._plan)
         if not self._is_proven:
@@ -424,7 +421,7 @@ class Twins:
         return None
 
     def _checksums(self, data_step: int, rank: int) -> torch.Tensor:
-        """Return the sum of the bits of every gradient of a rank's first micro-batch: int64 [weights]."""
+        """Return the sum of the bits of each weight's gradient for the first micro-batch of `rank`: int64 [weights]."""
         summed = self._module(*self._batches.read_first(data_step, rank))
         # Not backward(): the engine's hooks, which would add to its gradients, do not run.
         gradients = torch.autograd.grad(summed, self._weights)
@@ -432,7 +429,7 @@ class Twins:
 
 
 def rings(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the rings of ranks that can be compared: of one kind of GPU and with equal micro-batches, two at least."""
+    """Return the rings of at least two ranks that have the same GPU kind (None = CPU) and equal micro-batches."""
     kinds: dict[tuple[str | None, int], list[int]] = {}
     gpus = [host.gpu for host in plan.hosts for _ in range(host.slots)]
     for rank, kind in enumerate(zip(gpus, plan.rank_micro_batches, strict=True)):
@@ -441,9 +438,9 @@ def rings(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def odd_ranks(ring: Sequence[int], disagrees: Sequence[bool]) -> list[int]:
-    """Return the ranks that disagree with both neighbours; where there is none, all that disagree with one of them.
+    """Return the ranks that disagree with both neighbours, else all that disagree with either; [] if none do.
 
-    disagrees: for each rank of the ring whether its gradients for the rank before are not that rank's.
+    disagrees[i] tells whether rank ring[i] got other gradients for the previous rank's micro-batch than that rank.
     """
     behind = [*disagrees[1:], disagrees[0]]
     both = [rank for rank, left, right in zip(ring, disagrees, behind, strict=True) if left and right]

@@ -36,10 +36,11 @@ REPEATS = 5
 
 
 def time_links(request: dict[str, Any]) -> int:
-    """Fork this host's ranks, wait for them, and return 0 when all of them ended well, else 1.
+    """Fork this host's ranks, which print results, wait for them, and return 0 when all of them ended well, else 1.
 
-    request: `backend`, `address` and `port` of the first rank, `first_rank`, `slots`, `world_size`, `points` (the ranks
-    that are paired), `env`, `seconds` (the longest life of a rank) and `group_seconds` (the timeout of a group).
+    `request` has `backend` (nccl or gloo), `address` and `port` of the first rank, `first_rank` (of this host), `slots`
+    (its ranks), `world_size`, `points` (the ranks that are paired), `env` (set in os.environ), `seconds` (after which a
+    rank is killed) and `group_seconds` (the timeout of a process group).
     """
     os.environ.update(request["env"])
     children = []
@@ -67,7 +68,7 @@ def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 class Rank:
-    """One process: takes part in the groups that it belongs to, in the same order as all others."""
+    """A process of the test: it takes part in the groups that contain it, in the same order as all others."""
 
     def __init__(self, request: dict[str, Any], local_rank: int) -> None:
         self.request = request
@@ -77,7 +78,11 @@ class Rank:
         self.longest = 6 * self.patience  # gloo tries five times to connect, each time for the group's timeout
 
     def run(self) -> int:
-        """Meet the other ranks, measure the pairs, then all ranks together; return 0, or 1 when meeting them failed."""
+        """Meet the other ranks, measure the pairs, then all ranks together; return 0, or 1 when meeting them failed.
+
+        All ranks together are measured when they are more than two and no pair failed. Prints a line for each result or
+        failure; with NCCL a failed group ends the process with code 1.
+        """
         # With it a collective that times out raises; without it torch ends the process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         import torch
@@ -107,7 +112,7 @@ class Rank:
         return 0
 
     def meet(self, where: str) -> None:
-        """Wait for all ranks at the point `where`; the store answers also when a link between two others is dead.
+        """Wait until all ranks have called meet(where); works also when a link between two others is dead.
 
         Raises torch's DistError when a rank does not come within self.longest.
         """
@@ -115,7 +120,10 @@ class Rank:
         self.store.wait([f"{where}/{rank}" for rank in range(self.request["world_size"])], self.longest)
 
     def measure(self, ranks: Sequence[int]) -> None:
-        """Measure one group and print a line with its result or its error; with NCCL an error ends this process."""
+        """Make a process group of `ranks`, time it, and print its result or its error.
+
+        An error is also noted in the store as "failed"; with NCCL it ends this process with code 1.
+        """
         from torch import distributed
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -144,9 +152,10 @@ class Rank:
         self.print_line("measured", ranks, **result)
 
     def time_all_reduce(self, members: int) -> dict[str, Any]:
-        """Return latency of a small all-reduce and bus bandwidth of a large one, in seconds and bytes/s; collective.
+        """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group; collective.
 
-        Raises RuntimeError when a sum is wrong.
+        latency is the median seconds for a single number; the rest is of the largest message. `members` is the group's
+        size. Raises RuntimeError when a sum is wrong, and what torch raises when a collective fails.
         """
         import torch
 
@@ -167,7 +176,10 @@ class Rank:
         return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
 
     def seconds_of(self, values: Any, repeats: int) -> float:
-        """Return the seconds of one all-reduce: the mean of `repeats`, then the maximum over the group's ranks."""
+        """Return the seconds of an all-reduce of `values`: the mean of `repeats`, then the group's maximum.
+
+        Changes `values` in place.
+        """
         import torch
         from torch import distributed
 
@@ -181,7 +193,7 @@ class Rank:
         return float(taken.item())
 
     def print_line(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
-        """Write one line of output at once, because the ranks of a host share the pipe."""
+        """Write MARK and a JSON object as a line to stdout, in a single write: the ranks of a host share the pipe."""
         line = {"kind": kind, "rank": self.rank, "ranks": list(ranks), **fields}
         os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
@@ -197,7 +209,10 @@ SECONDS = 0.5
 
 
 def measure_gpus() -> None:
-    """Print a JSON row for every kind of GPU in this machine; exit with a message when torch finds none."""
+    """Print the JSON row of measure_gpu for the first GPU of every kind in this machine.
+
+    Raises SystemExit with a message when torch finds no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -211,7 +226,10 @@ def measure_gpus() -> None:
 
 
 def measure_gpu(device: torch.device) -> dict[str, Any]:
-    """Measure one GPU and return its row: FLOP/s of products, bytes/s of copies, memory and names."""
+    """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies.
+
+    The product in bf16 is None below compute capability 8.0, the copy to another GPU is None without another.
+    """
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -234,7 +252,7 @@ def measure_gpu(device: torch.device) -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device, total: int) -> int:
-    """Return the GPU's memory in bytes as nvidia-smi gives it, or `total`, a little less, without pynvml."""
+    """Return the GPU's memory in bytes as nvidia-smi gives it; without pynvml return `total`, a little less."""
     import torch
 
     try:
@@ -244,7 +262,7 @@ def memory_bytes(device: torch.device, total: int) -> int:
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure and return the FLOP/s of [8192, 4096] x [4096, 11008]."""
+    """Measure and return the FLOP/s of the product [8192, 4096] x [4096, 11008] in `dtype`."""
     import torch
 
     left = torch.randn(ROWS, WIDTH, device=device, dtype=dtype)
@@ -254,7 +272,7 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_copy_rate(source: torch.device, target: torch.device) -> float:
-    """Measure and return the bytes/s of a large copy; from pinned memory where the source is the host."""
+    """Measure and return the bytes/s of copying 512 MiB; the memory is pinned when the source is the host."""
     import torch
 
     left = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
@@ -263,7 +281,10 @@ def measure_copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def time_work(device: torch.device, work: Callable[[], Any]) -> float:
-    """Run `work` for twice SECONDS, at least 5 times, and return the median seconds of the second half of its runs."""
+    """Return the median seconds of `work`, over the second half of its runs in 1 s, at least 5.
+
+    Waits for `device` before and after each run.
+    """
     times: list[float] = []
     begun = time.monotonic()
     while time.monotonic() < begun + 2 * SECONDS or len(times) < 5:

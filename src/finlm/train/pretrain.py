@@ -34,7 +34,7 @@ from finlm.train.zero.storage import State
 
 @dataclass
 class Setup(Rank):
-    """The objects that the training loop of one rank works with."""
+    """The objects that the training loop of a rank works with, and its Guard as `guard`."""
 
     engine: Any
     batches: Batches
@@ -44,22 +44,26 @@ class Setup(Rank):
         self.guard = Guard(self)
 
     def end(self, step: int, status: str, exit_code: int) -> int:
-        """Finish the checkpoint, record the row `end`, wait for all ranks, and return `exit_code`."""
+        """Finish the checkpoint being written, record the event `end`, wait for all ranks, and return `exit_code`."""
         self.checkpoints.close()
         return super().end(step, status, exit_code)
 
 
 def main(run_path: Path) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code; every rank calls it."""
+    """Train the run in `run_path` to its last step and return the process's exit code (see loop); every rank calls it.
+
+    Raises UserError as prepare() does, or when no whole checkpoint is left of those that the run had.
+    """
     s = prepare(run_path)
     with kernels.attention(s.plan):
         return loop(s)
 
 
 def loop(s: Setup) -> int:
-    """Run every optimizer step from the newest checkpoint to the last; evaluate, record and save where that is due.
+    """Train from the newest checkpoint to the plan's last step, and return the process's exit code.
 
-    Returns the process's exit code: 0, 1 where an incident ends the run, 128 + signal after a signal.
+    The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
+    Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it.
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)
@@ -106,7 +110,11 @@ def loop(s: Setup) -> int:
 
 
 def prepare(run_path: Path) -> Setup:
-    """Join the process group and build model, engine, batches and checkpoints of this rank from the run directory."""
+    """Join the process group and build this rank's model, engine, batches and checkpoints from the run directory.
+
+    Installs signal handlers and removes half-written checkpoints. Raises UserError when run_path is no run directory,
+    or when its plan, recipe, shards or the weights that it starts from cannot be used.
+    """
     r = open_rank(run_path)
     recipe, plan, shards = r.recipe, r.plan, r.shards
     config = model_config(recipe, plan, shards.bos_id, shards.eos_id)
@@ -122,10 +130,11 @@ def prepare(run_path: Path) -> Setup:
 
 
 def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> tuple[Outcome, int]:
-    """Record an optimizer step; return what all ranks know of it and the signal that a rank got (0 = none).
+    """Record the event `step`; return what all ranks know of the step and the signal that a rank received (0 = none).
 
-    The host waits for the device here, and nowhere else; all ranks must call it. loss: this rank's sum over its labels.
-    begun: time.monotonic() at the start of the step.
+    Waits for the device; all ranks must call it. `loss` is this rank's loss sum over its labels, on the device. `begun`
+    is time.monotonic() at the start of the step. `data_step` is the step whose rows were read. Resets checksum and
+    stopwatch.
     """
     supervised, read = s.batches.supervised(data_step), s.batches.tokens_read(data_step)
     # In this order: the stopwatch is read when the device is done.
@@ -138,7 +147,10 @@ def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float,
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Record the held-out perplexity of each source in the row `eval`; do nothing when the recipe holds nothing out."""
+    """Record held-out loss and perplexity of each source in the event `eval`; do nothing when nothing is held out.
+
+    All ranks must call it.
+    """
     if not s.shards.split("held_out"):
         return
     s.engine.eval()
@@ -148,7 +160,10 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record token ids and the trained model's mean loss on them in the row `proof`; the export must give that loss."""
+    """Record token ids and the trained model's mean loss on them in the event `proof`; the export must give that loss.
+
+    All ranks must call it.
+    """
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
     shape = s.plan.rank_micro_batches[s.rank], s.plan.sequence_length
@@ -170,22 +185,25 @@ class Outcome:
 
 
 class Jumps:
-    """Maps steps to the steps whose data they read; they differ once a roll back left data out."""
+    """Maps steps to the steps whose data they read (0-based); they differ once a rollback left data out."""
 
     def __init__(self, rollbacks: Iterable[tuple[int, int]] = ()) -> None:
-        """Begin with the roll backs of the run so far: (step, data step) of each."""
+        """Begin with the rollbacks of the run so far, oldest first: (step, data step) of each."""
         self._jumps: list[tuple[int, int]] = []
         self.count = 0  # roll backs of the run, those too whose jump is void by now
         for step, data_step in rollbacks:
             self.add(step, data_step)
 
     def add(self, step: int, data_step: int) -> None:
-        """From `step` on, read data from `data_step` on; earlier jumps at later steps become void."""
+        """Make `step` read the data of `data_step`, and later steps the data after it; remove jumps at `step` or later.
+
+        Adds 1 to `count`.
+        """
         self.count += 1
         self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
 
     def data_step(self, step: int) -> int:
-        """Return the number of the step whose data this step reads."""
+        """Return the 0-based index of the step whose data this step reads; `step` itself before the first jump."""
         for begin, data in reversed(self._jumps):
             if step >= begin:
                 return data + step - begin
@@ -193,13 +211,13 @@ class Jumps:
 
 
 class Guard:
-    """Judge each finished step, record its incidents, and skip, stop or roll back as recipe.incidents says.
+    """Judges each finished step, records its incidents, and skips, stops or rolls back as recipe.incidents says.
 
     Every rank calls the same methods with the same gathered numbers, so all of them act alike.
     """
 
     def __init__(self, s: Setup) -> None:
-        """Make the judges of a run, and let its checkpoints save the watch's state."""
+        """Create the judges of a run, and make its Checkpoints save the state of the watch."""
         self.s, self.settings = s, s.recipe.incidents
         s.checkpoints.watch_state, s.checkpoints.rolls_back = self.state, self.settings.spike.then == "roll_back"
         scales_loss = s.plan.precision == "fp16" and s.recipe.train.fp16.loss_scale == 0
@@ -213,20 +231,24 @@ class Guard:
         self._micro_losses: list[torch.Tensor] = []
 
     def state(self) -> State:
-        """Return the watch's state for a checkpoint: the judgement of the next steps depends on it.
+        """Return the state to save in a checkpoint: that of the watch, and whether gradients are watched.
 
-        Not how slow ranks were: that is of hosts and their hours, and would make the same training other bytes.
+        The speeds of ranks stay out: they depend on hosts and hours, and would change the bytes of an equal training.
         """
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore the loaded checkpoint's watch, and the jumps over data that earlier roll backs left out."""
+        """Restore watch and loss scale from the loaded checkpoint, and jumps over data from events.jsonl.
+
+        Collective.
+        """
         self.jumps = Jumps(self._restore(step))
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
-        """Restore watch and loss scale from the loaded checkpoint; return (step, data step) of the run's roll backs.
+        """Restore watch and loss scale from the loaded checkpoint; return (step, data step) of every rollback so far.
 
-        Checkpoints of earlier versions hold no watch: then its losses are those of events.jsonl. Collective.
+        Collective: rank 0 reads events.jsonl for all. A checkpoint of an earlier version has no watch: the losses up to
+        `step` come from events.jsonl then.
         """
         history: list[Any] = [_read_history(self.s.run, step) if distributed.get_rank() == 0 else None]
         distributed.broadcast_object_list(history)
@@ -239,22 +261,31 @@ class Guard:
         return list(rollbacks)
 
     def data_step(self, step: int) -> int:
-        """Return the number of the step whose data this step reads; later than `step` after a roll back."""
+        """Return the 0-based index of the step whose data this step reads; later than `step` after a rollback."""
         return self.jumps.data_step(step)
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step; forget the losses of the last step."""
+        """Return an iterator over this rank's micro-batches of a data step.
+
+        Forgets the last step's micro-step losses.
+        """
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 
     def weight(self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int) -> torch.Tensor:
-        """Return the factor of a micro-step's summed loss, NaN where the step must be skipped; see Watch.weight."""
+        """Return the factor of a micro-step's summed loss: `scale`, or NaN if the step must be skipped (Watch.weight).
+
+        Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
+        """
         self._micro_losses.append(summed.detach())
         last = len(self._micro_losses) == self.s.plan.gradient_accumulation_steps
         return self.watch.weight(summed, loss, scale, supervised, last)
 
     def judge(self, step: int, data_step: int, seen: Outcome) -> Then:
-        """Judge a finished step, record its incidents, and return what the loop does next."""
+        """Judge a finished step, record its incidents, and return what the loop does next: go_on, stop or roll_back.
+
+        Collective. Returns stop in place of roll_back once the run was rolled back incidents.stop_after times.
+        """
         is_applied = bool(self.s.engine.was_step_applied())
         scale = self.loss_scale.judge(is_applied)
         trouble = self.watch.judge(step, seen.loss, is_applied, seen.rank_losses)
@@ -274,7 +305,12 @@ class Guard:
         return trouble.then if trouble is not None else "go_on"
 
     def roll_back(self, step: int, data_step: int) -> int | None:
-        """Load a checkpoint before this step, leave out the data since, and return its step; None without one."""
+        """Load the newest scheduled checkpoint at least spike.roll_back_steps + 1 steps before `step`; return its step.
+
+        Training then skips the data after that checkpoint up to and including data_step. Restores watch and loss scale,
+        removes later checkpoints, and records the event `rollback`. If there is no such checkpoint, records an incident
+        and returns None. Collective. Raises UserError when only some hosts have checkpoints.
+        """
         at_most = step - 1 - self.settings.spike.roll_back_steps
         restored = self.s.checkpoints.roll_back(at_most)
         if restored is None:
@@ -287,7 +323,10 @@ class Guard:
         return restored
 
     def _record_incident(self, step: int, data_step: int, incident: Incident, is_applied: bool) -> None:
-        """Record an incident in events.jsonl, with the worst documents and the gradients that were not finite."""
+        """Record an incident in events.jsonl; with incident.blame, also the documents of the highest loss. Collective.
+
+        If the step was skipped, the detail also names the gradients that were not finite.
+        """
         names = "" if is_applied or "began in" in incident.detail else self.gradients.name_bad()
         documents, where = self._name_worst_documents(data_step) if incident.blame else ([], "")
         detail = f"{incident.detail}{names}{where}"
@@ -295,7 +334,10 @@ class Guard:
         self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
 
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
-        """Return documents of the micro-batch of highest loss and a clause on them, ([], "") off rank 0; collective."""
+        """Return (documents, clause about them) of the micro-batch with the highest mean loss; ([], "") off rank 0.
+
+        Collective. A loss that is not finite counts as the highest. Returns at most NAMED_DOCUMENTS documents.
+        """
         losses = torch.stack(self._micro_losses)
         every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]
         distributed.all_gather(every, losses)
@@ -324,7 +366,10 @@ class Guard:
 
 
 def _read_history(run: RunDir, step: int) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return ((step, data step) of every roll back, losses of the steps up to `step` in order) from events.jsonl."""
+    """Return ((step, data step) of every rollback, losses of the steps up to `step` in order) from events.jsonl.
+
+    Leaves out losses that are null, and those of steps that a later start or rollback took back.
+    """
     rollbacks, losses = list[tuple[int, int]](), dict[int, float]()
     for row in run.read_events():
         if row["kind"] == "rollback":

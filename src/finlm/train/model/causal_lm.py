@@ -1,9 +1,9 @@
-"""Make the model of a recipe as transformers' own class for its config.json.
+"""Make the model of a recipe as an instance of transformers' class for its config.json.
 
-Weights drawn here depend on (seed, parameter name) only: the same model at every ZeRO stage and world size. A start
-from existing weights is refused when its shape is not the recipe's, because the plan was made for the recipe's; so is
-one that lacks weights, which transformers would draw at random. New rows of an extended tokenizer's embedding are the
-mean of the old rows that spelt their piece, as XuanYuan made them (13B and 70B reports).
+New weights depend on (seed, parameter name) only: the same model at every ZeRO stage and world size. A start from
+existing weights is refused when its shape is not the recipe's, for which the plan was made, or when it lacks weights,
+which transformers would draw at random. New rows of an extended tokenizer's embedding are the mean of the old rows that
+spelt their piece, as XuanYuan made them (13B and 70B reports).
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ SHAPE = (
 
 
 def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
-    """Return the transformers configuration of the recipe's model, without the padding of its vocabulary."""
+    """Return the transformers configuration of the recipe's model, with the vocabulary before padding.
+
+    Has no dropout, use_cache False, and the context length of context().
+    """
     values = {
         **traits.without_dropout(config_of(recipe.model)),
         "vocab_size": plan.vocab_size,
@@ -57,7 +60,11 @@ def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTra
 
 
 def context(recipe: Recipe, plan: Plan) -> int:
-    """Return the model's max_position_embeddings: the tokens of a row, or more where init_from has more."""
+    """Return max_position_embeddings: the tokens of a sequence of the run, or those of model.init_from if it has more.
+
+    init_from counts only if its config.json can be read and the recipe does not change its RoPE base
+    (former_rope_theta).
+    """
     rows = plan.sequence_length // recipe.sequences_per_row
     if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
         return rows
@@ -69,10 +76,11 @@ def context(recipe: Recipe, plan: Plan) -> int:
 
 
 def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Return transformers' model in the plan's precision on this rank's device; partitioned already under ZeRO-3.
+    """Return the recipe's model in the plan's precision: drawn from the seed, or with the weights of model.init_from.
 
-    tokenizer: the tokenizer file of the shards, which knows what an extended vocabulary was extended from. Raises
-    UserError when init_from lacks weights or has another shape.
+    Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
+    which tells what an extended vocabulary was extended from. Raises UserError when init_from cannot be read, lacks
+    weights or has another shape, or when the tokenizer was extended from another.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -80,13 +88,13 @@ def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, 
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' causal model class for a configuration."""
+    """Return transformers' causal model class for a configuration; raises KeyError if there is none."""
     kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return kind
 
 
 def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
-    """Return a new model with its padded vocabulary, whose weights are drawn from the run's seed."""
+    """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed."""
     device = torch.device(plan.device)
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])
@@ -101,9 +109,10 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTraine
 
 
 def plain_attention(config: PreTrainedConfig) -> str:
-    """Return attention's name without document bounds: eager for scores with a soft cap, which SDPA ignores, else sdpa.
+    """Return the attn_implementation for attention that does not keep the documents of a row apart.
 
-    Where values have smaller heads than keys, sdpa that fills them up.
+    "eager" when the config has attn_logit_softcapping, which SDPA ignores; batches.PADDED, which pads value heads, when
+    they are smaller than key heads; else "sdpa".
     """
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"
@@ -112,7 +121,7 @@ def plain_attention(config: PreTrainedConfig) -> str:
 
 
 def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return transformers' name for the attention that the plan takes."""
+    """Return the attn_implementation of the run: batches.NAME where document masks can use it, else the plain one."""
     plain = plain_attention(config)
     if plain == "eager" or not recipe.data.document_masks:
         return plain
@@ -121,7 +130,11 @@ def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
 
 
 def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the name of the attention kernel of training, within kernels.attention(plan); print a warning of math."""
+    """Return the kernel that attention takes in training: varlen, flash, efficient, cudnn or math.
+
+    Call it within kernels.attention(plan). On rank 0, prints a warning when a GPU has to take math in place of a fused
+    kernel.
+    """
     name = _attention(recipe, plan, config)
     if name == batches.NAME:
         return "varlen"
@@ -136,10 +149,10 @@ def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> st
 
 
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
-    """Draw the weights in place: normal(0, std) from a generator seeded by (seed, name), except norms and biases.
+    """Set all weights in place: matrices to normal(0, std), drawn by a generator seeded with (seed, parameter name).
 
-    Norms stay as their class makes them; biases and vocabulary rows beyond vocab_size become 0. Raises RuntimeError for
-    a vector drawn at random.
+    Biases and vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their class makes them; raises
+    RuntimeError if the values of such a vector differ, which were drawn at random then. Collective under ZeRO-3.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
@@ -159,9 +172,10 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
 
 
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
-    """Return init_from's configuration `start` with the run's context length, RoPE base, and bos and eos it lacks.
+    """Return a copy of init_from's configuration `start` for the run, without dropout, cache and auto_map.
 
-    Without dropout, and without code of the start's directory, which no export brings along.
+    Takes max_position_embeddings from `decided`, its bos and eos ids where `start` lacks them, and the recipe's RoPE
+    base if the recipe changes it. auto_map names code in the start's directory, which no export brings along.
     """
     values = {k: v for k, v in traits.without_dropout(start.to_dict()).items() if k != "auto_map"} | {
         "use_cache": False
@@ -177,7 +191,11 @@ def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: R
 
 
 def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
-    """Return a line for each difference in shape between the weights' configuration `start` and the recipe's."""
+    """Return a line for each difference in shape between init_from's configuration `start` and the recipe's.
+
+    Empty if there is none. A vocabulary size that pretraining extends is not compared. If shapes agree, also compares
+    model.config with config.json.
+    """
     # Pretraining that goes on from an extended model finds it as large as it is wanted.
     compared = [name for name in SHAPE if not (_is_extending(recipe, start) and name == "vocab_size")]
     values = [(name, getattr(start, name, None), getattr(config, name, None)) for name in compared]
@@ -205,7 +223,7 @@ def _is_extending(recipe: Recipe, start: PreTrainedConfig) -> bool:
 
 
 def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Return init_from's model, with an enlarged vocabulary if need be.
+    """Return the model of model.init_from in the plan's precision, its vocabulary extended and padded as planned.
 
     Raises UserError for another shape, missing weights, or a tokenizer that does not belong to them.
     """
@@ -239,14 +257,15 @@ def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTra
 
 
 def base_model(model: Any) -> Any:
-    """Return the model inside the adapters, or the model itself."""
+    """Return the model inside peft's adapters, or the model itself when it has none."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (), **given: Any) -> Any:
-    """Return kind.from_pretrained(source, **given); only weights in may_lack may be missing from its files.
+    """Return kind.from_pretrained(source, **given), after checking that all weights were loaded.
 
-    Raises UserError with the fix where the files cannot be read, or a weight is missing or has another shape.
+    Names in `may_lack` may be missing from the files. Raises UserError with `fix` when the files cannot be read, or
+    when another weight is missing or has another shape.
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
@@ -266,7 +285,11 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
 
 
 def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
-    """Return (number of old ids, old ids of each new piece) of a tokenizer that tokens/ extended."""
+    """Return (number of ids before the extension, the old ids that spell each new piece) of an extended tokenizer.
+
+    `tokenizer` is a tokenizer.model, or a tokenizer.json with extension.json beside it. The list is empty, and the
+    number may be 0, when the tokenizer was not extended.
+    """
     if tokenizer.suffix == ".json":
         return _json_spellings(tokenizer)
     model = ModelProto.FromString(tokenizer.read_bytes())
@@ -294,9 +317,9 @@ def _json_spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
 
 
 def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
-    """Return a table [old rows, hidden] as [rows, hidden]: the old rows, then the mean of the rows each of ids names.
+    """Return the embedding table [old rows, hidden] enlarged to [rows, hidden], in its dtype.
 
-    Rows beyond the last piece, which pad the table to a size that a GPU likes, are zero.
+    The new row i is the mean of the old rows ids[i]. Rows beyond these, which pad the table, are zero.
     """
     wide = table.detach().float()
     flat = torch.tensor([number for spelling in ids for number in spelling], device=table.device)
@@ -307,9 +330,10 @@ def enlarge_table(table: torch.Tensor, ids: Sequence[Sequence[int]], rows: int) 
 
 
 def extend_embeddings(model: Any, tokenizer: Path, rows: int) -> None:
-    """Enlarge embedding and head of model to `rows` rows, for the pieces that only the tokenizer has; in place.
+    """Enlarge the embedding and head of `model` in place to `rows` rows, with new rows for the tokenizer's new pieces.
 
-    Raises UserError when the tokenizer was not extended from the model's.
+    A new row is the mean of the old rows that spell its piece. Raises UserError when `tokenizer`, a file, was not
+    extended from the model's, or `rows` is too small. Collective under ZeRO-3.
     """
     old, ids = spellings(tokenizer)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,11 +1,11 @@
 """Generate answers to many prompts at once: a static cache, a CUDA graph of one token of all rows, rows refilled.
 
-What a row of the batch reads and writes next is decided by tensors on the device: its tokens so far, those of its
-answer, whether that has ended. So one graph, captured once, serves every length, and the host launches nothing else.
-Every CHECKED tokens the host looks which answers have ended and gives their rows to the next prompts. The answers to a
-prompt share its forward pass, of all its tokens but the last, which is the first that a step reads.
+Tensors on the device decide what a row of the batch reads and writes next: its tokens so far, those of its answer,
+whether that has ended. So one graph, captured once, serves every length, and the host launches nothing else. Every
+CHECKED tokens the host looks which answers have ended and gives their rows to the next prompts. The answers to a prompt
+share a forward pass over all its tokens but the last, which is the first that a step reads.
 
-On GPUs of 8.0 and newer attention reads each row to its own length (token_attention.py); elsewhere
+On GPUs of compute capability 8.0 and later attention reads each row up to its length (token_attention.py); elsewhere
 scaled_dot_product_attention takes a mask.
 
 A drawn token is a function of (key of the row, token, scores), whatever rows are generated together.
@@ -39,7 +39,7 @@ WIDEST_HEAD = 256  # numbers of a head that the kernel takes
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are chosen: by temperature and nucleus, or the likeliest."""
+    """How tokens are drawn: temperature, and top_p of nucleus sampling (1 = off)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -47,7 +47,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Answer:
-    """The ids of an answer, with its end, and their log-probabilities before the nucleus cut any off."""
+    """The ids of an answer, its end token included, and their log-probabilities at the temperature, before top_p."""
 
     ids: list[int]
     log_probs: list[float]
@@ -55,7 +55,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """most: tokens of an answer; ends: ids that end it; rows: answers at once; room: tokens of prompt and answer."""
+    """Limits of a generation; ids from vocab_size on are never chosen.
+
+    `most` is the tokens of an answer, `ends` the ids that end it, `rows` the answers generated at once, and `room` the
+    tokens of prompt and answer together.
+    """
 
     most: int
     ends: Sequence[int]
@@ -72,10 +76,11 @@ def generate(
     drawing: Drawing = Drawing(),
     compiled: bool = False,
 ) -> list[Answer]:
-    """Return an answer to each prompt, none of which is empty: drawn by keys, int64 [prompts], or the likeliest.
+    """Return an answer to each prompt, in order. Prompts are lists of ids, none of which is empty.
 
-    model: a causal model of transformers in evaluation mode, or one with peft's adapters.
-    compiled: its layers are compiled for the token; takes effect on a GPU.
+    With `keys`, int64 [prompts], tokens are drawn by `drawing`, the same for the same key; without, the likeliest is
+    taken. `model` is a causal model of transformers in evaluation mode, or one with peft's adapters; its attention and
+    its layers' forward are replaced during the call. `compiled` compiles its layers; takes effect on a GPU.
     """
     batch = _Batch(model, prompts, limits, keys, drawing, compiled)
     try:
@@ -86,26 +91,32 @@ def generate(
 
 
 class _LayerCache:
-    """Keys and values of one layer, or what it makes them from: [rows, heads, room, head], made when they come."""
+    """Keys and values of a layer, or what it makes them from: [rows, heads, room, head size], made at the first use."""
 
     def __init__(self, batch: _Batch) -> None:
         self.batch = batch
         self.both: list[torch.Tensor] = []
 
     def update(self, *both: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of a token of each row; return those of all tokens: [rows, heads, room, head]."""
+        """Write a token's keys and values of each row, [rows, heads, 1, head size]; return the caches of all tokens.
+
+        Returns two tensors [rows, heads, room, head size].
+        """
         rows, lengths = self.batch.rows, self.batch.lengths
         for cache, new in zip(self._get_caches(both[:2]), both, strict=False):
             cache[rows, :, lengths] = new[:, :, 0]
         return self.both[0], self.both[1]
 
     def write_prompts(self, both: Sequence[torch.Tensor], rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy the keys and values of prompts, each [prompts, heads, tokens, head], to rows; sources: whose."""
+        """Copy keys and values of prompts, each [prompts, heads, tokens, head size], to `rows` of the caches.
+
+        `sources` has the index of each row's prompt.
+        """
         for cache, new in zip(self._get_caches(both), both, strict=True):
             cache[rows, :, : new.shape[2]] = new[sources]
 
     def _get_caches(self, both: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the caches of keys and of values; made, for tensors like these, at the first call."""
+        """Return the caches of keys and of values. The first call makes them, with the heads and dtype of `both`."""
         if not self.both:
             rows, room = len(self.batch.rows), self.batch.limits.room
             self.both = [new.new_zeros(rows, new.shape[1], room, new.shape[3]) for new in both]
@@ -114,20 +125,23 @@ class _LayerCache:
 
 @dataclass
 class _PromptCache:
-    """What transformers' layers take for a cache while prompts are computed: copies them to their rows."""
+    """The cache that transformers' layers get while prompts are computed: copies keys and values to the rows."""
 
     layers: Sequence[_LayerCache]
     rows: torch.Tensor
     sources: torch.Tensor
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the keys and values of a layer, each [prompts, heads, tokens, head], and return them."""
+        """Copy a layer's keys and values, each [prompts, heads, tokens, head size], to the rows.
+
+        Return both as given.
+        """
         self.layers[layer].write_prompts((key, value), self.rows, self.sources)
         return key, value
 
 
 class _Batch:
-    """The rows that are generated together, and the prompts that wait for one."""
+    """The rows that are generated together, and the prompts that wait for a row."""
 
     def __init__(
         self,
@@ -165,7 +179,7 @@ class _Batch:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> list[Answer]:
-        """Return an answer to each prompt."""
+        """Generate until every prompt has an answer; return the answers in the order of the prompts."""
         waiting = deque(range(len(self.prompts)))
         holders: dict[int, int] = {}  # prompt by row
         answers: dict[int, Answer] = {}
@@ -184,20 +198,23 @@ class _Batch:
         return [answers[place] for place in range(len(self.prompts))]
 
     def close(self) -> None:
-        """Give the memory back: caches and batch refer to each other, and Python would find that out much later."""
+        """Free the graph and the caches now: objects refer to each other, and Python would find that out much later."""
         self.graph = None
         for cache in self.caches:
             cache.both.clear()
 
     def _read(self, rows: list[int]) -> Iterator[tuple[int, Answer]]:
-        """Yield (row, answer) of rows that have ended."""
+        """Yield (row, answer) of these rows, whose answers have ended."""
         if rows:
             counts, ids, log_probs = (each[rows].tolist() for each in (self.tokens, self.answers, self.log_probs))
             for place, row in enumerate(rows):
                 yield row, Answer(ids[place][: counts[place]], log_probs[place][: counts[place]])
 
     def _admit(self, new: Mapping[int, int]) -> None:
-        """Give rows to prompts (prompt by row): compute each prompt once, and set what the first step reads."""
+        """Give rows to new prompts: compute each distinct prompt once, and set what the rows' first step reads.
+
+        `new` has the index of the prompt by row.
+        """
         sharing = defaultdict[tuple[int, ...], list[int]](list)
         for row, place in new.items():
             sharing[tuple(self.prompts[place])].append(row)
@@ -217,9 +234,10 @@ class _Batch:
             self.keys[rows] = self.given_keys[list(new.values())].to(self.keys.device)
 
     def _compute_prompts(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[list[int]]) -> None:
-        """Write the keys and values of all tokens of prompts but the last to the rows of each prompt.
+        """Run the model on all tokens of the prompts but the last; write keys and values to the rows of each prompt.
 
-        Shorter prompts are filled up on the right, where none of their tokens looks; answers overwrite it.
+        `rows` has a list of rows for each prompt. Shorter prompts are padded on the right, where none of their tokens
+        looks; answers overwrite the padding.
         """
         longest = max(2, *map(len, prompts)) - 1  # a token at least: the caches are made here
         ids = self._tensor([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts])
@@ -230,7 +248,10 @@ class _Batch:
         self._forward(ids, torch.arange(longest, device=ids.device)[None], cache, None)
 
     def _step(self) -> None:
-        """Generate a token of each row."""
+        """Generate a token of each row.
+
+        If is_static, the first call captures the CUDA graph that later calls replay.
+        """
         if self.graph is not None:
             self.graph.replay()
             return
@@ -242,7 +263,7 @@ class _Batch:
                 self._advance()
 
     def _advance(self) -> None:
-        """Run the model on the last token of each row, and choose the next one."""
+        """Run the model on the last token of each row, choose the next, and update the rows' tensors in place."""
         reach = torch.where(self.is_live, self.lengths + 1, 1)
         bounds = reach.int(), self.asked.int(), self.sources.int()
         logits = self._forward(self.ids[:, None], self.lengths[:, None], self.caches[0], bounds)
@@ -257,14 +278,17 @@ class _Batch:
         self.lengths.copy_(torch.where(self.is_live, reach, self.limits.room - 1))
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, bounds: Bounds) -> Any:
-        """Return the logits of the last token of each row of ids; bounds: what _attend reads."""
+        """Return the logits of the last token of each row of `ids`, after setting what _attend reads to `bounds`."""
         for module in attention_modules(self.decoder):  # not as an argument: some types do not hand further ones down
             module.generation_bounds = bounds
         given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         return self.model(input_ids=ids, position_ids=positions, **given).logits
 
     def _forward_layer(self, layer: Any, number: int, *arguments: Any, **named: Any) -> Any:
-        """Run a layer of the decoder: with its own part of the cache, so that all layers share a compiled function."""
+        """Run a layer of the decoder.
+
+        Outside of prompts, with its part of the cache, so that layers share a compiled function.
+        """
         if isinstance(named["past_key_values"], _PromptCache):
             return type(layer).forward(layer, *arguments, **named)
         return self.run_layer(layer, *arguments, **named | {"past_key_values": self.caches[number]})
@@ -279,7 +303,10 @@ def _run_layer(layer: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make the decoder's layers run through forward(layer, number, ...) and attend by _attend within the block."""
+    """Within the block, run the decoder's layers by forward(layer, index, ...), and attend by _attend.
+
+    Restores both after the block.
+    """
     AttentionInterface.register(NAME, _attend)
     former = decoder.config._attn_implementation, [layer.__dict__.get("forward") for layer in decoder.layers]
     decoder.config._attn_implementation = NAME
@@ -298,7 +325,7 @@ def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_static(config: Any) -> bool:
-    """Return whether a forward pass never looks at values on the GPU: no experts, no RoPE that depends on length."""
+    """Return whether a forward pass never reads values from the GPU: no experts, no RoPE that depends on length."""
     values = config.to_dict()
     kinds = {str(rope.get("rope_type", rope.get("type"))) for rope in traits.ropes(values)}
     return not kinds & set(traits.LIMITED_ROPE) and not any(values.get(key) for key in traits.EXPERTS)
@@ -314,9 +341,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend from prompts to themselves, causally, or from a token of each row to the tokens before it.
 
-    query, key, value: [rows, heads, tokens, head], of values their own size. module.generation_bounds: int32 [rows]
-    each, what a token of each row sees (token_attention.attend), or None for prompts. given: scaling, sliding_window
-    and softcap, of the layers that have them. Return ([rows, tokens, heads, head of values], None).
+    `query` is [rows, heads, tokens, head size]; `key` and `value` may have fewer heads, and value heads a size of their
+    own. module.generation_bounds is None for prompts, else the `bounds` of token_attention.attend. `given` may have
+    scaling, sliding_window and softcap. Ignores attention_mask. Returns ([rows, tokens, heads, size of value heads],
+    None).
     """
     bounds, sliding_window, softcap = module.generation_bounds, given.get("sliding_window"), given.get("softcap")
     rows, heads, tokens, size = query.shape
@@ -345,7 +373,10 @@ def _attend(
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether token_attention takes these: caches as they are, not what a layer makes of what it keeps."""
+    """Return whether token_attention takes these: 16-bit, compute capability 8.0 or later, heads not too wide.
+
+    Keys and values must be contiguous caches of the same shape, not what a layer makes of its cache.
+    """
     is_short = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= WIDEST_HEAD
     is_cache = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
     return query.is_cuda and is_short and is_cache and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -354,7 +385,11 @@ def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 def _visible(
     tokens: int, seen: int, reach: torch.Tensor | None, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Return which of `seen` keys each query sees: bool [rows or 1, 1, tokens, seen]."""
+    """Return which of `seen` keys each query sees: bool [rows or 1, 1, tokens, seen].
+
+    `reach` has the number of tokens that each row sees, [rows]; None means causal attention of `tokens` queries.
+    `window` is the most keys that a query sees, if not None.
+    """
     places = torch.arange(seen, device=device)
     ends = torch.arange(1, tokens + 1, device=device)[None] if reach is None else reach[:, None]
     mask = places < ends[..., None]
@@ -366,9 +401,10 @@ def _visible(
 def choose(
     logits: torch.Tensor, keys: torch.Tensor | None, tokens: torch.Tensor, drawing: Drawing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, their log-probabilities) of each row: drawn by keys, int64 [rows], or the likeliest without.
+    """Return (ids, their log-probabilities before top_p) of each row: drawn by `keys`, or the likeliest without keys.
 
-    logits: [rows, vocabulary]; tokens: number of the token in each row's answer, int64 [rows].
+    `logits` is [rows, vocabulary]; `keys` is int64 [rows]; `tokens`, int64 [rows], is the index of the token in its
+    answer.
     """
     scores = plain = logits.float() / drawing.temperature
     if keys is not None:
@@ -380,10 +416,10 @@ def choose(
 
 
 def noise(keys: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return Gumbel noise, fp32 [rows, vocab_size]: the largest of scores with it is drawn as softmax(scores) says.
+    """Return Gumbel noise, fp32 [rows, vocab_size]: the largest of scores + noise is a draw from softmax(scores).
 
     It is a hash of (key, token, entry of the vocabulary), but for rounding equal on every device; torch's generators
-    give a row what its place in the batch gets. keys, tokens: int64 [rows].
+    give a row what depends on its place in the batch. `keys` and `tokens` are int64 [rows].
     """
     places = tokens[:, None] * vocab_size + torch.arange(vocab_size, device=keys.device)
     bits = _mix(keys[:, None] + places * _GAMMA) >> 32 & (1 << 32) - 1
@@ -397,13 +433,13 @@ _GAMMA, _FIRST, _SECOND = (
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
-    """Apply splitmix64's output function (rows/shards.py) to int64, in place; products wrap around."""
+    """Apply splitmix64's output function (rows/shards.py) to int64 `z` in place and return it; products wrap around."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         z.bitwise_xor_(z >> shift & (1 << 64 - shift) - 1).mul_(factor)
     return z
 
 
 def row_keys(seed: str, rows: range) -> torch.Tensor:
-    """Return a key for the noise of each row of a generation: int64 [rows]."""
+    """Return a key for the noise of each row in the range, int64 [rows]: a hash of `seed` and the row."""
     digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest() for row in rows)
     return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])

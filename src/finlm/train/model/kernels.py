@@ -44,7 +44,7 @@ ATTENTION = {
 
 
 class RecomputedMlp(torch.nn.Module):
-    """The feed-forward block keeping nothing but its input; mixed in before the model's own class."""
+    """Mixin, put before the model's class, for a feed-forward block that keeps only its input for the backward pass."""
 
     draws: bool
 
@@ -54,7 +54,7 @@ class RecomputedMlp(torch.nn.Module):
 
 
 class LeanMlp(torch.nn.Module):
-    """The feed-forward block without keeping silu(gate) * up, a sixth of a layer's activations.
+    """Mixin for Llama's feed-forward block that does not keep silu(gate) * up, a sixth of a layer's activations.
 
     The compiled backward reads gate and up anyway and forms their product on the way (0.2 % of XuanYuan-6B's step).
     """
@@ -78,15 +78,17 @@ LEAN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # modules of a block tha
 
 @functools.cache
 def _mix_class(mixin: Any, kind: Any) -> Any:
-    """Return a class with both bases, the same for all layers, so that they share one compiled function."""
+    """Return a class with both bases, the same object for the same bases, so that layers share a compiled function."""
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
 
 
 @contextmanager
 def attention(plan: Plan) -> Iterator[None]:
-    """Make scaled_dot_product_attention take the plan's backend first within the block; its plain definition last.
+    """Within the block, let scaled_dot_product_attention take the plan's backends first, and its math kernel last.
 
-    That one keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of 128).
+    The math kernel keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of
+    128). Also decides where transformers repeats the keys of grouped heads. Does nothing when plan.attention is
+    "default".
     """
     if plan.attention == "default":
         yield
@@ -94,7 +96,10 @@ def attention(plan: Plan) -> Iterator[None]:
     grouped = sdpa_attention.use_gqa_in_sdpa
 
     def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether query heads share keys. Only flash and cuDNN know that, and on Ada up to head size 192."""
+        """Return whether SDPA gets grouped keys unrepeated.
+
+        Only flash and cuDNN take them, on Ada up to head size 192.
+        """
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
@@ -106,9 +111,9 @@ def attention(plan: Plan) -> Iterator[None]:
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
-    """Return the kernel that torch picks within attention(plan): flash, efficient, cudnn, math.
+    """Return the kernel that torch picks within attention(plan) for the model's heads: flash, efficient, cudnn or math.
 
-    masked: whether attention gets a mask as a tensor.
+    `masked` tells whether attention gets a mask as a tensor.
     """
     heads, tokens = config.num_attention_heads, 128
     size, _ = head_sizes(config)  # values are filled up to it
@@ -125,7 +130,7 @@ def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, m
 
 
 def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the numbers of a head's queries and keys, and of its values."""
+    """Return (size of a query or key head, size of a value head) of a model configuration."""
     if getattr(config, "kv_lora_rank", None):  # whose head_dim is of RoPE alone
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -133,7 +138,10 @@ def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def plain_positions(input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the position ids of rows of one text each, [1, sequence], marked so that no mask looks at the device."""
+    """Return the position ids 0, 1, ... of rows that hold a single text each, int64 [1, sequence].
+
+    Marks the tensor with begin_once, so that mask functions of patch_masks() do not wait for the GPU to read it.
+    """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     positions.begin_once = True  # type: ignore[attr-defined]
     return positions
@@ -142,7 +150,9 @@ def plain_positions(input_ids: torch.Tensor) -> torch.Tensor:
 def swap(model: Any, plan: Plan, draws: bool = False) -> None:
     """Change the model in place as the plan says, before deepspeed.initialize: loss, fp8, recompute, compiled layers.
 
-    draws: layers will draw random numbers (adapters with dropout), which recomputation must draw again.
+    `draws` tells whether layers will draw random numbers (adapters with dropout), which recomputation must draw again.
+    For compiled layers also sets global options of torch's compiler, and under ZeRO-3 makes the embedding's output need
+    gradients.
     """
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
@@ -175,10 +185,12 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 
 
 def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
-    """Make model(inputs, labels), each int64 [batch, sequence], return the summed next-token loss, an fp32 scalar.
+    """Make model(inputs, labels), each int64 [batch, sequence], return the summed loss, an fp32 scalar.
 
-    With a third argument, int32 bounds (batches.document_bounds), attention and positions end at a document's end.
-    by_row: return (that scalar, the losses of the rows [batch], which have no gradient).
+    Replaces the forward of `model` and of its lm_head in place, and patches its masks. Labels are next-token labels;
+    IGNORED counts nothing, and vocabulary rows from vocab_size on are padding. With a third argument, int32 bounds
+    (batches.document_bounds), attention and positions end at a document's end. With `by_row` it returns (that scalar,
+    the losses of the rows [batch], which have no gradient).
     """
     form = traits.head_of(model.config.to_dict())
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)
@@ -187,7 +199,10 @@ def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
 
 
 def patch_masks(model: Any) -> None:
-    """Make transformers' mask functions of this class of model trust plain_positions() without a look at the device."""
+    """Wrap the mask functions in the module of the model's class so that plain_positions() never wait for the GPU.
+
+    Does nothing to functions that are wrapped already. All models of the class are affected.
+    """
     module = sys.modules[type(model.model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         make = getattr(module, name, None)
@@ -202,9 +217,10 @@ def _summed_loss(
     bounds: torch.Tensor | None = None,
     **_: Any,  # what peft hands on
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return what the head's forward returns for the model's last hidden states; the model's new forward.
+    """Return the loss that the head's new forward computes from the model's last hidden states.
 
-    bounds are left on the attention modules, as document_bounds.
+    Takes the place of model.forward; swap_loss says what is returned. `bounds` (document_bounds, or None) is stored as
+    document_bounds on every attention module.
     """
     if bounds is None:
         positions = plain_positions(input_ids)
@@ -217,13 +233,13 @@ def _summed_loss(
 
 
 def attention_modules(decoder: Any) -> Iterator[Any]:
-    """Yield the attention block of each layer."""
+    """Yield the attention module of each layer: the layer's children that have a layer_idx."""
     for layer in decoder.layers:
         yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return the mask that `make` makes, without plain_positions(): to look at them it would wait for the GPU."""
+    """Return make(...) with position_ids None in place of plain_positions(): reading these would wait for the GPU."""
     if getattr(given.get("position_ids"), "begin_once", False):
         given["position_ids"] = None
     return make(*arguments, **given)
@@ -245,7 +261,10 @@ def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any)
 
 
 def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Run forward; compute its intermediate results again in the backward pass instead of keeping them."""
+    """Return forward(...); in the backward pass compute its intermediate results again instead of keeping them.
+
+    `draws` tells whether to restore the random state for that. Without gradients, just runs forward.
+    """
     if not torch.is_grad_enabled():  # nothing is kept anyway
         return forward(*arguments, **named)
     # Reentrant checkpointing breaks under ZeRO-3 (CheckpointError: recomputed shapes differ).
@@ -253,7 +272,7 @@ def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named
 
 
 def _to_float8(model: Any) -> None:
-    """Make linear layers of the decoder multiply in float8 with one scale a tensor; head and embedding stay in bf16."""
+    """Make the decoder's linear layers multiply in float8, in place, with a scale a tensor; the head stays in bf16."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
 
     convert_to_float8_training(model.model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
@@ -269,9 +288,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (loss sum, losses [tokens]) of hidden [tokens, hidden], weight [rows, hidden], labels [tokens].
+        """Return (loss sum, losses [tokens]) of hidden [tokens, hidden], weight [rows, hidden], labels [tokens]; fp32.
 
-        head: rows beyond head[0] are padding. The gradients are computed here, where with_grad is true.
+        `head` is (vocab_size, form of the logits): rows of weight from vocab_size on are padding. With `with_grad`,
+        computes the gradients here and keeps them for backward().
         """
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if with_grad else None
@@ -298,7 +318,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients formed in forward, times the gradient of the sum."""
+        """Return the gradients formed in forward, times the gradient of the sum; None for a frozen weight.
+
+        The other arguments have None too.
+        """
         scale = upstream[0]
         # torch multiplies 16 bits by an fp32 scalar on the GPU at a quarter of its memory's speed.
         times = _compile(_times) if scale.is_cuda else _times
@@ -309,7 +332,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def shape_logits(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Return (fp32 logits with their factor and soft cap, their derivative by the scores, None for 1)."""
+    """Return (logits, slope): fp32 scores times the form's factor, soft-capped if it has a cap, and their derivative.
+
+    The derivative is None where it is 1, a float without a cap, else a tensor like the scores.
+    """
     factor, cap = form
     if factor != 1.0:
         scores = scores * factor
@@ -322,9 +348,10 @@ def shape_logits(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.
 def softmax_gradient(
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, form: Form = PLAIN
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (negative log-likelihoods, fp32 [tokens], the gradient of their sum by the logits, in the logits' dtype).
+    """Return (negative log-likelihoods, fp32 [tokens]; gradient of their sum by the logits, in the logits' dtype).
 
-    logits: [tokens, rows]; labels: [tokens]. Columns from vocab_size on count as minus infinity.
+    `logits` is [tokens, rows], before factor and cap; `labels` is [tokens], and IGNORED gives 0. Columns from
+    vocab_size on count as minus infinity.
     """
     scores, slope = shape_logits(logits.float(), form)
     if vocab_size < logits.shape[1]:
@@ -343,10 +370,11 @@ def softmax_gradient(
 
 
 def _shrinkage(hidden: torch.Tensor) -> torch.Tensor:
-    """Return powers of two, fp32 [hidden]: hidden times them, times up to 1, summed over tokens, fits fp16.
+    """Return factors for the columns of `hidden` [tokens, hidden]: powers of two, at most 1, fp32 [hidden].
 
-    The head's gradient is summed before the loss scale is known, so no loss scale would cure its overflow. They are 1
-    where the sum fits anyway: to shrink more would push small numbers below what fp16 holds.
+    With them, the sum of a column's absolute values is at most 2**15, so the weight's gradient fits fp16. That gradient
+    is summed before the loss scale is applied, so no loss scale would cure its overflow. The factor is 1 where the sum
+    fits anyway: to shrink more would push small numbers below what fp16 holds.
     """
     largest = torch.linalg.vector_norm(hidden, ord=1, dim=0, dtype=torch.float32)
     return torch.exp2(-(largest / 2**15).log2().ceil().clamp(min=0))
@@ -358,7 +386,7 @@ def _times(gradient: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compile(function: Any) -> Any:
-    """Return the function compiled, the same each time.
+    """Return torch.compile(function), the same object each time.
 
     Not at import: it loads torch's compiler, a second that a CPU run has no use for.
     """
@@ -366,7 +394,10 @@ def _compile(function: Any) -> Any:
 
 
 def slices(tokens: int, row_bytes: int, device: str) -> list[tuple[int, int]]:
-    """Return (start, end) of equal slices of tokens, whose logits stay below the device's LOGITS_SLICE_BYTES."""
+    """Return half-open ranges (start, end) that cut the tokens into equal slices; the last may be shorter.
+
+    `row_bytes` is the bytes of a token's logits; those of a slice take about LOGITS_SLICE_BYTES[device] at most.
+    """
     count = max(1, math.ceil(tokens * row_bytes / LOGITS_SLICE_BYTES[device]))
     size = math.ceil(tokens / count)
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
@@ -377,8 +408,9 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss sum, loss of each row) of hidden [batch, sequence, hidden] against labels [batch, sequence].
 
-    Both are fp32, a scalar and [batch]; only the sum has a gradient. On a CPU only counted positions meet the head, a
-    quarter of the quickstart's SFT; on a GPU their changing number would compile the kernel again and again.
+    Both are fp32, a scalar and [batch]; only the sum has a gradient. `weight` is the head's [rows, hidden], with
+    padding from vocab_size on. On a CPU the head only reads positions whose label counts, a quarter of the quickstart's
+    SFT; on a GPU their changing number would compile the kernel again and again.
     """
     counted = labels != IGNORED
     is_part = not hidden.is_cuda and 0 < int(counted.sum()) < labels.numel()

@@ -1,7 +1,7 @@
-"""Build adapters through peft, merge them at the end, and keep frozen weights in 4 bits.
+"""Build LoRA adapters with peft, merge them for export, and keep frozen weights in 4 bits.
 
 QLoRA (arXiv 2305.14314) with torchao's NF4: blocks of 64 weights share a scale, which is itself kept in 8 bits. A
-matrix is made whole when it multiplies and again in the backward pass. It is an attribute, not a parameter: DeepSpeed
+matrix is unpacked when it multiplies and again in the backward pass. It is an attribute, not a parameter: DeepSpeed
 neither casts, partitions nor saves it, so a checkpoint holds the adapters, and the matrices come from model.init_from
 again.
 """
@@ -28,9 +28,9 @@ from finlm.train.model import causal_lm, kernels
 
 
 def build(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
-    """Return causal_lm.load's model, kernels swapped, in 4 bits if quantized; without adapters, which peft adds later.
+    """Load the recipe's model, pack it in 4 bits if lora.quantize asks for it, swap its kernels, and return it.
 
-    Raises UserError as load does.
+    It has no adapters yet: peft adds them later. Raises UserError as causal_lm.load does.
     """
     model = causal_lm.load(recipe, plan, ds_config, config, tokenizer)
     if is_quantized(recipe):
@@ -40,7 +40,7 @@ def build(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig,
 
 
 def lora_config(recipe: Recipe) -> Any:
-    """Return peft's settings of the recipe's adapters; None when every weight is trained."""
+    """Return peft's LoraConfig of the recipe's adapters; None when the recipe trains every weight."""
     if recipe.lora is None:
         return None
     from peft import LoraConfig
@@ -56,9 +56,10 @@ def lora_config(recipe: Recipe) -> Any:
 
 
 def merge_adapters(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Return the plain model's weights of a run with adapters: peft's names removed, alpha / rank * B A added in fp32.
+    """Return the weights by the plain model's names, with alpha / rank * B A of each adapter added in fp32.
 
-    Raises RuntimeError for an adapter that was trained and has no place.
+    `weights` has peft's names; dtypes stay, and so do weights without adapters. The recipe must have lora:. Raises
+    RuntimeError when an adapter belongs to no weight.
     """
     assert recipe.lora is not None
     scale = recipe.lora.alpha / recipe.lora.rank
@@ -84,10 +85,10 @@ SCALES = 256  # scales that share a factor, at most
 
 
 class Nf4Linear(torch.nn.Linear):
-    """A frozen linear layer whose matrix is kept in 4 bits; peft puts adapters on it as on any other."""
+    """A frozen linear layer whose matrix is kept in 4 bits (NF4); peft puts adapters on it as on any other."""
 
     def __init__(self, matrix: torch.Tensor, bias: torch.nn.Parameter | None = None) -> None:
-        """Pack matrix [outputs, inputs], in the dtype that it multiplies in; bias: on its device."""
+        """Pack `matrix` [outputs, inputs] in 4 bits; products are in its dtype. `bias` must be on its device."""
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.bias = bias  # type: ignore[assignment]
@@ -106,7 +107,7 @@ def pack_nf4(matrix: torch.Tensor) -> Any:
 
 
 def quantize(model: Any, device: str) -> None:
-    """Replace every linear layer of the decoder by an Nf4Linear on the device, one after the other."""
+    """Replace every linear layer of the decoder in place by an Nf4Linear on `device`, layer after layer."""
     for layer in model.model.layers:
         for name, module in list(layer.named_modules()):
             if isinstance(module, torch.nn.Linear):
@@ -116,10 +117,10 @@ def quantize(model: Any, device: str) -> None:
 
 
 def load_matrices(recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Load init_from and return {name: matrix} of what quantize would pack, rounded as it rounds: the adapters' base.
+    """Load init_from, pack the linear weights of its decoder as quantize does, and return {name: unpacked matrix}.
 
-    Rounded on the CPU; a GPU may round a scale that lies between two of them the other way. Raises UserError when
-    model.init_from is gone or lacks weights.
+    These are the weights that the adapters were trained on, on the CPU in `dtype`; a GPU may round a scale that lies
+    between two values the other way. Raises UserError when model.init_from is gone, damaged or lacks weights.
     """
     runs.prove_model(Path(str(recipe.model.init_from)))
     base = causal_lm.load_weights(

@@ -1,9 +1,9 @@
 """Make matrix products add to a sum themselves (cuBLAS's beta), in a layer's backward pass and over micro-batches.
 
-torch's compiler makes every product a tensor and adds these up in the kernel behind them, twice in a decoder layer;
-added up within the products, each is read once. Autograd reads and writes the sum of weight gradients once more than
-the product needs, 1.7 % of a step of XuanYuan-6B: here the product adds to it in the micro-batches between the first of
-a step, which begins the sum, and the last, whose gradients DeepSpeed waits for.
+torch's compiler makes every product a tensor and adds these up in the next kernel, twice in a decoder layer; added up
+within the products, each is read once. Autograd reads and writes the sum of weight gradients once more than the product
+needs, 1.7 % of a step of XuanYuan-6B: here the product adds to it in all micro-batches of a step but the first, which
+begins the sum, and the last, whose gradients DeepSpeed waits for.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ add_product = torch.ops.finlm.add_product
 
 
 class SumsWithinProducts(CustomGraphPass):
-    """A pass of torch's compiler over graphs without mutation; its later passes make sure that none is seen."""
+    """A pass of torch's compiler that makes sums of matrix products additions within the products.
+
+    It reads and writes graphs without mutation: it adds auto_functionalized calls, which later passes run in place.
+    """
 
     def __call__(self, graph: Graph) -> None:
-        """Make every sum with a term that is a matrix product, used nowhere else, an addition within that product."""
+        """Replace each sum of two products, or of a replaced sum and a product, by an addition within the product.
+
+        Edits the graph in place. The terms must have the same shape and dtype, and no other user.
+        """
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             roots = [root for term in node.args if (root := _root(term)) is not None]
             if len(set(roots)) < 2 or node.kwargs or len(set(map(_kind, (node, *node.args)))) > 1:
@@ -60,7 +66,10 @@ class SumsWithinProducts(CustomGraphPass):
 
 
 def _root(term: Any) -> Node | None:
-    """Return the product, or sum of products, behind the views of a term; None if anything else uses it."""
+    """Return the node of the product, or of the replaced sum, that `term` is or is a view of.
+
+    None for any other node, and when anything else uses the term.
+    """
     while isinstance(term, Node) and len(term.users) == 1:
         if _is_product(term) or _is_joined(term):
             return term
@@ -103,7 +112,7 @@ def _call(graph: Graph, function: Any, *arguments: Any, **named: Any) -> Node:
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., n] times weight [m, n] transposed, whose backward pass adds the weight's gradient to `total`."""
+    """x [..., n] times weight [m, n] transposed; its backward pass adds the weight's gradient to `total` in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -118,22 +127,24 @@ class _Linear(torch.autograd.Function):
 
 
 class SummingLinear(torch.nn.Linear):
-    """A linear layer without bias, whose weight gradient is added to `total` where that is set."""
+    """A linear layer without bias that adds its weight's gradient to `total` in place; plain while `total` is None."""
 
     total: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x times the weight transposed. x: [..., inputs]."""
+        """Return x [..., inputs] times the weight transposed: [..., outputs]."""
         if self.total is None:
             return super().forward(x)
         return _Linear.apply(x, self.weight, self.total)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is_last: Callable[[], bool]) -> None:
-    """Make the linear layers of a compiled model under ZeRO-1 add up their gradients; called once the engine is made.
+    """Make the linear layers in `layers` add their weight gradients to weight.grad within the matrix product.
 
-    Changes their class in place and hooks the model's forward; does nothing below 3 micro-steps. is_last: returns
-    whether the micro-step that begins is the step's last.
+    Changes the class of layers without bias in place, and registers a forward pre-hook on `model`. The sums are used in
+    the micro-steps between a step's first and last. Does nothing unless the plan is compiled, with ZeRO-1 and at least
+    3 micro-steps. Call it once the engine exists. `is_last` returns whether the micro-step that begins is the step's
+    last.
     """
     if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
         return

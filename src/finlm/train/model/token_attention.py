@@ -1,10 +1,10 @@
-"""Attention of one token of each row to the tokens before it, a Triton kernel for GPUs of 8.0 and newer.
+"""Attention of one token of each row to the tokens before it, a Triton kernel for compute capability 8.0 and later.
 
-A program computes the query heads of a row that share a key head. It reads keys and values to the row's own length, so
-one launch, and one CUDA graph, serves every length. The answers to a prompt read the prompt from one row's cache: the
-programs of neighbouring rows find it in the GPU's L2, and memory is read once for all of them. Where rows are too few
-to fill the GPU, several programs read parts of a row, and a second kernel merges their softmaxes, as in Flash-Decoding
-(Dao et al., 2023).
+A program computes the query heads of a row that share a key head. It reads keys and values up to the row's length, so
+one launch, and one CUDA graph, serves every length. The answers to a prompt read the prompt from the cache of a single
+row: the programs of neighbouring rows find it in the GPU's L2, and memory is read once for all of them. Where rows are
+too few to fill the GPU, several programs read parts of a row, and a second kernel merges their softmaxes, as in
+Flash-Decoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _read(
     D: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Go on with the softmax `state` (maximum, sum, output) over the keys `begin` to `end` of a row's cache."""
+    """Return the softmax `state` (maximum, sum, output), continued over keys [begin, end) of a row's cache."""
     most, total, out = state
     width = tl.arange(0, D)
     base = (row * kv_heads + head).to(tl.int64) * room * size
@@ -83,9 +83,10 @@ def _attend(
     D: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write the outputs of the query heads that share a key head; one program a row, key head and part of the keys.
+    """Write the outputs of the query heads that share a key head; a program a row, key head and part of the keys.
 
-    Of several parts, `outputs` are sums that _merge divides, and `most` and `total` the rest of the softmax's state.
+    With several parts, `outputs` gets sums that _merge divides, and `most` and `total` the maxima and sums of their
+    softmaxes. Keys of a row's prompt are read from the cache of the row in `sources`.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, width = tl.arange(0, G), tl.arange(0, D)
@@ -112,7 +113,7 @@ def _attend(
 
 @triton.jit
 def _merge(parts, most, total, outputs, size, SPLITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr):
-    """Write the output of a query head from its parts; one program a row and query head."""
+    """Write the output of a query head, merged from its parts; a program for each row and query head."""
     place, split, width = tl.program_id(0), tl.arange(0, P), tl.arange(0, D)
     at = place * SPLITS + split
     largest = tl.load(most + at, mask=split < SPLITS, other=float("-inf"))
@@ -133,11 +134,12 @@ def attend(
     cap: float,
     window: int,
 ) -> torch.Tensor:
-    """Return the attention of a token of each row: [rows, 1, heads, head].
+    """Return the attention of a single token of each row to the cached tokens: [rows, 1, heads, head size].
 
-    query: [rows, heads, 1, head]; key, value: caches [rows, key heads, room, head], contiguous.
-    bounds: each row's visible tokens, the tokens of its prompt, and the row that the prompt is read from, int32 [rows].
-    cap: soft cap of the scores, 0 for none; window: visible tokens at most.
+    `query` is [rows, heads, 1, head size]; `key` and `value` are contiguous caches [rows, key heads, room, head size].
+    `bounds` has three int32 tensors [rows]: how many tokens each row sees, how many are its prompt's, and which row's
+    cache holds the prompt. `scale` multiplies the scores, `cap` is their soft cap (0 for none), and `window` the most
+    tokens that are seen.
     """
     rows, heads, _, size = query.shape
     kv_heads, room = key.shape[1:3]

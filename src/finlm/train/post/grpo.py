@@ -2,12 +2,12 @@
 
 trl offers PPO no longer (1.16); GRPO needs no critic, which the reports found hard to keep steady. Prompts are rows of
 the run by Order, and what is sampled depends on (seed, step, row of the step), so a resumed run samples what the
-unbroken one would have; with grpo.iterations above 1 only from the next generation on.
+unbroken run would have; with grpo.iterations above 1 only from the next generation on.
 
-Answers are generated with the training weights (model/generation.py), plan.generation_rows at a time: trl's would need
-the keys and values of all answers of a step at once. How many at a time changes no answer, except where products of
-other sizes round so that two tokens change places. Under ZeRO-3 each rank gathers the whole model once a step, and the
-plan counts it: gathering it layer by layer would move all weights for every token.
+Answers are generated with the training weights (model/generation.py), plan.generation_rows at a time: trl's generation
+would need the keys and values of all answers of a step at once. How many at a time changes no answer, except where
+products of other sizes round so that two tokens change places. Under ZeRO-3 each rank gathers the whole model once a
+step, and the plan counts it: gathering it layer by layer would move all weights for every token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LogProbs = list[list[float]]
 
 
 class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
-    """GRPOTrainer over the run's prompts."""
+    """GRPOTrainer over the run's prompts, with answers of model/generation.py, or of vLLM by grpo.engine."""
 
     names = {  # noqa: RUF012
         "reward": "reward",
@@ -66,7 +66,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     kept: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
     def __init__(self, r: Rank, model: torch.nn.Module, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
-        """Read the prompts, and make trl's trainer with a reward function for each of `terms`."""
+        """Read the prompts, and make trl's trainer with a reward function for each of `terms`.
+
+        `given` goes to GRPOTrainer.
+        """
         self.rank = r
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
         self.is_generated = False  # whether answers came since the last step
@@ -82,11 +85,14 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return Order(len(self.prompts), self.rank.recipe.train.seed)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens of the last generation's answers, tokens of its answers and prompts) over all ranks."""
+        """Return (tokens of answers, tokens of answers and prompts) of the last generation, over all ranks."""
         return self.generated
 
     def metrics_of_step(self) -> Numbers:
-        """Return trl's metrics and measures of new answers; record incidents, write some answers down. Collective."""
+        """Return trl's metrics, and measures of new answers, for the `step` event. Collective.
+
+        Records incidents of answers. After a generation, rank 0 writes some of its answers to rollouts.jsonl.
+        """
         terms = {name: f"rewards/{name}/mean" for name in self.reward_func_names}
         means = trainers.drain_metrics({key: self._metrics["train"][key] for key in terms.values()}, terms)
         metrics: dict[str, float | Numbers] = {
@@ -104,7 +110,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return metrics
 
     def _recorded_answers(self) -> Iterator[rollouts.Answer]:
-        """Yield the answers of the last generation over all ranks, with their rewards."""
+        """Yield the answers of the last generation over all ranks, with rewards; None for a term without a value."""
         logs, weights = self._logs, self.reward_weights.tolist()
         given = zip(logs["prompt"], logs["completion"], logs["advantages"], self.numbers, strict=True)
         for place, (prompt, text, advantage, number) in enumerate(given):
@@ -115,12 +121,15 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             yield rollouts.Answer(prompt, self.prompts[number]["answer"], text, earned, reward, advantage)
 
     def state_for_checkpoint(self) -> State:
-        """Return Recorded's state for a checkpoint, and that of the watch over answers."""
+        """Return Recorded's state, that of the watch over answers, and the rewards of held-out answers at step 0."""
         saved: State = super().state_for_checkpoint()
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
     def restore(self, saved: State) -> None:
-        """Restore state_for_checkpoint()'s value; on rank 0 drop the rows of rollouts.jsonl after the run's step."""
+        """Restore a value of state_for_checkpoint().
+
+        On rank 0, drop the rows of rollouts.jsonl after the run's step.
+        """
         super().restore(saved)
         self.gaming = rollouts.Watch(self.rank.recipe.incidents.rollouts, saved.get("rollouts"))
         self.drawn_first = dict(saved.get("drawn_first", ()))
@@ -128,10 +137,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             rollouts.drop_rows_after(self.rank.run, self.state.global_step)
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return the mean rewards of answers to held-out prompts: by source and in all. Collective.
+        """Return the mean rewards of answers to held-out prompts, by source and in all; None when none are held out.
 
-        `reward` is of the likeliest answers, `sampled` of those drawn as in training, `rise` what `sampled` gained
-        since step 0, at which its values are remembered. None when no prompts are held out.
+        `reward` is of the likeliest answers. `sampled` is of grpo.held_out_answers answers drawn as in training, and
+        `rise` its gain since step 0, at which its values are remembered; both are left out without such answers.
+        Collective.
         """
         if not self.held_out:
             return None
@@ -147,14 +157,17 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _means(self, values: torch.Tensor) -> dict[str, float | Numbers]:
         """Return mean reward, number of prompts and mean of each term, from values [prompts, terms].
 
-        NaN where a term does not look at a prompt: such values are left out.
+        NaN, where a term has no value for a prompt, is left out.
         """
         rewards = (values * self.reward_weights).nansum(dim=1)
         terms = dict(zip(self.reward_func_names, values.nanmean(dim=0).tolist(), strict=True))
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
 
     def _rise(self, drawn: dict[str, torch.Tensor], names: list[str]) -> dict[str, float | list[float]]:
-        """Return `sampled`, and where the first evaluation is known `rise` with `rise_interval`, of these sources."""
+        """Return {"sampled"} of these sources and, if the evaluation at step 0 is known, `rise` and `rise_interval`.
+
+        `drawn` has the rewards [prompts] of each source. Returns {} when nothing was drawn.
+        """
         now = torch.cat([drawn[name] for name in names])
         first = [value for name in names for value in self.drawn_first.get(name, ())]
         if not len(now) or len(first) != len(now):
@@ -178,7 +191,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return (log-probabilities, entropies or None, None) of the last tokens: fp32 [rows, logits_to_keep].
 
-        self.kept gets what self.besides says of these tokens; while a loss is computed, its advantages are corrected.
+        Sets self.kept to the values of self.besides for these tokens. While a loss is computed, corrects its advantages
+        (Mismatch.correct).
 
         Prompts are padded on their left. Here the padding moves behind the answers, where no token that counts looks:
         attention needs no mask then, and flash attention takes none.
@@ -202,7 +216,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return logps, rest[0] if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss; its advantages are weighted as soon as the trainer's log-probabilities are known."""
+        """Return trl's loss, its advantages weighted as soon as the trainer's log-probabilities are known.
+
+        `inputs` stays as it is: with grpo.iterations the same rows come again.
+        """
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
         try:
             loss: torch.Tensor = super()._compute_loss(model, self.learnt_from)
@@ -211,7 +228,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return a sampled answer to each of this rank's prompts, and log-probabilities; count tokens. Collective."""
+        """Return (ids, log-probabilities) of a sampled answer to each of this rank's prompts. Collective.
+
+        Sets self.generated, the tokens of all ranks, for tokens_of_step().
+        """
         self.is_generated = True
         if self.use_vllm:
             answers, log_probs = super()._generate_single_turn(prompt_ids, *more)
@@ -223,11 +243,14 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return answers, log_probs
 
     def _tokenize_prompts(self, prompts: list[str]) -> Any:
-        """Return the ids of the prompts read last; a text does not say which row it is, as several ids may have it."""
+        """Return the ids of the prompts that _read() yielded last; several ids may have the same text."""
         return self.asked, None, {}
 
     def _read(self, step: int) -> Iterator[list[Prompt]]:
-        """Yield this rank's prompts of a generation at each micro-step; seed torch and set what generating reads."""
+        """Yield at each micro-step the list of this rank's prompts in the step's generation, each as often as answered.
+
+        Seeds torch, adds the prompts to the checksum, and sets what generating reads (numbers, keys, asked, longest).
+        """
         grpo, plan = self.grpo, self.rank.plan
         self._step = step * plan.gradient_accumulation_steps
         answers = plan.micro_batch * plan.gradient_accumulation_steps
@@ -248,9 +271,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _generate_answers(
         self, prompts: list[list[int]], keys: torch.Tensor | None, longest: int
     ) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of an answer to each prompt, with its end; the likeliest without keys.
+        """Return (ids with the end token, log-probabilities) of an answer to each prompt; the likeliest without keys.
 
-        All ranks must call it. longest: tokens of the longest prompt that any rank generates for.
+        All ranks must call it. `longest` is the tokens of the longest prompt that any rank generates for.
         """
         plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
@@ -279,9 +302,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return [answer.ids for answer in answers], [answer.log_probs for answer in answers]
 
     def _reward_drawn(self, prompts: list[Prompt]) -> torch.Tensor:
-        """Return the mean reward of grpo.held_out_answers answers to each prompt, by the same noise every time.
+        """Return the mean reward of grpo.held_out_answers drawn answers to each prompt: [prompts].
 
-        [prompts], or empty when that number is 0; collective.
+        The noise that draws them is the same every time. Empty when that number is 0. Collective.
         """
         count = self.grpo.held_out_answers
         if not count:
@@ -293,14 +316,14 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return earned
 
     def _reward_answers(self, prompts: list[Prompt], keys: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rewards of an answer to each prompt, computed by all ranks: [prompts, terms], NaN for None.
+        """Return the rewards of an answer to each prompt: [prompts, terms], NaN where a term gives None. Collective.
 
-        keys: of the noise that draws each answer, int64 [prompts]; without them it is the likeliest.
+        `keys`, int64 [prompts], are of the noise that draws each answer; without them it is the likeliest.
         """
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:
-            """Return the rewards of the answers to these prompts: [prompts, terms]."""
+            """Return the rewards of answers to the prompts with these indices: [indices, terms]."""
             batch = [prompts[number] for number in numbers]
             noise = None if keys is None else keys[numbers]
             ids, _ = self._generate_answers([prompt["prompt_ids"] for prompt in batch], noise, longest)
@@ -319,7 +342,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank) -> GroupTrainer:
-    """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded."""
+    """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded.
+
+    Raises UserError as load_start and rollouts.make_rewards do. Changes trl (score_answers_alone).
+    """
     score_answers_alone()
     tokenizer = padding_tokenizer(r)
     model = load_start(r)
@@ -339,9 +365,9 @@ def make(r: Rank) -> GroupTrainer:
 
 
 def score_answers_alone() -> None:
-    """Let trl's head skip the tokens of prompts on CPUs too, as it does on GPUs: half of a step's work there.
+    """Make trl's head skip the tokens of prompts on CPUs too, as it does on GPUs: half of a step's work there.
 
-    What is replaced decides nothing else in trl.trainer.utils (1.16).
+    Replaces trl.trainer.utils._use_triton, which decides nothing else there (trl 1.16).
     """
     trl_utils._use_triton = lambda device: True
 
@@ -363,7 +389,7 @@ ENGINES: dict[str, dict[str, str | bool]] = {  # of trl
 
 
 def trainer_of(form: str) -> type[GroupTrainer]:
-    """Return the trainer class of a form of grpo."""
+    """Return the trainer class for grpo.form: ValueTrainer for ppo, else GroupTrainer."""
     if form != "ppo":
         return GroupTrainer
     from finlm.train.post.ppo import ValueTrainer  # builds on this module
@@ -372,7 +398,7 @@ def trainer_of(form: str) -> type[GroupTrainer]:
 
 
 def _start_path(start: Model) -> str:
-    """Return the directory of the model that the recipe starts from; of a Hub id that of its revision in the cache.
+    """Return the directory of the model that the recipe starts from; for a Hub id, that of its revision in the cache.
 
     trl would take the newest revision.
     """
@@ -383,13 +409,13 @@ def _start_path(start: Model) -> str:
 
 
 def settings_of(r: Rank) -> Grpo:
-    """Return the section grpo of the run's recipe."""
+    """Return the section grpo of the run's recipe, which must have it."""
     assert r.recipe.grpo is not None
     return r.recipe.grpo
 
 
 def trl_settings(r: Rank) -> GRPOConfig:
-    """Return trl's arguments of the run."""
+    """Return trl's GRPOConfig of the run."""
     grpo = settings_of(r)
     return arguments(
         GRPOConfig,
@@ -413,7 +439,7 @@ def trl_settings(r: Rank) -> GRPOConfig:
 
 
 def names_of(terms: Sequence[Term]) -> list[str]:
-    """Return a name for each term in records, alike ones numbered: format, format-2."""
+    """Return a name for each reward term in events; equal names are numbered: format, format-2."""
     names = [term.name for term in terms]
     counts = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]

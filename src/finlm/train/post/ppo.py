@@ -1,9 +1,10 @@
 """Run proximal policy optimization (arXiv 1707.06347) on GRPO's trainer: a value head judges each token of an answer.
 
-trl 1.16 has no PPO. Sampling, rewards and the clipped loss are those of GRPO, which takes an advantage a token; here
-that is the generalized advantage estimate (arXiv 1506.02438) of rewards at the end and of the divergence from the start
-at every token (grpo.beta), whitened over the step. The head reads the policy's own last states, so there is no second
-model as XuanYuan-6B had it, and its loss trains the body too. It stays in checkpoints and is left out of exports.
+trl 1.16 has no PPO. Sampling, rewards and the clipped loss are those of GRPO, which takes an advantage for each token;
+here that is the generalized advantage estimate (arXiv 1506.02438) of rewards at the end and of the divergence from the
+start at every token (grpo.beta), whitened over the step. The head reads the policy's own last states, so there is no
+second model as XuanYuan-6B had it, and its loss trains the body too. It stays in checkpoints and is left out of
+exports.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class ValueTrainer(GroupTrainer):
     names = GroupTrainer.names | {"value_loss": "value_loss", "value_explained": "value_explained"}
 
     def __init__(self, r: Rank, model: Any, *given: Any, **named: Any) -> None:
-        """Add a value head of zeros to the model, and compute values within its forward pass."""
+        """Add a value head of zeros to the model, register the hook that computes values, and make GroupTrainer.
+
+        `given` and `named` go to GroupTrainer.
+        """
         self.ppo = settings_of(r).ppo
         weight = model.lm_head.weight
         head = RewardHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
@@ -41,12 +45,15 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """Put the value of each token but the last into self.besides, while tokens are scored: [rows, tokens - 1]."""
+        """While tokens are scored, set self.besides to the value of each token but the last: [rows, tokens - 1].
+
+        A forward hook of the model's body.
+        """
         if self.is_scoring:
             self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        """Return GroupTrainer's result; the values of the tokens go into self.kept."""
+        """Return GroupTrainer's result, and set self.kept to the values of the tokens."""
         self.is_scoring = True
         try:
             return super()._get_per_token_logps_and_entropies(*given, **named)
@@ -54,7 +61,10 @@ class ValueTrainer(GroupTrainer):
             self.is_scoring = False
 
     def _generate_and_score_completions(self, inputs: Any) -> Rows:
-        """Return trl's rows with an advantage and a return for each token; note the divergence. Collective."""
+        """Return trl's rows with `advantages`, `returns` and `old_values` for each token, and old_per_token_logps.
+
+        Notes the mean divergence from the start as metric kl if grpo.beta is set. Collective.
+        """
         rows: Rows = super()._generate_and_score_completions(inputs)
         mask = rows["completion_mask"]
         ids, seen = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
@@ -73,7 +83,10 @@ class ValueTrainer(GroupTrainer):
         return rows | {"old_per_token_logps": logps}
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss of the answers plus the value head's; the divergence is in the rewards already."""
+        """Return trl's loss of the answers, without divergence, which the rewards have, plus the value head's loss.
+
+        Collective: notes the metrics of _record().
+        """
         beta, self.beta = self.beta, 0.0
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
@@ -87,14 +100,17 @@ class ValueTrainer(GroupTrainer):
         return total
 
     def _rewards(self, count: int) -> torch.Tensor:
-        """Return the rewards of this rank's answers: [answers]."""
+        """Return the weighted sum of the reward terms of this rank's `count` answers: [answers]."""
         first = self.accelerator.process_index * count
         terms = [torch.tensor(list(self._logs["rewards"][name]))[first:][:count] for name in self.reward_func_names]
         earned: torch.Tensor = (torch.stack(terms, dim=1) * self.reward_weights).nansum(dim=1)
         return earned
 
     def _whiten(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the values with mean 0 and deviation 1 over the answers' tokens of all ranks, fp32; collective."""
+        """Return the values with mean 0 and deviation 1 over the answers' tokens of all ranks, fp32.
+
+        They are 0 where `mask` is. Collective.
+        """
         wide = values.double() * mask
         total, squares, count = self.accelerator.reduce(torch.stack((wide.sum(), wide.square().sum(), mask.sum())))
         mean = total / count
@@ -103,7 +119,10 @@ class ValueTrainer(GroupTrainer):
         return whitened.float()
 
     def _record(self, values: torch.Tensor, missed: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the value loss a token and the share of the returns' variance that the values explain; collective."""
+        """Note the mean value loss of a token, and the share of the returns' variance that the values explain.
+
+        Collective. The share is left out when the variance is 0.
+        """
         wide = returns.double() * mask
         sums = torch.stack((missed.double().sum(), (values - returns).double().square().mul(mask).sum(), mask.sum()))
         sums = self.accelerator.reduce(torch.cat((sums, torch.stack((wide.sum(), wide.square().sum())))))
@@ -115,7 +134,10 @@ class ValueTrainer(GroupTrainer):
 
 
 def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the rewards [answers] at the last token of each answer: [answers, tokens]."""
+    """Return the rewards [answers] at the last token of each answer, 0 elsewhere: [answers, tokens].
+
+    `mask` is [answers, tokens], 1 at tokens of the answer.
+    """
     last = mask.sum(dim=1, keepdim=True).long() - 1
     return torch.zeros(mask.shape, device=mask.device).scatter(1, last.clamp(min=0), rewards[:, None])
 
@@ -123,7 +145,11 @@ def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def estimate(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ppo: Ppo
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of every token, each [answers, tokens], 0 behind an answer's end."""
+    """Return (advantages, returns) of every token, each [answers, tokens], 0 behind an answer's end.
+
+    They are the generalized advantage estimates for the rewards and values [answers, tokens], with gamma and gae_lambda
+    of `ppo`, and their sums with the values. `mask` is 1 at an answer's tokens.
+    """
     values, advantage = values * mask, torch.zeros_like(values[:, 0])
     following, backwards = torch.zeros_like(values[:, 0]), []
     for token in reversed(range(values.shape[1])):
@@ -136,6 +162,9 @@ def estimate(
 
 
 def value_losses(values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
-    """Return half the squared error of each token: the larger of the values' and of those clipped around `before`."""
+    """Return half the squared error of each token: the larger of the values' and of that clipped around `before`.
+
+    Values may move by `clip` from `before`. All tensors have the same shape.
+    """
     near = before + (values - before).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())

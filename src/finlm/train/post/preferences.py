@@ -1,12 +1,12 @@
 """Run stages dpo and reward through trl's trainers: batches of two sequences a pair, held-out accuracy and margin.
 
-Pair p of the run is pair Order[p] of the data, so resuming is a seek; a step takes the next pairs, cut into
-micro-steps, then ranks. A batch is padded to its longest sequence. trl's metrics become keys of the step's row.
+Pair p of the run is pair order[p] of the data, so resuming is a seek; a step takes the next pairs, cut into
+micro-steps, then ranks. A batch is padded to its longest sequence. trl's metrics become fields of the `step` event.
 
-DPO's reference is the start itself, asked once before the first step and remembered as two numbers a pair, so no second
-model is held. After a resume it is asked again, before the checkpoint is loaded. ORPO asks none. A reward model is the
-start's body with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to
-steady the critic of PPO; sentences were more accurate there (report, section on RLHF).
+DPO's reference is the start itself, run once before the first step and remembered as two numbers a pair, so no second
+model is kept. After a resume it is run again, before the checkpoint is loaded. ORPO needs none. A reward model is the
+start's body with a linear head that reads the end of the turn. XuanYuan-6B trained its reward at every token, to steady
+the critic of PPO; sentences were more accurate there (report, section on RLHF).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_
 
 
 class PairTrainer(Recorded):
-    """A trainer whose rows are pairs. Mixed in before trl's class, with `scores` for the held-out ones."""
+    """Mixin, before trl's class, for a trainer whose rows are pairs; subclasses define `scores` and `names`."""
 
     rank: Rank
     pairs: Sequence[Pair]
@@ -57,20 +57,20 @@ class PairTrainer(Recorded):
 
     @cached_property
     def tokens(self) -> Any:
-        """Tokens of each pair's two sequences: int64 [pairs]."""
+        """Number of tokens of each pair's two sequences together: int64 [pairs]."""
         return np.array([_tokens(pair) for pair in self.pairs])
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return the tokens of all sequences of a step over all ranks, twice: all of them are read."""
+        """Return (tokens, the same tokens) of all sequences of a step over all ranks: all of them are read."""
         tokens = int(self.tokens[self._numbers(step)].sum())
         return tokens, tokens
 
     def metrics_of_step(self: Any) -> Numbers:
-        """Return trl's metrics under our names, each the mean over micro-steps, and empty trl's lists."""
+        """Return trl's metrics by the names in `names`, each the mean over micro-steps, and remove trl's values."""
         return drain_metrics(self._metrics["train"], self.names)
 
     def evaluate_held_out(self: Any) -> Numbers | None:
-        """Return loss, accuracy, margin and range of rewards on held-out pairs, by source and in all; collective.
+        """Return summary() of the rewards of held-out pairs, in all and as `sources` for each source; collective.
 
         None when no pairs are held out.
         """
@@ -83,11 +83,11 @@ class PairTrainer(Recorded):
         return summary(torch.cat(list(rewards_of.values()))) | {"sources": sources}
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)]."""
+        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)]. Subclasses define it."""
         raise NotImplementedError
 
     def batch(self, pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
-        """Return the pairs as trl's collator lays them out, chosen sequences first, on the device."""
+        """Return the pairs on the device in the form of collate_pairs(): chosen sequences first."""
         device: torch.device = self.rank.device
         return {name: tensor.to(device) for name, tensor in collate_pairs(pairs, self.pad_id).items()}
 
@@ -98,11 +98,14 @@ class PairTrainer(Recorded):
 
     @cached_property
     def pad_id(self) -> int:
-        """The token that fills batches up."""
+        """The id of the token that pads batches."""
         return padding_id(self.rank.shards)
 
     def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
-        """Return the rewards of all pairs on the CPU, [pairs, (chosen, rejected)]; each rank scores a share."""
+        """Return the rewards of all pairs on the CPU, [pairs, (chosen, rejected)]; each rank scores a share.
+
+        Collective.
+        """
         return spread(
             self.rank,
             len(pairs),
@@ -111,14 +114,14 @@ class PairTrainer(Recorded):
         )
 
     def _numbers(self, step: int) -> Any:
-        """Return the numbers of a step's pairs: [micro_steps, pairs of rank 0, of rank 1, ...]."""
+        """Return the indices of a step's pairs: int64 [micro_steps, pairs of rank 0, of rank 1, ...]."""
         plan = self.rank.plan
         count = plan.gradient_accumulation_steps * sum(plan.rank_micro_batches)
         positions = np.arange(step * count, (step + 1) * count, dtype=np.uint64)
         return self.order[positions].reshape(plan.gradient_accumulation_steps, -1)
 
     def _read(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's micro-batches of a step; add their tokens to the checksum."""
+        """Yield this rank's micro-batches of a step, on the device; add their tokens to the checksum."""
         sizes = self.rank.plan.rank_micro_batches
         first = sum(sizes[: self.rank.rank])
         for numbers in self._numbers(step)[:, first : first + sizes[self.rank.rank]]:
@@ -128,16 +131,20 @@ class PairTrainer(Recorded):
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]:
-    """Return the pairs as trl's collator lays them out: int64 [2 * pairs, longest], chosen sequences first."""
+    """Return the tensors of trl's collator for the pairs: int64 [2 * pairs, longest], chosen sequences first.
+
+    They are input_ids, attention_mask and completion_mask; reference log-probabilities, if pairs have them, are
+    [pairs].
+    """
     lists = [{name: getattr(value, "tolist", lambda v=value: v)() for name, value in pair.items()} for pair in pairs]
     batch: dict[str, torch.Tensor] = DataCollatorForPreference(pad_token_id=pad_id)(lists)
     return batch
 
 
 def summary(rewards: torch.Tensor) -> dict[str, float]:
-    """Return loss (-log sigmoid of the margin), accuracy, margin, range and number of rewards.
+    """Return loss (-log sigmoid of the margin), accuracy, margin, reward_min, reward_mean, reward_max and pairs.
 
-    rewards: [pairs, (chosen, rejected)].
+    `rewards` is [pairs, (chosen, rejected)]; loss, accuracy and margin are means over pairs, `pairs` is their number.
     """
     chosen, rejected = rewards.double().unbind(1)
     margin = chosen - rejected
@@ -177,7 +184,10 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return float(self.beta) * (self._logps(self.model_wrapped, batch) - references)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return the loss of these tokens, computed by the head that is trained."""
+        """Return {"loss": mean loss of these tokens after the first}, computed by the head that is trained.
+
+        All ranks must call it.
+        """
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read), "completion_mask": torch.ones_like(read)}
         return {"loss": -float(self._logps(self.model_wrapped, batch).sum()) / (len(ids) - 1)}
@@ -187,9 +197,9 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Put the start's log-probabilities into every pair, into no file as trl does; return the data set. Collective.
+        """Add the start's log-probabilities to every pair, train and held-out, in place; return the data set as it is.
 
-        Also puts the head that is trained into the model.
+        Collective. Writes no file, as trl would. Also puts the head that is trained into the model (start.swap_head).
         """
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         is_partitioned = self.rank.plan.zero_stage == 3
@@ -210,7 +220,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probability of the answers: [pairs, (chosen, rejected)]."""
+        """Return the log-probability of the answers: fp32 [pairs, (chosen, rejected)]."""
         ids, mask = batch["input_ids"], batch["completion_mask"]
         labels = ids.masked_fill(mask == 0, -100)
         asked = {"input_ids": ids, "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -220,17 +230,23 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
 
 
 class OddsTrainer(PreferenceTrainer):
-    """ORPO (arXiv 2403.07691): the answer's own loss and the odds of the chosen over the rejected one, no reference.
+    """ORPO (arXiv 2403.07691): the answer's own loss and the odds of the chosen over the rejected answer, no reference.
 
     trl's ORPOTrainer learns the prompt too, and averages the loss over a micro-batch's tokens; here as in the paper.
     """
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-odds of the answers, [pairs, (chosen, rejected)]; loss of the held-out pairs is equation 7."""
+        """Return the log-odds of the answers, [pairs, (chosen, rejected)].
+
+        With them, the loss of held-out pairs is equation 7 of the paper.
+        """
         return log_odds(self._means(self.model_wrapped, batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        """Return the mean loss of the pairs and note trl's metrics of them; collective. Replaces DPO's."""
+        """Return the mean ORPO loss of this rank's pairs, in place of DPO's. Collective.
+
+        Appends accuracy, margin and rewards of all ranks' pairs to trl's metrics.
+        """
         means = self._means(model, inputs)
         odds = log_odds(means)
         chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)
@@ -246,7 +262,7 @@ class OddsTrainer(PreferenceTrainer):
         return -(means[:, 0] + float(self.beta) * ratio).mean()
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
-        """Put the head that is trained into the model, ask no reference, and return the data set."""
+        """Put the head that is trained into the model and return the data set as it is: ORPO has no reference."""
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
         return dataset
 
@@ -256,7 +272,10 @@ class OddsTrainer(PreferenceTrainer):
 
 
 def log_odds(means: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of mean log-probabilities log p, where p is at most 1 - 1e-6: odds stay finite."""
+    """Return log(p / (1 - p)) of mean log-probabilities log p.
+
+    log p counts as -1e-6 at most, so that odds stay finite.
+    """
     means = means.clamp(max=-1e-6)
     return means - torch.log(-torch.expm1(means))
 
@@ -279,13 +298,16 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
         return torch.stack(rewards.chunk(2), dim=1)
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return the reward of a text of these tokens."""
+        """Return {"reward": reward of a text of these tokens}. All ranks must call it."""
         read = torch.tensor([ids], device=self.rank.device)
         batch = {"input_ids": read, "attention_mask": torch.ones_like(read)}
         return {"reward": float(self.model_wrapped(**batch, use_cache=False).logits)}
 
     def batch(self, pairs: Any) -> dict[str, torch.Tensor]:
-        """Return whole sequences, chosen ones first, and the margin that the recipe asks for, on the device."""
+        """Return PairTrainer's batch without `completion_mask`, so that whole sequences are scored.
+
+        Adds `margin`, fp32 [pairs], if recipe.reward sets one.
+        """
         batch = super().batch(pairs)
         del batch["completion_mask"]
         settings = self.rank.recipe.reward
@@ -295,7 +317,11 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
 
 
 def make_reward_model(model: Any, pad_id: int) -> Any:
-    """Return a reward model: the causal model's body, shared, with a randomly drawn head of one number."""
+    """Return a reward model with the causal model's body, which both share, and a new head with a single output.
+
+    The head is drawn from torch's generator. The model's forward passes no attention mask. `pad_id` becomes its padding
+    id.
+    """
     config = model.config.__class__(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
     with torch.device("meta"):
         reward_model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config)
@@ -309,7 +335,10 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank) -> PairTrainer:
-    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded."""
+    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded.
+
+    Raises UserError as load_start does.
+    """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:

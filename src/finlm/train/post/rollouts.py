@@ -1,12 +1,12 @@
 """Read prompts, reward the answers of a step, record some of them, and watch their measures.
 
-The terms of grpo.reward are the functions that trl calls, each a value an answer, or None where the row has no right
-answer of its kind: trl leaves those out of means. The user's function is read from the copy in the run directory, so a
-resumed run earns by the code it began with.
+The terms of grpo.reward are the functions that trl calls. Each returns a value for an answer, or None where the row has
+no right answer of its kind: trl leaves those out of means. The user's function is read from the copy in the run
+directory, so a resumed run rewards by the code it began with.
 
 A reward that rises while answers grow long, repeat themselves, lose their variety or name no answer any more is not the
-skill that was meant. The first steps of the run are the measure. A curve is told when its last steps pass the limit,
-and again only after it came back; the state is in the checkpoint.
+skill that was meant. The first steps of the run are the measure. An incident is yielded when the last steps pass the
+limit, and again only after they came back; the state is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WORSE = 0.1  # by which a share must exceed that of the first steps
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a step (`said`), the right one, and its rewards, by term and in all."""
+    """An answer of a step as rollouts.jsonl has it: its text `said`, the `right` answer, rewards by term and in all."""
 
     prompt: str
     right: str
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Prompt(TypedDict):
-    """A prompt as trl's rewards read it. asked: the prompt without what the template writes behind a question."""
+    """A prompt as trl's rewards read it. `asked` is the text without what the template writes behind a question."""
 
     prompt: str
     asked: str
@@ -67,7 +67,11 @@ class Prompt(TypedDict):
 
 
 def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Prompt]:
-    """Return every prompt of these shards: the texts for rewards that read them, the ids for the model."""
+    """Return a Prompt for every document of these shards, in order: its ids, its decoded text, and its right answer.
+
+    The answer is "" where none is known. Reads chat_template.jinja in the shards' directory, to cut off in `asked` what
+    the template writes behind a question.
+    """
     turn = [{"role": "user", "content": "?"}]
     template = (shards.directory / "chat_template.jinja").read_text(encoding="utf-8")
     rendered = tokenizer.apply_chat_template(turn, chat_template=template, tokenize=False, add_generation_prompt=True)
@@ -83,7 +87,10 @@ def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Pro
 
 
 def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
-    """Return the share of repeated text, and the share of answers in which no rule of `checked` finds an answer."""
+    """Return the mean share of repeated text in `texts` as `repetition` and, with `checked`, `unanswered`.
+
+    `unanswered` is the share of texts in which no rule of `checked` finds an answer. `texts` must not be empty.
+    """
     shares = {"repetition": statistics.fmean(map(scoring.repetition, texts))}
     if checked:
         silent = [not any(scoring.names_answer(rule, text) for rule in checked) for text in texts]
@@ -92,7 +99,7 @@ def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
 
 
 def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
-    """Return the mean of the prompts' gains as `rise` and, of two or more, its 95 % interval as `rise_interval`."""
+    """Return the mean of the prompts' gains as `rise` and, for two or more, its 95 % interval as `rise_interval`."""
     mean = statistics.fmean(gains)
     if len(gains) < 2:
         return {"rise": mean}
@@ -101,9 +108,9 @@ def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
 
 
 def sure_errors(freedom: int) -> float:
-    """Return the standard errors to either side of a mean that hold 95 %: Student's t by its expansion around SURE.
+    """Return how many standard errors to either side of a mean hold 95 %, by Student's t with `freedom` degrees.
 
-    Within 1 % from 3 degrees of freedom on, a quarter short with one.
+    Computed by its expansion around SURE: within 1 % from 3 degrees of freedom on, a quarter short with 1.
     """
     z = SURE
     terms = (
@@ -115,14 +122,14 @@ def sure_errors(freedom: int) -> float:
 
 
 def write(run: RunDir, step: int, answers: Sequence[Answer]) -> None:
-    """Append at most SHOWN of a step's answers to rollouts.jsonl, evenly over the step, so that prompts differ."""
+    """Append at most SHOWN of a step's answers to rollouts.jsonl, evenly spaced, so that prompts differ."""
     count = min(SHOWN, len(answers))
     for answer in (answers[place * len(answers) // count] for place in range(count)):
         files.append_json_line(run.rollouts, {"step": step, **vars(answer)})
 
 
 def drop_rows_after(run: RunDir, step: int) -> None:
-    """Drop the rows of rollouts.jsonl after a step: a resumed run writes them again."""
+    """Rewrite rollouts.jsonl, if it exists, without the rows after `step`: a resumed run writes them again."""
     if run.rollouts.exists():
         kept = (row for row in files.read_json_lines(run.rollouts) if row["step"] <= step)
         files.write_text(run.rollouts, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
@@ -134,8 +141,9 @@ ROUNDING = 0.001  # nats a token that products of other sizes may move a log-pro
 class Mismatch:
     """Compares the log-probabilities of the same tokens in generation and in training.
 
-    A token weighs exp(trainer - rollout), at most `cap` (truncated importance sampling), where they differ by more than
-    rounding. The mean and the largest difference of a step are recorded.
+    A token's advantage is multiplied by exp(training - generation), at most `cap` (truncated importance sampling),
+    where they differ by more than rounding. With `cap` 0 they are only compared. Keeps the mean and largest difference
+    of a step.
     """
 
     def __init__(self, cap: float, device: torch.device) -> None:
@@ -144,9 +152,10 @@ class Mismatch:
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
-        """Weigh the advantages of a micro-step's rows, in place; log_probs: the trainer's, [rows, tokens].
+        """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones [rows, tokens].
 
-        Rows that are learnt from again have those of the first time as old_per_token_logps.
+        `log_probs` is training's, [rows, tokens]. Rows that are learnt from again have the first ones as
+        old_per_token_logps.
         """
         before = rows.get("old_per_token_logps")
         apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]
@@ -159,7 +168,10 @@ class Mismatch:
             rows["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights.float()
 
     def take(self) -> dict[str, float]:
-        """Return the step's mean and largest difference over all ranks and begin anew; collective."""
+        """Return the step's mean and largest difference over all ranks, and begin anew.
+
+        The keys are `mismatch` and `mismatch_largest`, in nats a token. All ranks must call it.
+        """
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
             distributed.all_reduce(self._largest, op=distributed.ReduceOp.MAX)
@@ -170,21 +182,24 @@ class Mismatch:
 
 
 class Watch:
-    """Judges the measures of the steps, one after the other; every rank sees the same numbers."""
+    """Judges the measures of the steps, one after the other; every rank passes the same values."""
 
     def __init__(self, settings: Rollouts, state: Mapping[str, Any] | None = None) -> None:
-        """Begin with the state of a checkpoint, as state() gave it, or anew."""
+        """Begin with the state of a checkpoint, as state() gave it, or without any when it is None."""
         self.settings = settings
         self._first: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("first", ())}
         self._last: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("last", ())}
         self._told = set((state or {}).get("told", ()))
 
     def state(self) -> State:
-        """Return the state as plain values for a checkpoint."""
+        """Return the state as plain values for a checkpoint; the constructor takes it."""
         return {"first": list(self._first.items()), "last": list(self._last.items()), "told": sorted(self._told)}
 
     def judge(self, row: Mapping[str, Any]) -> Iterator[Incident]:
-        """Remember a step's measures, given the fields of its row, and yield the incidents that begin with it."""
+        """Remember a step's measures, the fields of its `step` event, and yield the incidents that begin with it.
+
+        Run it to the end: later incidents are only judged then.
+        """
         for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward"):
             if isinstance(row.get(key), (int, float)):
                 if len(first := self._first.setdefault(key, [])) < STEPS:
@@ -213,19 +228,19 @@ class Watch:
         return last > limit and last > first + WORSE
 
     def _tell(self, incident: Incident, is_bad: bool) -> Iterator[Incident]:
-        """Yield an incident that has just begun, and note whether it is going on."""
+        """Yield the incident if it `is_bad` now and was not before; note whether it goes on."""
         if is_bad and incident.what not in self._told:
             yield incident
         (self._told.add if is_bad else self._told.discard)(incident.what)
 
     def _medians(self, key: str) -> tuple[float, float]:
-        """Return (median of the first steps, of the last ones); equal before STEPS are there."""
+        """Return (median of the first steps, median of the last STEPS), equal before there are so many."""
         first, last = self._first.get(key, [0.0]), self._last.get(key, [0.0])
         begin = statistics.median(first)
         return begin, statistics.median(last) if len(last) == STEPS else begin
 
     def _words(self, key: str, unit: str) -> str:
-        """Return in words how a measure and the reward changed since the first steps."""
+        """Return text that says how a measure and the reward changed since the first steps."""
         (first, last), (was, reward) = self._medians(key), self._medians("reward")
         return (
             f"{last:.4g} {unit} in the last {STEPS} steps, {first:.4g} in the first; the reward went from {was:.4g} to "
@@ -237,7 +252,10 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank) -> list[Rewards]:
-    """Return a function for each term of grpo.reward. Raises UserError for an unusable model or function."""
+    """Return a reward function for each term of grpo.reward; loads reward models and runs the user's files.
+
+    Raises UserError for an unusable model or function.
+    """
     grpo = r.recipe.grpo
     assert grpo is not None
     made: list[Rewards] = []
@@ -254,7 +272,11 @@ def make_rewards(r: Rank) -> list[Rewards]:
 def score_by_rule(
     term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
 ) -> list[float | None]:
-    """Return the value of each answer by a rule that needs no model; None where the prompt has no right answer."""
+    """Return the value of each answer by the term's rule, which needs no model; None where no right answer fits it.
+
+    `asked`, `completions` and `answer` are texts of prompts, answers and right answers; more["completion_ids"] has the
+    answers' ids. `most_tokens` is the tokens that an answer may have.
+    """
     given = zip(asked, completions, answer, more["completion_ids"], strict=True)
     return [
         scoring.score(term, text, completion, right, len(ids), most_tokens) for text, completion, right, ids in given
@@ -262,7 +284,10 @@ def score_by_rule(
 
 
 def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
-    """Return the user's function from the run directory's copy of its file. Raises UserError if that differs."""
+    """Return the user's function from the run directory's copy of its file, which is executed.
+
+    Raises UserError if the copy is missing or its sha256 is not the term's.
+    """
     path = run.reward_file(str(term.sha256))
     if not path.is_file() or files.sha256_file(path) != term.sha256:
         raise UserError(
@@ -281,7 +306,10 @@ def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
 def _call_function(
     function: Callable[..., Any], name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the values of the user's function, a number or None for each answer. Raises RuntimeError for others."""
+    """Return the values of the user's function, a float or None for each answer.
+
+    Raises RuntimeError when it returns another number of values, or any that is neither a finite number nor None.
+    """
     values = list(function(prompts=prompts, completions=completions, answers=answer))
     numbers = [value for value in values if value is not None]
     wrong = next((each for each in numbers if not isinstance(each, (int, float)) or not math.isfinite(each)), None)
@@ -293,7 +321,10 @@ def _call_function(
 
 
 def load_reward_model(path: str, r: Rank) -> Rewards:
-    """Load a trained reward model and return its reward function. Raises UserError for other models or vocabularies."""
+    """Load a trained reward model on the rank's device and return its reward function.
+
+    Raises UserError when it cannot be loaded, has not exactly one output, or has another vocabulary size.
+    """
     fix = "train it by a recipe of stage reward from the same start"
     dtype = torch.bfloat16 if r.plan.device == "cuda" else None
     model = causal_lm.load_weights(AutoModelForSequenceClassification, path, fix, dtype=dtype)
@@ -309,7 +340,7 @@ def load_reward_model(path: str, r: Rank) -> Rewards:
     pad = model.config.pad_token_id
 
     def reward(prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-        """Return the model's reward for each prompt and answer."""
+        """Return the model's reward for each prompt with its answer; both are lists of ids."""
         rows = [torch.tensor([*asked, *answered]) for asked, answered in zip(prompt_ids, completion_ids, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad).to(r.device)
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
 The rows come tokenised, packed and masked (rows/dialogues.py), so trl prepares nothing; the model runs the swapped
 kernels as pretraining instead of trl's own head. The loss of a step is the sum over all ranks and micro-steps divided
-by the supervised tokens of all of them: how rows are dealt out never changes the gradient. The loss of each source is a
-by-product that costs one small message a step.
+by the supervised tokens of all of them: how rows are distributed never changes the gradient. The loss of each source is
+a by-product that costs one small message a step.
 
 sft.hide_eos and sft.order: sampler repeat mistakes of the released XuanYuan llm-code, only for recipes that reproduce
 them; the mistakes of its data are in dialogues/encode.py.
@@ -35,7 +35,7 @@ from finlm.train.post.trainers import Recorded, arguments
 
 
 class MicroBatch(TypedDict, total=False):
-    """The model's arguments of a micro-batch, its loss's factor and the source of each row, for compute_loss."""
+    """What compute_loss takes: the model's arguments, the factor of the loss, and the index of each row's source."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -50,7 +50,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     loss_is_scaled_for_ga = True
 
     def __init__(self, r: Rank, batches: Batches, model: torch.nn.Module, **given: Any) -> None:
-        """Make trl's trainer, and give its model the swapped loss, and for sft.hide_eos the mask, of ours."""
+        """Make trl's trainer, then replace its model's loss by kernels.swap_loss, which also gives each row's loss.
+
+        With sft.hide_eos, every </s> is hidden from attention (hide_end_tokens). `given` goes to SFTTrainer.
+        """
         self.batches = batches
         self.by_source = BySource(batches.rows.source_ranges(), r.device)
         super().__init__(model=model, **given)
@@ -62,7 +65,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         self.checksum = batches.checksum
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Prepare the engine as Recorded does, and swap linear layers for ones that add up gradients."""
+        """Prepare the engine as Recorded does, and change linear layers to sum gradients (products.swap_summing)."""
         prepared = super()._prepare_for_training(*given, **named)
         # DeepSpeed is told in the backward pass which micro-step is the last; accelerate knows before.
         layers = causal_lm.base_model(self.model).model.layers
@@ -70,26 +73,29 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return prepared
 
     def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the micro-batch's summed loss as its part of the step's mean over all ranks; note it by source."""
+        """Return the micro-batch's summed loss times its `scale`: its part of the step's mean over all ranks.
+
+        Adds it to the sums by source. Takes `scale` and `sources` out of `inputs`.
+        """
         scale, sources = inputs.pop("scale"), inputs.pop("sources")
         loss, rows = model(**inputs)
         self.by_source.add(sources, rows, inputs["labels"])
         return loss * scale  # type: ignore[no-any-return]
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (supervised tokens, tokens read) of a step over all ranks."""
+        """Return (labels that count, tokens read) of a step over all ranks."""
         return self.batches.supervised(step), self.batches.tokens_read(step)
 
     def read_ahead(self, step: int) -> None:
-        """Begin to read the rows of a step, in a thread."""
+        """Start to read the rows of a step in a thread, and return at once."""
         self.batches.read_ahead(step)
 
     def metrics_of_step(self) -> Numbers:
-        """Return the loss and labels of each source in the step, and begin new sums; collective."""
+        """Return {"sources": loss and number of labels of each source in the step}, and begin new sums; collective."""
         return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return the held-out loss of each source's dialogues, None when none are held out; collective."""
+        """Return batches.evaluate's losses of held-out dialogues, None when none are held out; collective."""
         r = self.rank
         if not r.shards.split("held_out"):
             return None
@@ -100,7 +106,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return result
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return the loss of these tokens, computed in a batch of training's shape."""
+        """Return {"loss": mean loss of these tokens after the first}, computed in a batch of training's shape.
+
+        All ranks must call it.
+        """
         plan = self.rank.plan
         shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
         return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}
@@ -110,7 +119,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return loss
 
     def _read(self, step: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a step of this rank."""
+        """Yield this rank's micro-batches of a step, on the device, and add their rows to the checksum."""
         # The mean over ranks is DeepSpeed's: times their number, it is a sum.
         scale = self.rank.plan.world_size / self.batches.supervised(step)
         row_ids = self.batches.row_ids(step)[:, self.batches.own]
@@ -125,7 +134,10 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank) -> DialogueTrainer:
-    """Return the trainer of a rank's run, with its rows and model loaded."""
+    """Return the trainer of a rank's run, with its rows and model loaded; builds a missing index of the rows.
+
+    Raises UserError as lora.build does, or when data.mixture names a source without rows.
+    """
     recipe, plan = r.recipe, r.plan
     assert recipe.sft is not None
     rows = dialogues.train_rows(r.shards, recipe)
@@ -158,12 +170,12 @@ def _yield_row(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
 
 
 def _refuse_collator(rows: Any) -> Any:
-    """Raise RuntimeError: batches are made by train.batches."""
+    """Raise RuntimeError: train.batches makes the batches, and trl must ask for none."""
     raise RuntimeError("the trainer asked for a batch of its own")
 
 
 class BySource:
-    """Sums the losses and labels of each source over the micro-batches of a step."""
+    """Sums the losses and labels of each source over the micro-batches of a step. Sources without rows are left out."""
 
     def __init__(self, ranges: Mapping[str, range], device: torch.device) -> None:
         self.names = [name for name, rows in ranges.items() if rows]
@@ -171,17 +183,20 @@ class BySource:
         self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)  # losses, labels
 
     def numbers(self, row_ids: npt.NDArray[Any]) -> torch.Tensor:
-        """Return the number of each row's source, int64 [rows]."""
+        """Return the index of each row's source in self.names, int64 [rows], on the CPU."""
         return torch.from_numpy(np.searchsorted(self._ends, row_ids, side="right"))
 
     def add(self, numbers: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a micro-batch of this rank: source numbers [rows], losses [rows], labels [rows, sequence]."""
+        """Add a micro-batch of this rank: source indices [rows], losses [rows], labels [rows, sequence]."""
         where = numbers.to(self._sums.device)
         self._sums[0].index_add_(0, where, losses.double())
         self._sums[1].index_add_(0, where, (labels != IGNORED).sum(1).double())
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return {source: {loss, tokens}} of the step over all ranks, and begin new sums; collective."""
+        """Return {source: {loss, tokens}} of the step over all ranks, and begin new sums; collective.
+
+        loss is the mean over the source's labels. Sources without labels in the step are left out.
+        """
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
         losses, tokens = self._sums.tolist()
@@ -194,14 +209,17 @@ class BySource:
 
 
 def hide_end_tokens(model: Any, eos_id: int) -> None:
-    """Replace the model's forward by one in which no position sees a </s>, as in the released code (dataset.py)."""
+    """Replace the model's forward so that no position sees an `eos_id`, as in the released code (dataset.py)."""
     model.forward = partial(_summed_loss, model, eos_id)
 
 
 def _summed_loss(
     model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
 ) -> Any:
-    """Return what the head returns for the last hidden states, with every eos hidden from attention (sft.hide_eos)."""
+    """Return the swapped head's loss for the last hidden states, with every eos hidden from attention (sft.hide_eos).
+
+    Takes the place of model.forward. `bounds` is ignored.
+    """
     hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
     return model.lm_head(hidden, labels)
 
@@ -220,7 +238,10 @@ class Sampler:
         self._epochs: dict[int, Ids] = {}
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, of the positions, which are cut into micro-steps, then ranks."""
+        """Return the row ids, int64, of the positions, in their shape.
+
+        Positions are cut into micro-steps, then ranks, as the plan's micro-batches say.
+        """
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sizes = self.plan.rank_micro_batches
         ends = np.cumsum(sizes)
@@ -235,7 +256,7 @@ class Sampler:
         return row_ids.reshape(np.shape(positions))
 
     def _epoch(self, number: int) -> Ids:
-        """Return the row ids of an epoch, the first ones repeated until the ranks divide it."""
+        """Return the row ids of epoch `number`, followed by the first ones again until the ranks divide them."""
         if number not in self._epochs:
             generator = torch.Generator()
             generator.manual_seed(self.seed + number)

@@ -24,9 +24,10 @@ from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
 
 
 def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
-    """Return the tokenizer of a run's data: the model's, with the chat template if there is one, or of tokenizer.model.
+    """Return the tokenizer of a run's data, with `sequence_length` as model_max_length.
 
-    add_bos: for tokenizer.model alone. sequence_length: becomes its model_max_length.
+    It is dialogue_tokenizer() with the shards' chat template, if they have either; else the tokenizer.model's, which
+    takes `add_bos`.
     """
     template = shards.directory / "chat_template.jinja"
     if not (shards.directory / "tokenizer").is_dir():
@@ -39,7 +40,10 @@ def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
 
 
 def dialogue_tokenizer(shards: Shards) -> Any:
-    """Return the tokenizer that dialogues were encoded with: tokenizer.json word for word, or tokenizer.model."""
+    """Return the tokenizer that dialogues were encoded with: tokenizer.json word for word, or tokenizer.model.
+
+    Its bos and eos tokens are those of the shards, None for an id of -1.
+    """
     directory = shards.directory / "tokenizer"
     if shards.manifest["encoder"] == "sentencepiece":
         tokenizer = transformers.LlamaTokenizer.from_pretrained(directory, legacy=False)
@@ -53,7 +57,10 @@ def dialogue_tokenizer(shards: Shards) -> Any:
 
 
 def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> Any:
-    """Return transformers' tokenizer of a tokenizer.model, same ids; legacy=False keeps spaces after control tokens."""
+    """Return transformers' tokenizer of a tokenizer.model, which gives the same ids and adds no eos.
+
+    legacy=False keeps spaces after control tokens. `sequence_length` becomes model_max_length.
+    """
     return transformers.LlamaTokenizer.from_pretrained(
         str(model_file.parent),
         legacy=False,
@@ -65,7 +72,7 @@ def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
 
 
 def padding_id(shards: Shards) -> int:
-    """Return a token that fills up rows and ends no sequence: for padding, <unk> or <s>; </s> for want of another.
+    """Return the id that fills up rows: the tokenizer's padding, <unk> or <s>, if it ends no turn or text, else </s>.
 
     A reward is read at the last token that is not padding; with </s> it would be read before the end of the turn.
     """
@@ -76,7 +83,10 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank) -> Any:
-    """Return the model that the recipe starts from with transformers' own forward: trl puts its head there."""
+    """Return the model that the recipe starts from, on the rank's device, with transformers' own forward.
+
+    trl puts its head there. Raises UserError as lora.build does.
+    """
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = lora.build(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
     for module in (model, model.lm_head):
@@ -85,14 +95,14 @@ def load_start(r: Rank) -> Any:
 
 
 def padding_tokenizer(r: Rank) -> Any:
-    """Return the tokenizer of the run's data, with padding_id as its padding token."""
+    """Return the tokenizer of the run's data, with padding_id() as its padding token."""
     tokenizer = dialogue_tokenizer(r.shards)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_id(r.shards))
     return tokenizer
 
 
 class RewardHead(torch.nn.Linear):
-    """A reward model's head, whose rewards are fp32: bf16 has 8 bits, two answers often get the same then."""
+    """A reward model's head, whose rewards are fp32: in bf16, with 8 bits, two answers would often get the same."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the rewards, fp32 [..., 1], of hidden [..., hidden_size]."""
@@ -102,16 +112,18 @@ class RewardHead(torch.nn.Linear):
 def swap_head(model: Any, vocab_size: int) -> None:
     """Make model(...).log_probs those of the labels, as trl's own head gives them; call it after trl has set its head.
 
-    On CPUs trl's head scores every position, prompts too, in slices of 32,768 tokens: ten times the work here.
+    Replaces the forward of `model` and of its lm_head in place. On CPUs trl's head scores every position, prompts too,
+    in slices of 32,768 tokens: ten times the work here.
     """
     model.lm_head.forward = partial(_head_log_probs, model.lm_head, vocab_size, traits.head_of(model.config.to_dict()))
     model.forward = partial(_forward_log_probs, model)
 
 
 def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
-    """Return an object with log_probs, fp32 [batch, sequence - 1]. What else trl looks at is 0, and recorded nowhere.
+    """Run the model and return an object with the labels' log_probs, fp32 [batch, sequence - 1].
 
-    No mask: rows are padded on their right, where no token that counts looks, and flash attention takes none.
+    The other fields that trl reads (entropy, mean_logits, is_top1) are zeros and are not recorded. Passes no attention
+    mask: rows are padded on the right, and causal attention never looks there.
     """
     hidden = model.model(input_ids, position_ids=kernels.plain_positions(input_ids), use_cache=False).last_hidden_state
     log_probs: torch.Tensor = model.lm_head(hidden[:, :-1], labels[:, 1:])  # a module's call: ZeRO-3 gathers its weight
@@ -122,7 +134,7 @@ def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor
 def _head_log_probs(
     head: torch.nn.Linear, vocab_size: int, form: kernels.Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return linear_log_probs of the hidden states; the head's new forward."""
+    """Return linear_log_probs() of the hidden states; takes the place of the head's forward."""
     return linear_log_probs(hidden, head.weight, labels, vocab_size, form)
 
 
@@ -133,7 +145,7 @@ class LinearLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head) -> torch.Tensor:
         """Return fp32 log-probabilities [tokens] of hidden [tokens, hidden], weight [rows, hidden], labels [tokens].
 
-        head: (rows of the vocabulary, form of the logits); further rows of weight are padding.
+        `head` is (vocab_size, form of the logits): rows of weight from vocab_size on are padding.
         """
         vocab_size, form = head
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -147,7 +159,10 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden and weight: one-hot minus softmax, times upstream's gradient of each token."""
+        """Return the gradients of hidden and weight: one-hot minus softmax, times each token's upstream gradient.
+
+        None for the other arguments, and for a frozen weight.
+        """
         hidden, weight, labels = ctx.saved_tensors
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
         vocab_size, form = ctx.head
@@ -169,7 +184,8 @@ def linear_log_probs(
 ) -> torch.Tensor:
     """Return the fp32 log-probability of each label [batch, sequence], 0 where it is IGNORED.
 
-    hidden: [batch, sequence, hidden]. Only the counted positions meet the head: of a pair's tokens these are the
+    `hidden` is [batch, sequence, hidden], at the position whose next token the label is; `weight` is the head's, with
+    padding from vocab_size on. The head only reads positions whose label counts: of a pair's tokens these are the
     answers.
     """
     counted = labels != IGNORED
@@ -181,6 +197,6 @@ def linear_log_probs(
 
 
 def forward_without_mask(model: Any, input_ids: torch.Tensor, **_: Any) -> Any:
-    """Run the model's own forward without a mask: rows are padded on their right, where no text's last token looks."""
+    """Return the model's own forward without a mask: rows are padded on the right, where no text's last token looks."""
     position_ids = kernels.plain_positions(input_ids)
     return type(model).forward(model, input_ids=input_ids, position_ids=position_ids, use_cache=False)

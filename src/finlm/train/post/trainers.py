@@ -1,9 +1,9 @@
-"""Run trl's trainers by a run directory's plan, with finlm's checkpoints, records and end.
+"""Run trl's trainers by a run directory's plan, with finlm's checkpoints, events and exit codes.
 
 The trainer is trl's, prepared by accelerate with the DeepSpeed settings of the run directory; every argument that both
-sides know has one source, so nothing is "auto" and transformers' comparison finds no difference. Replaced are the parts
-whose stock form loses information: checkpoints and resuming (train.checkpoint, position a function of the step), the
-record (events.jsonl, the loss averaged over all ranks), and the end after a signal or a loss that is not finite.
+sides know has one source, so nothing is "auto" and transformers' comparison finds no difference. Parts whose stock form
+loses information are replaced: checkpoints and resuming (train.checkpoint, position a function of the step), the record
+(events.jsonl, the loss averaged over all ranks), and the end after a signal or a loss that is not finite.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from finlm.train.zero.storage import State
 
 
 def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
-    """Train the run to its last step with the trainer that make returns for a rank; return the process's exit code.
+    """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
-    Every rank calls it.
+    Every rank calls it. The code is 0, 1 after a loss or too many gradients that are not finite, 128 + signal after a
+    signal. Raises UserError as open_rank does, or when no whole checkpoint is left of those that the run had.
     """
     r = open_rank(run_path)
     with kernels.attention(r.plan):  # of the making too: DPO scores its pairs with the model that it starts from
@@ -41,7 +42,10 @@ def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
 
 
 def arguments(kind: Any, r: Rank, **more: Any) -> Any:
-    """Return trl's arguments of a kind (SFTConfig, DPOConfig, ...) by plan and recipe; `more` adds or replaces some."""
+    """Return trl's arguments, of class `kind` (SFTConfig, DPOConfig, ...), by plan and recipe.
+
+    `more` adds arguments or replaces some.
+    """
     plan, optim = r.plan, r.recipe.optim
     common = {
         "output_dir": str(r.run.path / "trainer"),  # nothing is written there
@@ -77,10 +81,13 @@ def arguments(kind: Any, r: Rank, **more: Any) -> Any:
 
 
 class Recorded:
-    """A trl trainer that resumes, records and stops as `finlm train` does. Mixed in before the trainer's class."""
+    """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does."""
 
     def attach(self: Any, r: Rank) -> None:
-        """Set the run of this trainer, and record its steps; to be called before train()."""
+        """Set the run of this trainer, reset what it counts, and add the callback that records its steps.
+
+        To be called before train().
+        """
         self.rank = r
         self.checkpoints: Checkpoints | None = None
         self.checksum = Checksum()
@@ -90,40 +97,43 @@ class Recorded:
         self.add_callback(_Record(self))
 
     def state_for_checkpoint(self: Any) -> State:
-        """Return the state that judges the run's steps, as plain values for a checkpoint."""
+        """Return plain values to save in a checkpoint: the numbers of recent skipped steps; subclasses add to them."""
         return {"skipped": list(self.skipped.steps)}
 
     def restore(self: Any, saved: State) -> None:
-        """Restore the state that state_for_checkpoint() returned; empty at the first step."""
+        """Restore a value of state_for_checkpoint(); {} at the first step."""
         self.skipped = Skipped(saved.get("skipped", ()))
 
     def get_train_dataloader(self: Any) -> Steps:
-        """Return what the trainer's _read yields in each step, from the step that the run has reached."""
+        """Return an iterable over what the trainer's _read(step) yields, from the step that the run has reached."""
         return Steps(self)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens that count in the loss of a step (0-based), tokens read in its rows) over all ranks."""
+        """Return (labels that count in the loss, tokens read) of a step over all ranks. `step` is 0-based."""
         raise NotImplementedError
 
     def metrics_of_step(self) -> Numbers:
-        """Return further fields for the row of the last step, over all ranks; all ranks must call it."""
+        """Return further fields for the `step` event of the last step, over all ranks. Collective."""
         return {}
 
     def read_ahead(self, step: int) -> None:
-        """Begin to read the rows of a step (0-based), while the device works on the one before; here do nothing."""
+        """Do nothing; subclasses start to read the rows of a step (0-based) while the device works on the last step."""
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return the eval row without its step; None when nothing is held out. All ranks must call it."""
+        """Return the fields of the `eval` event except the step; None when nothing is held out. Collective."""
         return None
 
     def proof(self: Any, ids: list[int]) -> dict[str, float]:
-        """Return {loss: mean negative log-likelihood of these tokens after the first}. All ranks must call it."""
+        """Return {"loss": mean negative log-likelihood of these tokens after the first}. All ranks must call it."""
         read = torch.tensor([ids], device=self.rank.device)
         logits = self.model_wrapped(input_ids=read, use_cache=False).logits[0, :-1].float()
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
 
     def run(self: Any) -> int:
-        """Train from the newest checkpoint to the last step, record the row `end`, and return the exit code."""
+        """Train from the newest checkpoint to the last step, record the event `end`, and return the exit code.
+
+        All ranks call it. Finishes the last checkpoint.
+        """
         self.train()
         step, r = self.state.global_step, self.rank
         status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
@@ -134,13 +144,19 @@ class Recorded:
         """Send nothing: it would wait for a network that clusters do not have."""
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """Return the placeholder of DeepSpeed's optimizer, over parameter groups that bound its peak of memory."""
+        """Return the placeholder of DeepSpeed's optimizer, over parameter groups that bound its peak of memory.
+
+        Other optimizers, set before, are returned as they are.
+        """
         if isinstance(self.optimizer, DummyOptim):
             self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))
         return self.optimizer
 
     def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
-        """Prepare the engine with our optimizer, make the checkpoints, and resume from the newest."""
+        """Prepare the engine with our optimizer, make the checkpoints, and resume from the newest.
+
+        Returns what trl returns. Raises UserError as Checkpoints.resume does.
+        """
         r = self.rank
         with engine.use_optimizer(r.plan):
             prepared = super()._prepare_for_training(*given, **named)  # type: ignore[misc]
@@ -152,14 +168,14 @@ class Recorded:
         return prepared
 
     def training_step(self: Any, *given: Any, **named: Any) -> torch.Tensor:
-        """Run trl's micro-step and return its loss, which is also summed for the row of the step."""
+        """Run trl's micro-step and return its loss; add the loss to loss_of_step."""
         loss: torch.Tensor = super().training_step(*given, **named)  # type: ignore[misc]
         self.loss_of_step = loss.float() if self.loss_of_step is None else self.loss_of_step + loss.float()
         return loss
 
 
 class _Record(TrainerCallback):  # type: ignore[misc]
-    """Writes the rows, evaluates, saves and stops at the plan's steps."""
+    """The callback that records events, evaluates, saves checkpoints, and stops at the plan's last step."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -168,7 +184,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.lr = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the start row, and the held-out evaluation before the first step."""
+        """Record the event `start` and, before the first step, the held-out evaluation."""
         attention = attention_kernel(self.r.recipe, self.r.plan, self.trainer.model.config)
         self.r.events.record("start", step=state.global_step, attention=attention, **versions(self.r.plan))
         if state.global_step == 0:
@@ -181,10 +197,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.lr = self.trainer.deepspeed.get_lr()[0]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the step, then evaluate, prove, save or stop where that is due.
+        """Record the step, then evaluate, record the proof, save or stop where that is due.
 
         Sets the trainer's exit_code (1 for a loss that is not finite, 128 + signal after a signal) and
-        control.should_training_stop.
+        control.should_training_stop. Records an incident for a loss that is not finite. All ranks call it.
         """
         r, step = self.r, state.global_step
         self.trainer.read_ahead(step)
@@ -208,9 +224,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.begun = time.monotonic()
 
     def _log(self, step: int) -> tuple[float, int]:
-        """Record a step; return its mean loss over all ranks and the signal that a rank got (0 = none).
+        """Record the event `step`; return its mean loss over all ranks and the signal that a rank received (0 = none).
 
-        Waits for the device, once a step; all ranks must call it.
+        Waits for the device, once a step; all ranks must call it. Records an incident if the step was skipped.
         """
         r, trainer = self.r, self.trainer
         measured = entry.measure_step(r.plan, float(trainer.loss_of_step), trainer.checksum.take(), self.begun)
@@ -223,7 +239,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         return loss, measured.signal
 
     def _note_skipped(self, step: int) -> None:
-        """Record a skipped step; end the run when more than incidents.stop_after are skipped without a loss scale."""
+        """Record the incident of a skipped step.
+
+        Except in fp16, sets exit_code 1 when more than incidents.stop_after of the last 100 steps were skipped.
+        """
         r = self.r
         detail = "gradient overflow; loss scale lowered"
         if r.plan.precision != "fp16":
@@ -235,7 +254,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         r.events.record("incident", step=step, what="step skipped", detail=detail)
 
     def _prove(self, step: int) -> None:
-        """Record token ids and the trained model's loss or reward on them; the export must give that value."""
+        """Record the event `proof`: token ids and the trained model's loss or reward on them.
+
+        The export must give the same value. All ranks must call it.
+        """
         ids = batches.proof_ids(self.r.shards, self.r.recipe)
         self.trainer.model.eval()
         with torch.no_grad():
@@ -244,14 +266,14 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.r.events.record("proof", step=step, ids=ids, **values)
 
     def _evaluate(self, step: int) -> None:
-        """Record the row `eval` of the held-out rows; do nothing when nothing is held out."""
+        """Record the event `eval` of the held-out rows; do nothing when nothing is held out. All ranks must call it."""
         result = self.trainer.evaluate_held_out()
         if result is not None:
             self.r.events.record("eval", step=step, **result)
 
 
 class Steps:
-    """Iterates over a rank's micro-batches from the run's current step on: the trainer's data loader."""
+    """The trainer's data loader: iterates over a rank's micro-batches from the run's current step to the last."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.plan = trainer, trainer.rank.plan
@@ -265,10 +287,11 @@ class Steps:
 
 
 def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
-    """Return compute(numbers) for numbers 0 to count - 1, computed by all ranks together: [count, ...], on the CPU.
+    """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
-    size: numbers of a call, compute's first dimension. Every rank makes as many calls, because ZeRO-3 gathers
-    parameters in each of them.
+    compute gets `size` indices a call, and its result has `size` as first dimension; the last index fills calls up.
+    Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective, and without
+    gradients.
     """
     ranks, results = r.plan.world_size, []
     for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):
@@ -281,7 +304,10 @@ def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.
 
 
 def drain_metrics(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str, float]:
-    """Return the means of those of trl's metrics that have values, under our names, and remove all of trl's."""
+    """Return the means of trl's metrics by our names, without those that have no values; empty `metrics`.
+
+    `names` has trl's name by ours. All of trl's metrics are removed, also those that `names` lacks.
+    """
     means = {ours: sum(metrics[theirs]) / len(metrics[theirs]) for ours, theirs in names.items() if metrics[theirs]}
     metrics.clear()
     return means

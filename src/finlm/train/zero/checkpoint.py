@@ -59,10 +59,10 @@ class Saving:
 
 
 class Checkpoints:
-    """The checkpoints of a run as one rank sees them; every method is called by all ranks together."""
+    """The checkpoints of a run as one rank sees them; all ranks call its public methods together."""
 
     def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: Checkpoint, events: Events) -> None:
-        """Remove half-written checkpoints, and replace the engine's way to save and load."""
+        """Remove half-written checkpoints, and replace the engine's methods of saving and loading."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.layout = self.world_size, plan.zero_stage, plan.offload_optimizer
@@ -95,16 +95,16 @@ class Checkpoints:
             self._record_failure(0, [self.memory.problem], self.memory)
 
     def _clean(self) -> None:
-        """Remove what killed runs left half-written, before anything is saved or loaded."""
+        """Remove what killed runs left half-written, before anything is saved or loaded. All ranks must call it."""
         if self.leads:
             for path in (*self.run.checkpoints.glob(".rank-*"), *self.run.checkpoints.glob(".step-*")):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         distributed.barrier()
 
     def save_if_due(self, step: int, at_once: bool) -> None:
-        """Save the state after `step` steps when a schedule or `at_once` asks for it; to be called every step.
+        """Save the state after `step` steps, to disk if `at_once` or its schedule asks for it, else to memory if due.
 
-        On the disk, or in memory by the schedule of memory_minutes.
+        All ranks call it after every step.
         """
         self._measure_once()
         if at_once or is_due(step, self.keep.every_steps):
@@ -115,7 +115,7 @@ class Checkpoints:
     def save(self, step: int, memory: InMemory | None = None) -> None:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
-        memory: keep it there instead of on the disk. Where it has no room, an incident is recorded and nothing saved.
+        Finishes the last save first. `memory` keeps it there, not on disk. Without room, only records an incident.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()
@@ -147,9 +147,9 @@ class Checkpoints:
             self.finish()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint and return its step, 0 without one; the launcher announced that step.
+        """Load the newest whole checkpoint and return its step, 0 without any.
 
-        Raises UserError as _find_newest does, and when the step is another.
+        Raises UserError as _find_newest does, and when the launcher announced another step (FINLM_STEP).
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -165,10 +165,10 @@ class Checkpoints:
         return step
 
     def roll_back(self, at_most: int) -> int | None:
-        """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without one.
+        """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without any.
 
-        Those that signals asked for are left out, so that a run ends as one without signals. Later ones are removed:
-        they belong to the steps that are taken back. Raises UserError as _find_newest does.
+        Leaves out checkpoints that signals asked for, so that a run ends as one without signals. Finishes the last
+        save, then removes checkpoints of later steps. Raises UserError when only some ranks have any.
         """
         self.finish()
         checkpoint = self._find_newest(at_most)
@@ -183,10 +183,10 @@ class Checkpoints:
         return checkpoint[1].step
 
     def _find_newest(self, at_most: int | None = None) -> tuple[Path, Manifest] | None:
-        """Return the newest checkpoint that is whole on all ranks' disks, None without any; set damaged ones aside.
+        """Return the newest checkpoint that is whole on all ranks' disks, None without any; rename damaged ones.
 
-        at_most: only scheduled ones of this step or before; None also where all of them are damaged. Raises UserError
-        when there were checkpoints and all ranks can use none.
+        Records an incident for each damaged one. With `at_most` only scheduled ones of that step or before count.
+        Raises UserError when only some ranks have any or, without `at_most`, when the run had some and none is usable.
         """
         while candidates := self._find_common(at_most):
             step = max(candidates)
@@ -214,9 +214,9 @@ class Checkpoints:
         return None
 
     def _find_common(self, at_most: int | None) -> dict[int, Path]:
-        """Return directories by step of the checkpoints that all ranks have, also of the run that this run continues.
+        """Return {step: directory} of the checkpoints that all ranks have, also of the run that this run continues.
 
-        at_most: of those only scheduled ones of this step or before. Raises UserError when only some ranks have any.
+        With `at_most`, only scheduled ones of that step or before. Raises UserError when only some ranks have any.
         """
         # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
         here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
@@ -232,7 +232,7 @@ class Checkpoints:
     def _prove(self, directory: Path) -> tuple[Manifest | None, str]:
         """Return (manifest, what is wrong with this rank's share of the files, or ""); None for an unreadable manifest.
 
-        The share: its own files, and some of absent ranks.
+        The share is its own files and some of absent ranks. The leader prints which files are not in the manifest.
         """
         try:
             manifest = Manifest.read(directory)
@@ -252,10 +252,10 @@ class Checkpoints:
         return manifest, "; ".join(disk.faults(directory, mine, self.threads))
 
     def _load(self, directory: Path, manifest: Manifest) -> None:
-        """Load a proved checkpoint into the engine, cut for its ranks, ZeRO stage and groups, and into watch_loaded.
+        """Load a proved checkpoint into the engine, resharded if layout or groups differ, and set watch_loaded.
 
-        Records where it had to be cut. Restores random generators where this rank saved some among as many
-        ranks. Raises RuntimeError when DeepSpeed does not load it.
+        Records `resharded`. Restores this rank's random generators if it saved them and the number of ranks is the
+        same. Raises RuntimeError when DeepSpeed does not load it.
         """
         engine, folder, tag = self.engine, str(directory.parent), directory.name
         name = engine._get_ckpt_name(folder, tag)
@@ -305,11 +305,11 @@ class Checkpoints:
             self.memory.close()
 
     def gather_problems(self, problem: str) -> list[str]:
-        """Return the problems that ranks have, on every rank; an empty `problem` is none."""
+        """Return the problems of all ranks, on every rank; an empty `problem` is none."""
         return [each for each in entry.gather_values(problem) if each]
 
     def _collect_states(self, step: int) -> dict[str, State]:
-        """Return what this rank saves, by file name; tensors are copied by the store's `place`."""
+        """Return what this rank saves, by file name, with tensors copied by the store's `place`."""
         directory = self.run.checkpoint(step)
         self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
         loop: State = {
@@ -327,15 +327,15 @@ class Checkpoints:
         return [step for step, directory in self.run.complete_checkpoints() if not directory.is_symlink()]
 
     def _unscheduled_steps(self) -> list[int]:
-        """Return steps of checkpoints outside the schedule, where the run may roll back and has scheduled ones."""
+        """Return steps of checkpoints outside the schedule if the run may roll back and has scheduled ones, else []."""
         steps = self._steps_on_disk() if self.rolls_back else []
         extra = [step for step in steps if not is_due(step, self.keep.every_steps) and step != self.plan.steps]
         return extra if len(extra) < len(steps) else []
 
     def _measure_once(self) -> None:
-        """Note the bytes of a save, once; save synchronously from now on where copies do not fit the host's memory.
+        """Note the bytes of a save, once; record an incident and save synchronously if copies do not fit host memory.
 
-        They are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
+        The bytes are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
         """
         if self.bytes_here is not None or not self.engine.was_step_applied():
             return
@@ -372,7 +372,7 @@ class Checkpoints:
         return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
 
     def _publish_written(self) -> None:
-        """Publish the written checkpoint and remove old ones; remove it when a rank could not write its part."""
+        """Publish the written checkpoint, record it and remove old ones; discard it if a rank could not write."""
         saving = self.saving
         assert saving is not None
         self.saving = None
@@ -411,7 +411,7 @@ class Checkpoints:
         self.events.record("in_memory", step=saving.step, **row, next_seconds=round(memory.every_seconds, 1))
 
     def _remove_superseded(self, saved: int) -> None:
-        """Remove the checkpoints on disk that keep_last and keep_every_steps leave out, in the thread."""
+        """Remove, in the thread, the checkpoints on disk that keep_last and the like leave out, or unscheduled ones."""
         extra = self._unscheduled_steps()
         steps = [step for step in self._steps_on_disk() if step not in extra]
         superseded = disk.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps)
@@ -432,14 +432,14 @@ class Checkpoints:
             self.note(step, "checkpoint not saved", f"{detail}; {tried}")
 
     def note(self, step: int, what: str, detail: str) -> None:
-        """Record an incident in events.jsonl, and print it, on rank 0."""
+        """On rank 0, record an incident in events.jsonl and print it."""
         if self.rank == 0:
             print(f"step {step}: {what}: {detail}", flush=True)
         self.events.record("incident", step=step, what=what, detail=detail)
 
 
 def _publish(directory: Path, manifest: Manifest, memory: InMemory | None) -> str:
-    """Publish the checkpoint on the disk or in memory; return the system's error, or ""."""
+    """Publish the checkpoint on disk or in memory; return the host and the system's error, or ""."""
     try:
         if memory is not None:
             memory.publish(manifest)

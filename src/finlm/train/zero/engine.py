@@ -50,9 +50,11 @@ def adamw(
     eps: float,
     l2: float,
 ) -> None:
-    """Take one step of Adam, in place. numbers: gradient factor, kept share of a weight, rate, divisor of the root.
+    """Take an AdamW step: change `master`, `mean` and `square` in place.
 
-    l2: weight decay of plain Adam, which adds it to the gradient.
+    `numbers` is fp32 [4]: factor of the gradient, factor that weight decay leaves of a weight, rate (with the first
+    bias correction), divisor of the root (the second). `l2` is the weight decay of plain Adam, which adds it to the
+    gradient.
     """
     factor, keep, rate, root = numbers.unbind()
     scaled = gradient.float() * factor + l2 * master
@@ -62,7 +64,10 @@ def adamw(
 
 
 class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """DeepSpeed's optimizer of stages 1 and 2; the fp32 gradient it works with is one number in a group's shape."""
+    """DeepSpeed's optimizer of stages 1 and 2, stepped by AdamW in one compiled pass over the 16-bit gradients.
+
+    In place of the fp32 gradient, DeepSpeed gets a single zero in the shape of a group.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._adamw: Any = torch.compile(adamw)
@@ -75,9 +80,10 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return torch.zeros(1, device=self.device).expand(int(self.partition_size[group_no]))
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: torch.Tensor) -> None:
-        """Keep the gradients' factor for the step; DeepSpeed would ask the GPU in every group whether it is finite.
+        """Keep the factor that unscales and clips gradients for the step; change no gradient.
 
-        total_norm: of the scaled loss's gradient; finite, or the step would have been left out.
+        `total_norm` is the norm of the scaled loss's gradient, and finite, or DeepSpeed would have skipped the step.
+        DeepSpeed's method would ask the GPU in every group whether it is finite.
         """
         excess = torch.ones_like(total_norm, dtype=torch.float64)
         if self.clip_grad > 0:
@@ -85,13 +91,16 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._factor = (1 / (excess * self.loss_scale)).to(self.device, non_blocking=True)
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step a group by the kept gradients and factor: master weights and moments change in place."""
+        """Step a group by the kept gradients and factor, in place; forget the gradients."""
         self._step_flat(group_no, self._gradient)
         del self._gradient
         self._lazy_init_hp_params_optimizer_state()
 
     def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
-        """Step a group's master weights and moments, all flat, as long as the gradient or padded behind it."""
+        """Step a group's flat master weights and moments in place; they may be longer than the flat `gradient`.
+
+        The rest is padding. Makes the moments, of zeros, at the first step.
+        """
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
         if not state:
@@ -117,10 +126,11 @@ OWN_PAGES_BYTES = 64 << 20  # glibc gives pages of their own to tensors from 32 
 
 
 def lock_pages(memory: torch.Tensor) -> torch.Tensor:
-    """Lock host memory, touched before, for fast copies, and return it: large memory itself, which must never be freed.
+    """Pin host memory for fast copies to the GPU and return the pinned tensor; raises RuntimeError if CUDA refuses.
 
-    torch's own allocator takes the next power of two of what is large. Small tensors share pages, which CUDA does not
-    lock twice: these become a copy.
+    Tensors of at least OWN_PAGES_BYTES are pinned in place and must never be freed; write to them first, so that their
+    pages exist. Smaller ones share pages, which CUDA does not pin twice: for them, returns a pinned copy. torch's
+    allocator is not used for large ones because it rounds up to a power of two.
     """
     if memory.nbytes < OWN_PAGES_BYTES:
         return memory.pin_memory()
@@ -129,10 +139,10 @@ def lock_pages(memory: torch.Tensor) -> torch.Tensor:
 
 
 class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """DeepSpeed's optimizer of stages 1 and 2; between steps its fp32 tensors are on the host."""
+    """DeepSpeed's optimizer of stages 1 and 2; between steps its master weights and moments are on the host."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """Make DeepSpeed's optimizer with fp32 tensors on the host, page-locked for a GPU."""
+        """Make DeepSpeed's optimizer with fp32 tensors on the host, pinned if there is a GPU."""
         self._compute_device: Any = None
         self._is_built = False
         super().__init__(*arguments, **named)
@@ -152,7 +162,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     @property
     def device(self) -> Any:
-        """Where gradients are; while DeepSpeed builds its fp32 tensors, where those belong."""
+        """The device of the gradients; "cpu" while DeepSpeed builds its fp32 tensors, which belong there."""
         return self._compute_device if self._is_built else "cpu"
 
     @device.setter
@@ -163,12 +173,12 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Do nothing: DeepSpeed's zero gradients of all groups would be the peak of the whole run."""
 
     def state_dict(self) -> Any:
-        """Return DeepSpeed's state, once the last step's copies have arrived."""
+        """Wait for the copies of the last step, and return DeepSpeed's state."""
         self.backend.synchronize()
         return super().state_dict()
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Load a state as DeepSpeed does, and copy its moments into the host memory that is locked already."""
+        """Load a state as DeepSpeed does, and copy its moments into the host memory that is pinned already."""
         self.backend.synchronize()
         super().load_state_dict(*arguments, **named)
         for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
@@ -177,12 +187,16 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._take_moments()
 
     def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """Return DeepSpeed's norm on the host: it is read in each group, and would wait behind a group's copy up."""
+        """Return DeepSpeed's norm on the CPU: DeepSpeed reads it in each group, and would wait for a group's copies."""
         norm: torch.Tensor = super().scaled_global_norm(norm_type)
         return norm.cpu()
 
     def step(self, closure: Any = None) -> None:
-        """Take DeepSpeed's step, with a number on the GPU in the shape of each fp32 tensor in that tensor's place."""
+        """Take DeepSpeed's step; during it, a number on the GPU, expanded, stands in for each master tensor.
+
+        The master weights are put back afterwards, also after an error. Allocates the GPU buffers that parts pass
+        through.
+        """
         self.masters = [master.data for master in self.single_partition_of_fp32_groups]
         counts = [-(-len(master) // STREAM_GROUP) for master in self.masters]
         size, sets = min(STREAM_GROUP, max(map(len, self.masters))), min(STREAM_SETS, sum(counts))
@@ -201,10 +215,11 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 master.data = memory
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step a group in parts, each copied to the GPU before and to the host after. The host enqueues all at once:
+        """Step a group in parts, each copied to the GPU before its step and to the host after it.
 
-        a part comes down while the one before is stepped and the ones before that go back up. An embedding is one group
-        whatever its size, and a part keeps it from filling the GPU.
+        All is enqueued at once: a part comes to the GPU while the part before it is stepped and earlier ones go back.
+        An embedding is one group whatever its size, and parts keep it from filling the GPU. Leaves the group's 16-bit
+        weights as master.data.
         """
         master, moments = self.single_partition_of_fp32_groups[group_no], self.moments[group_no]
         host = [self.masters[group_no], *moments.values()]
@@ -228,11 +243,11 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         master.data = weights  # which DeepSpeed copies to the weights
 
     def _step_part(self, group_no: int, start: int) -> None:
-        """Step what the group's master weights, moments and gradient are now: the part from `start` on."""
+        """Step the part from element `start` on, which the group's master weights, moments and gradient are now."""
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
-        """Free the places on the GPU; the last part may still go up while the next forward pass begins."""
+        """Free the GPU buffers. The copies of the last part, in the buffers with index `last`, may still run."""
         for number, (places, saved) in enumerate(zip(self.staged, self.saved, strict=True)):
             if number == last and self.backend is torch.cuda:
                 for place in places:
@@ -242,7 +257,10 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = []
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Enqueue copies on `stream`, after the event `before`; return the event of their end."""
+        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`; return the event at their end.
+
+        The copies do not block the host.
+        """
         with self.backend.stream(stream):
             stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):
@@ -250,7 +268,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             return stream.record_event()
 
     def _take_moments(self) -> None:
-        """Give torch's Adam the moments on the host, so that it allocates none on the GPU; its step counts stay."""
+        """Make torch's Adam use the moments on the host, so that it allocates none on the GPU; its step counts stay."""
         for master, moments in zip(self.single_partition_of_fp32_groups, self.moments, strict=True):
             state = self.optimizer.state[master]
             state.setdefault("step", torch.zeros((), device=self.device))
@@ -276,7 +294,10 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 
 
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
-    """Return the DeepSpeed engine around the model; the process group must exist. Changes the model's linear layers."""
+    """Make and return the DeepSpeed engine of `model`, with the plan's optimizer; the process group must exist.
+
+    Replaces slow parts of the optimizer (tune), and may change the classes of linear layers (products.swap_summing).
+    """
     with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model, model_parameters=parameter_groups(model, plan), config=str(ds_config)
@@ -288,7 +309,7 @@ def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
 
 @contextmanager
 def use_optimizer(plan: Plan) -> Iterator[None]:
-    """Make deepspeed.initialize use the plan's optimizer of OPTIMIZERS, if it has one, within the block."""
+    """Within the block, make deepspeed.initialize use the plan's class of OPTIMIZERS, if it has any."""
     plain = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
     deepspeed.runtime.engine.DeepSpeedZeroOptimizer = OPTIMIZERS.get((plan.offload_optimizer, plan.compiled), plain)
     try:
@@ -298,7 +319,11 @@ def use_optimizer(plan: Plan) -> Iterator[None]:
 
 
 def tune(optimizer: Any, plan: Plan) -> None:
-    """Replace slow parts of DeepSpeed's optimizer, and let a plain one skip non-finite gradients; before step 1."""
+    """Replace slow parts of DeepSpeed's optimizer in place, before step 1; at stage 0 in fp32 only skip_non_finite().
+
+    At stages 1 and 2, unless the host's cores step: the norm is that of global_norm(), a separate look for gradients
+    that are not finite is left out, and so is the average over one rank.
+    """
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)
     if plan.zero_stage in (1, 2) and plan.offload_optimizer not in ON_HOST:
@@ -311,14 +336,15 @@ def tune(optimizer: Any, plan: Plan) -> None:
 
 
 def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Make a plain optimizer leave the weights alone when a gradient is not finite, as ZeRO's and the 16-bit ones do.
+    """Make a plain optimizer skip a step when a gradient is not finite, as ZeRO's and the 16-bit optimizers do.
 
-    The gradients are averaged over the ranks by then, so all ranks decide alike; the engine asks for `overflow`.
+    Replaces optimizer.step, which sets optimizer.overflow for the engine. The gradients are averaged over the ranks by
+    then, so all ranks decide alike.
     """
     take_step = optimizer.step
 
     def step(*arguments: Any, **named: Any) -> None:
-        """Step unless a gradient is not finite, and say in optimizer.overflow which it was."""
+        """Take the step unless a gradient is not finite; set optimizer.overflow to whether that was so."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         optimizer.overflow = not bool(torch.stack(norms).isfinite().all())  # type: ignore[attr-defined]
@@ -329,10 +355,10 @@ def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[torch.nn.Parameter]]]:
-    """Return the trained parameters in groups of at most optimizer_group() elements (or one parameter each).
+    """Return the trained parameters in groups of at most optimizer_group() elements, or of a single larger parameter.
 
-    One group outside ZeRO-1 and 2. Those step group by group and hold the fp32 gradient of one group at a time; in one
-    group it would be of all parameters, and set the peak of the whole step.
+    Outside ZeRO-1 and 2 returns one group. Those stages step group by group and hold the fp32 gradient of a group at a
+    time; in a single group it would be of all parameters, and set the peak of the whole step.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.zero_stage not in (1, 2):
@@ -344,8 +370,8 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
 def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
     """Return the 2-norm of a group's gradients over all ranks, fp32; -1, DeepSpeed's sign, when it is not finite.
 
-    DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
-    reduction in fp32, straight from the 16-bit gradients, takes 4.
+    Collective. DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on
+    one H200. The reduction in fp32, straight from the 16-bit gradients, takes 4.
     """
     parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]

@@ -46,11 +46,14 @@ RUN = "run"
 class InMemory:
     """The checkpoints in memory as one rank sees them; unless said otherwise a method is called by all ranks together.
 
-    members: the ranks that see this host's directory; the first of them, its leader, publishes and removes there.
+    `members` are the ranks that see this host's directory; the first of them, its leader, publishes and removes there.
     """
 
     def __init__(self, run: RunDir, plan: Plan, keep: Checkpoint) -> None:
-        """Remove what former launches left that is of no use, and connect to the neighbours."""
+        """Make this host's directory, remove useless leftovers of former launches, and connect to the neighbours.
+
+        If any rank cannot use its directory, sets self.problem on all ranks, and nothing is kept in memory.
+        """
         self.run, self.minutes, self.ranks = run, keep.memory_minutes, plan.world_size
         self.directory = run.memory(keep.memory_directory)
         self.problem = _make(self.directory, run)
@@ -80,7 +83,7 @@ class InMemory:
     def _clean(self) -> None:
         """Remove half-written checkpoints, those without a link, links to lost ones, and those of other, ended runs.
 
-        Of other runs of the same recipe: what a crashed one left would hold the host's memory for good.
+        Other runs are those of the same recipe: what a crashed run left would occupy the host's memory for good.
         """
         for path in self.directory.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -97,14 +100,20 @@ class InMemory:
                     shutil.rmtree(path, ignore_errors=True)
 
     def measure(self, sizes: Sequence[int]) -> None:
-        """Note the bytes of a checkpoint in this host's memory. sizes: bytes of every rank's files."""
+        """Set bytes_here, the bytes of a checkpoint in this host's memory.
+
+        `sizes` has the bytes of every rank's files.
+        """
         here = [*self.members]
         for member, sources in enumerate(entry.gather_values(self.sources)):
             here += sources if member in self.members else []
         self.bytes_here = sum(sizes[rank] for rank in here)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is to be kept after `step`; to be asked after every step, alike on all ranks."""
+        """Return whether a checkpoint is to be kept after `step`; to be asked after every step, alike on all ranks.
+
+        False before measure() and after a problem. The first call schedules the first checkpoint FIRST_STEPS later.
+        """
         if self.problem or self.bytes_here is None:
             return False
         if self.next_step is None:
@@ -112,7 +121,7 @@ class InMemory:
         return step >= self.next_step
 
     def find_problem(self) -> str:
-        """Return why this host's memory does not take a checkpoint, "" if it does or this rank does not lead.
+        """Return why this host's memory has no room for a checkpoint; "" if it has, or if this rank does not lead.
 
         Not collective.
         """
@@ -123,9 +132,11 @@ class InMemory:
         return f"{host_name()}: {format_bytes(needed)} needed at {self.directory}, {format_bytes(free)} free"
 
     def schedule(self, step: int, stall: float, seconds: float) -> None:
-        """Set when the next one is due. stall: seconds that training waited for this one. seconds: until it was there.
+        """Set the step of the next checkpoint, and every_seconds, the seconds between two.
 
-        The recipe's minutes, or the interval that loses the least time at the measured stall and the rate of failures.
+        `stall` is the seconds that training waited for the last checkpoint, `seconds` those until it was published. The
+        recipe's minutes count, or with auto the interval that loses the least time at the measured stall and the rate
+        of failures.
         """
         now, (since, began) = time.monotonic(), self._since or (step - 1, time.monotonic())
         measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
@@ -141,9 +152,9 @@ class InMemory:
     def write(self, step: int, write: Callable[[Path], dict[str, Part]], names: Sequence[str]) -> dict[str, Part]:
         """Write this rank's files of a step's checkpoint and exchange them with the neighbours, in the thread.
 
-        write: writes them to a directory and returns their hashes. names: those files that no other rank writes.
-        Returns the hashes of this rank's files and of those that it got. Raises OSError when either fails; the
-        neighbours are told.
+        `write` writes them to a directory and returns their Parts; `names` has the files that no other rank writes.
+        Returns the Parts of this rank's files and of those that it received. Raises OSError when either fails; after a
+        failed write, the neighbours receive no files.
         """
         target = disk.temporary_path(self.directory / f"step-{step}")
         failure: OSError | None = None
@@ -165,7 +176,7 @@ class InMemory:
         return parts
 
     def _exchange(self, directory: Path, mine: Mapping[str, Part]) -> dict[str, Part]:
-        """Send these files to the next host, write those of the host before into `directory`, and return their hashes.
+        """Send these files to the next host, write those of the previous host into `directory`, and return their Parts.
 
         Sends are begun before anything is waited for, so no order of hosts can block. Raises RuntimeError when the
         connection fails, OSError when a file cannot be written or is not what was sent.
@@ -195,12 +206,15 @@ class InMemory:
         return received
 
     def _receive(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill the tensor with the next message of a rank and return it."""
+        """Fill the tensor with the next message of rank `source` and return it."""
         distributed.recv(tensor, source, group=self.group)
         return tensor
 
     def _receive_file(self, source: int, path: Path, size: int) -> list[str]:
-        """Write a file that a rank sends; return why it could not be written. All of it is taken in either case."""
+        """Write a file that rank `source` sends; return why it could not be written, or [].
+
+        Receives all of it in either case, unless the file cannot be opened: then raises OSError.
+        """
         problems = list[str]()
         buffer = torch.empty(min(size, BLOCK_BYTES), dtype=torch.uint8)
         with path.open("wb") as file:
@@ -215,12 +229,18 @@ class InMemory:
         return problems
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the written checkpoint of this host. The leader calls it. Raises OSError."""
+        """Publish the written checkpoint of this host, and link it into the run's checkpoints. Raises OSError.
+
+        Only the leader calls it.
+        """
         directory = self.directory / f"step-{manifest.step}"
         disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
-        """Remove the checkpoint of this name, whole or half-written; the leader calls it."""
+        """Remove the checkpoint `name` (step-N), whole or half-written, and the link to it.
+
+        Only the leader calls it.
+        """
         link = self.run.checkpoints / name
         if link.is_symlink():
             link.unlink(missing_ok=True)
@@ -228,13 +248,13 @@ class InMemory:
         shutil.rmtree(disk.temporary_path(self.directory / name), ignore_errors=True)
 
     def keep_only(self, step: int) -> None:
-        """Remove all but the checkpoint of a step; the leader calls it. Raises nothing."""
+        """Remove all checkpoints in memory but that of `step`. Only the leader calls it."""
         for path in self.directory.glob("step-*"):
             if path.name != f"step-{step}":
                 self.discard(path.name)
 
     def close(self) -> None:
-        """Remove this host's checkpoints in memory when one on disk is the newest; to be called at a launch's end."""
+        """Remove this host's checkpoints in memory if the newest checkpoint is on disk; to be called at the end."""
         steps = {step: path.is_symlink() for step, path in self.run.complete_checkpoints()}
         if self.leads and steps and not steps[max(steps)]:
             self.keep_only(max(steps))
@@ -242,9 +262,10 @@ class InMemory:
 
 
 def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], int]:
-    """Return (the ranks that send to `rank`, the rank that it sends to). groups: the ranks of each host, in order.
+    """Return (the ranks that send to `rank`, the rank that it sends to). `groups` has the ranks of each host, in order.
 
-    Each host sends to the next one, the last to the first; its k-th rank to the k-th there, counted round and round.
+    Each host sends to the next host, the last to the first. The k-th rank of a host sends to the k-th of the next,
+    counted round when that has fewer.
     """
     target = dict[int, int]()
     for number, group in enumerate(groups):
@@ -254,13 +275,13 @@ def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], i
 
 
 def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each host. leaders: each rank's leader."""
+    """Return the ranks of each host; `leaders` has the leader of each rank."""
     return [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
 
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock in the block, in which no other rank or run makes or removes what is below it."""
+    """Hold a directory's lock (flock) in the block, in which no other rank or run makes or removes what is below it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -270,9 +291,9 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make(directory: Path, run: RunDir) -> str:
-    """Make the run's directory, which only this user can enter; return why it cannot be used, "" if it can.
+    """Make the run's directory, and its parent for this user alone; return why it cannot be used, "" if it can.
 
-    It names its run from the beginning: another run, which cleans up now, would take it for a forgotten one.
+    The directory names its run from the beginning: another run that cleans up would take it for a forgotten one.
     """
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
@@ -287,7 +308,10 @@ def _make(directory: Path, run: RunDir) -> str:
 
 
 def _is_superseded(path: Path, run: RunDir) -> bool:
-    """Return whether checkpoints in memory are of another run of this recipe that no rank runs, or of a removed one."""
+    """Return whether the checkpoints in memory at `path` are of no use.
+
+    They are when their run was removed, or is another run of this recipe that no rank runs on this host.
+    """
     try:
         other = RunDir(Path((path / RUN).read_text(encoding="utf-8")))
         if not other.path.exists():

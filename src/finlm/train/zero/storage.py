@@ -1,10 +1,10 @@
-"""Copy a rank's state between the engine and the disk, and cut shards anew for other numbers of ranks or ZeRO stages.
+"""Copy a rank's state between the engine and the disk, and reshard it for other numbers of ranks or ZeRO stages.
 
-The state is copied once into page-locked host memory (a 6 B model on one GPU: 90 GB at PCIe speed), and torch.save runs
-in a thread; DeepSpeed's asynchronous engines need libaio, a second process or a package. Reading never executes a
-pickle: `weights_only` with the classes that DeepSpeed's states hold.
+The state is copied once into pinned host memory (a 6 B model on one GPU: 90 GB at PCIe speed), and torch.save runs in a
+thread; DeepSpeed's asynchronous engines need libaio, a second process or a package. Reading never executes a pickle:
+`weights_only` with the classes that DeepSpeed's states hold.
 
-To cut anew, shards are mapped into memory and a rank assembles the state that it would have saved itself, the same bits
+To reshard, shards are mapped into memory and a rank assembles the state that it would have saved itself, the same bits
 in every layout. Shards of stages 1 and 2 hold, group by group, one contiguous piece of the concatenated parameters;
 those of stage 3 a ceil(numel / ranks) piece of each. Not covered: stage 0 (no shards), optimizer states on NVMe.
 """
@@ -46,7 +46,7 @@ State = dict[str, Any]
 
 
 def load(path: Path, mmap: bool = False) -> State:
-    """Return the state in a file written by write(), on the CPU. mmap: pages are read when they are used.
+    """Return the state in a file written by write(), on the CPU; with `mmap` tensors are mapped and read when used.
 
     Raises UserError for a file that holds anything but tensors, plain values and the classes of SAFE.
     """
@@ -70,7 +70,10 @@ def write(state: State, path: Path) -> None:
 
 
 def write_files(directory: Path, states: dict[str, State], rank: int, threads: int) -> dict[str, Part]:
-    """Write a rank's files and return their hashes, in a thread. Removes them and raises OSError on failure."""
+    """Write a rank's states to files in the directory, which it makes, and return the Part of each file by name.
+
+    `threads` hash the files. On failure removes them and raises OSError with the host, the reason and the free space.
+    """
     paths = [directory / name for name in states]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,7 @@ def write_files(directory: Path, states: dict[str, State], rank: int, threads: i
 class Store(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine: save() collects copies of states by file name, load() reads files safely.
 
-    `place` makes the copy of a tensor. `given`: states by file name that load() returns instead of reading a file.
+    `place` copies a tensor. `given` has states by file name, which load() returns instead of reading a file.
     """
 
     def __init__(self) -> None:
@@ -108,11 +111,11 @@ class Store(CheckpointEngine):  # type: ignore[misc]
         """Do nothing: the thread that writes makes directories."""
 
     def save(self, state_dict: State, path: str) -> None:
-        """Keep a copy of state_dict under the file name of path; write nothing."""
+        """Keep a copy of state_dict in `collected` under the file name of path; write nothing."""
         self.collected[Path(path).name] = copy_tensors(state_dict, self.place)
 
     def load(self, path: str, map_location: Any = None) -> State:
-        """Return the state in `given` for the file name of path, or else that of the file."""
+        """Return the state in `given` for the file name of path, else load(path); map_location is ignored."""
         given = self.given.get(Path(path).name)
         return load(Path(path), self.mmap) if given is None else given
 
@@ -127,11 +130,14 @@ class Store(CheckpointEngine):  # type: ignore[misc]
 
 
 def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy with every tensor replaced by place(tensor), called once for each distinct tensor."""
+    """Return a copy of nested containers with each tensor replaced by place(tensor), called once for the same tensor.
+
+    An Enum becomes its value; all else is copied deeply.
+    """
     seen: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def walk(part: Any) -> Any:
-        """Return a copy of a part, containers and all that is in them."""
+        """Return a copy of `part` and, if it is a container, of all that is in it."""
         if isinstance(part, torch.Tensor):
             key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
             if part.numel() == 0 or key not in seen:
@@ -152,8 +158,8 @@ def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> A
 class Buffers:
     """Host memory for a rank's state, allocated once and reused by every save in the same order.
 
-    On a GPU it is page-locked, which makes the copy several times faster but takes a while itself (touching and locking
-    a page costs more than copying it), so reserve() does it in a thread while the first steps run.
+    For a GPU it is pinned, which makes the copy several times faster but takes a while itself (touching and pinning a
+    page costs more than copying it), so reserve() does it in a thread while the first steps run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,12 +170,12 @@ class Buffers:
         self.thread: threading.Thread | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocate buffers of these bytes in a thread; return at once."""
+        """Start a thread that allocates a buffer of each size in bytes; return at once."""
         self.thread = threading.Thread(target=self._allocate, args=(list(sizes),), name="buffers", daemon=True)
         self.thread.start()
 
     def _allocate(self, sizes: Sequence[int]) -> None:
-        """Append a buffer of each size, touched and page-locked where there is a GPU."""
+        """Append a buffer of each size in bytes, filled with zeros, and pinned if there is a GPU."""
         if self.device is not None:  # a thread begins on GPU 0, where locking would open a context of this rank
             torch.cuda.set_device(self.device)
         for size in sizes:
@@ -180,15 +186,16 @@ class Buffers:
             self.memory.append(memory)
 
     def begin(self) -> None:
-        """Wait for reserve() and start over with the first buffer; what it holds must have been written."""
+        """Wait for reserve() and start over with the first buffer: what buffers hold must have been written to disk."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         self.next = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of tensor in host memory; from a GPU complete after torch.cuda.synchronize().
+        """Copy the tensor to the next buffer; return the copy.
 
+        From a GPU it is complete after torch.cuda.synchronize(). Tensors below SMALL_BYTES get memory of their own.
         Raises RuntimeError when the tensor has not the size of the next buffer.
         """
         size = tensor.numel() * tensor.element_size()
@@ -205,7 +212,7 @@ class Buffers:
 
 
 def sizes_of(states: dict[str, State]) -> tuple[list[int], int]:
-    """Return (bytes of every tensor that gets a buffer, in the order of copying; bytes of all tensors)."""
+    """Return (bytes of each tensor that gets a buffer, in the order of copying; bytes of all distinct tensors)."""
     large, total = [], 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,7 +245,10 @@ class Shards:
     """All shards of a checkpoint of ZeRO stages 1 to 3 as one set of whole parameters."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Map a checkpoint's shards and model states. Raises FileNotFoundError when a rank's shard is missing."""
+        """Map a checkpoint's shards and model states into memory.
+
+        Raises FileNotFoundError when a rank's shard is missing.
+        """
         names = {int(match[1]): name for name in manifest.files if (match := _SHARD.fullmatch(name))}
         missing = sorted(set(range(manifest.world_size)) - set(names))
         if missing:
@@ -261,13 +271,13 @@ class Shards:
                 self._index_one(shard, state["param_slice_mappings"])
 
     def _index_one(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
-        """Note the pieces of parameters in this shard of stages 1 and 2."""
+        """Add the pieces of parameters in this shard of stages 1 and 2 to self.pieces."""
         for group, fragments in enumerate(mappings):
             for name, fragment in fragments.items():
                 self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
 
     def _index_three(self, shard: int, ranks: int) -> None:
-        """Note each parameter's piece in this shard of stage 3."""
+        """Add each parameter's piece in this shard of stage 3 to self.pieces."""
         for group, shapes in enumerate(self.model["param_shapes"]):
             start = 0
             for name, shape in shapes.items():
@@ -277,7 +287,10 @@ class Shards:
                 start += share
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of a flattened parameter's master weight or moment: fp32, CPU."""
+        """Return elements [start, start + numel) of a flattened parameter: fp32, CPU.
+
+        `key` is fp32 for the master weight, exp_avg or exp_avg_sq for a moment.
+        """
         out = torch.empty(numel, dtype=torch.float32)
         at = 0  # of the parameter
         for piece in self.pieces[name]:
@@ -294,7 +307,7 @@ class Shards:
         return self.read(name, "fp32", 0, shape.numel()).view(shape)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all weights by name, tied ones under both names; frozen ones in the precision they were saved in."""
+        """Return all weights by name, tied ones under both names: trained ones in fp32, frozen ones as saved."""
         weights = {name: self.weight(name) for name in self.shapes} | self._frozen_tensors()
         return weights | {name: weights[stored] for name, stored in self.same.items()}
 
@@ -314,27 +327,27 @@ class Shards:
 
 
 def _base_state(state: State) -> State:
-    """Return the torch optimizer's part of a shard."""
+    """Return the torch optimizer's part of a shard's state."""
     base: State = state.get("base_optimizer_state") or state["optimizer_state_dict"]
     return base
 
 
 def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
-    """Return a shard's flat master weights and moments, each a list with one tensor a group."""
+    """Return a shard's flat master weights and moments by KEYS, each a list with a tensor for each group."""
     masters = state["fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"]
     moments = _base_state(state)["state"]
     return {"fp32": list(masters)} | {key: [moments[i][key] for i in range(len(masters))] for key in KEYS[1:]}
 
 
 def cut_anew(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[State, State]:
-    """Return (model states, shard) as this rank would have saved them in the engine's layout, of the saved values."""
+    """Return (model states, shard) with the saved values, as this rank would have saved them in the engine's layout."""
     return _model_state(engine, shards, world_size), _optimizer_state(engine, shards, rank, world_size)
 
 
 def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
-    """Return what a file of model states would hold for this rank in the engine's layout, for DeepSpeed to load.
+    """Return the model states of this rank in the engine's layout, for DeepSpeed to load.
 
-    The weights are the shards' in the model's precision; under ZeRO-3 they are place holders.
+    The weights are those of `shards` in the model's precision; under ZeRO-3, which loads the shards', the engine's.
     """
     state = {**shards.model, "dp_world_size": world_size}
     if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
@@ -347,7 +360,7 @@ def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
 
 
 def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) -> State:
-    """Return the shard that this rank would have saved in the engine's layout: the engine's form, the saved values."""
+    """Return this rank's shard in the engine's layout: the form of the engine's state with the saved values."""
     optimizer, old = engine.optimizer, shards.optimizer[0]
     state: State = optimizer.state_dict()
     state |= {key: old[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
@@ -375,7 +388,10 @@ def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) ->
 
 
 def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -> dict[str, torch.Tensor]:
-    """Return this rank's partition of a group at stages 1 and 2, by KEYS; padding is zero."""
+    """Return this rank's partition of a parameter group at stages 1 and 2: a flat fp32 tensor by KEYS.
+
+    Padding is zero.
+    """
     flat = {key: torch.zeros(size, dtype=torch.float32) for key in KEYS}
     for parameter in parameters:
         if parameter._hp_mapping is None:  # none of it is on this rank
@@ -388,7 +404,7 @@ def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -
 
 
 def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Return this rank's partition of a sub-group at stage 3, by KEYS; padding is zero."""
+    """Return this rank's partition of a sub-group at stage 3: a flat fp32 tensor by KEYS; padding is zero."""
     cut: dict[str, list[torch.Tensor]] = {key: [] for key in KEYS}
     for parameter in parameters:
         name = parameter._z3_optimizer.param_names[parameter]
@@ -401,15 +417,16 @@ def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int
 
 
 def has_groups(engine: Any, model_states: Path) -> bool:
-    """Return whether a checkpoint's optimizer has the engine's groups; other versions cut other ones."""
+    """Return whether the parameter groups in a file of model states are the engine's; other versions cut other ones."""
     saved = load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
 
 def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop Adam's moments before a load: after a roll back, torch would build the loaded ones beside them.
+    """Drop Adam's moments before a load: after a rollback, torch would build the loaded ones beside them.
 
-    8 bytes a parameter of a rank's share, which no plan counts. DeepSpeed's parameters hold views of them.
+    That would be 8 bytes a parameter of a rank's share, which no plan counts. Also clears the views that DeepSpeed's
+    parameters hold.
     """
     for parameter in model.parameters():
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None and mapping.optim_fragment:
@@ -420,8 +437,9 @@ def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 def replay_powers(optimizer: Any) -> None:
     """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the checkpoint was written.
 
-    It keeps them in C++ as products of one factor a step and, after a load, computes the next ones by pow(): other last
-    bits in every weight (cpu_adam.h, IncrementStep). Steps of a single element go through the same products: 1 us each.
+    Does nothing for other optimizers. CPU Adam keeps the powers in C++ as products of one factor a step and, after a
+    load, computes the next ones by pow(): other last bits in every weight (cpu_adam.h, IncrementStep). Steps of a
+    single element go through the same products: 1 us each.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
