@@ -24,7 +24,10 @@ __all__ = ["Run", "load_recipe", "make_plan", "open_run"]
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was when it was opened: directory, recipe, plan, recorded history and state in a word."""
+    """A run as read when it was opened: its directory, recipe, plan and event history, and its state as one word.
+
+    `state` is running, finished, interrupted, failed, killed or not started (see record.history.state).
+    """
 
     directory: RunDir
     recipe: Recipe
@@ -34,9 +37,10 @@ class Run:
 
 
 def load_recipe(path: str | Path, *overrides: str) -> Recipe:
-    """Return the recipe of a file, or of a short name as on the command line; overrides as `--set` takes them.
+    """Load and check a recipe from a file, or from a short name as on the command line, such as quickstart.
 
-    Raises UserError that lists every mistake.
+    Each override is a string "key=value" as `--set` takes it. Raises UserError that lists every mistake, or when there
+    is no such recipe.
     """
     from finlm.cli import command_line
     from finlm.recipe import recipe as recipes
@@ -45,11 +49,12 @@ def load_recipe(path: str | Path, *overrides: str) -> Recipe:
 
 
 def make_plan(recipe: Recipe, *, hostfile: str | Path | None = None, gpu: str | None = None) -> Plan:
-    """Return the plan of a recipe as `finlm plan` makes it, without a GPU and without torch.
+    """Return the plan that `finlm plan` would make for a recipe; needs no GPU and does not import torch.
 
-    hostfile: in DeepSpeed's format, instead of the recipe's hardware. gpu: the kind of every host. GPUs that
-    `finlm plan --calibrate` or finished runs measured here count with these speeds. Raises UserError for weights or a
-    template that cannot be used, and when nothing fits, with the nearest plan that would.
+    `hostfile`, in DeepSpeed's format, replaces the hosts of the recipe's hardware:. `gpu` is the GPU kind of every
+    host. GPU speeds that `finlm plan --calibrate` or finished runs measured for this user are used. Raises UserError
+    for a hostfile, weights or chat template that cannot be used, and when nothing fits; the error's fix then names the
+    nearest plan that would.
     """
     import argparse
 
@@ -61,9 +66,9 @@ def make_plan(recipe: Recipe, *, hostfile: str | Path | None = None, gpu: str | 
 
 
 def open_run(path: str | Path = "latest") -> Run:
-    """Return the run of a directory or of a short name: latest, a recipe's name, or how the run's name begins.
+    """Return the run of a directory or of a short name: `latest`, a recipe's name, or the beginning of a run's name.
 
-    Raises UserError when there is none.
+    Raises UserError when there is no such run, or the name fits several.
     """
     from finlm.base import rundir
     from finlm.cli import command_line

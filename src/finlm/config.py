@@ -34,7 +34,7 @@ NEVER = 1_000_000_000  # steps_per_print: events.jsonl has the numbers
 
 
 class Offload(TypedDict, total=False):
-    """DeepSpeed's offload_optimizer and offload_param."""
+    """DeepSpeed's section offload_optimizer or offload_param."""
 
     device: str
     pin_memory: bool
@@ -221,7 +221,7 @@ def _zero(recipe: Recipe, plan: Plan) -> Zero:
 
 
 def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Offload) -> Offload:
-    """Return the section for offload to a device; `buffers` are added for nvme only."""
+    """Return the section for offload to `device` (cpu or nvme); `buffers` and the NVMe path are added for nvme only."""
     offload: Offload = {"device": device, "pin_memory": plan.device == "cuda"}
     if device == "nvme":
         offload |= {"nvme_path": recipe.zero.nvme_path}
@@ -230,7 +230,10 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Offload) -> Offlo
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Return the elements of an NVMe buffer: DeepSpeed asserts that a rank's part of every parameter fits one."""
+    """Return the number of elements of an NVMe buffer, a multiple of 2**20.
+
+    DeepSpeed asserts that a rank's partition of every parameter fits into one buffer.
+    """
     model = shape.of(recipe, plan.vocab_size)
     largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
     unit = 2**20
@@ -238,7 +241,7 @@ def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
 
 
 def _optimizer(recipe: Recipe, plan: Plan) -> Named:
-    """Return the optimizer section: Adam or AdamW with the recipe's values."""
+    """Return the optimizer section: Adam or AdamW with the recipe's values; torch's fused one if the GPU steps."""
     optim = recipe.optim
     params: dict[str, float | int | str | bool | list[float]] = {
         "lr": optim.lr,
@@ -288,14 +291,20 @@ def _fp16(recipe: Recipe) -> dict[str, bool | int | float]:
 
 
 def for_file(path: Path) -> Settings:
-    """Return DeepSpeed's settings of a recipe file on the hardware it names. Raises UserError."""
+    """Return DeepSpeed's settings of a recipe file on the hardware it names.
+
+    Raises UserError when the recipe is invalid, nothing fits, or DeepSpeed would not honour a setting.
+    """
     recipe = recipes.load(path).recipe
     hosts = cluster.from_hardware(recipe.hardware)
     return deepspeed(recipe, planner.make(recipe, hosts, shape.of(recipe)))
 
 
 def settings_of_all_recipes(root: Path) -> dict[Path, str]:
-    """Return {path: text} of every configs/ds/*.json that ought to exist below root."""
+    """Return {path: JSON text} of configs/ds/<family>-<stage>.json for every recipe in root/recipes; writes nothing.
+
+    Raises UserError as for_file does.
+    """
     texts = {}
     for path in sorted((root / "recipes").glob("*/*.yaml")):
         settings = for_file(path)
@@ -305,7 +314,7 @@ def settings_of_all_recipes(root: Path) -> dict[Path, str]:
 
 
 def differences(root: Path) -> Iterator[str]:
-    """Yield one sentence for every missing, stale or orphaned file of configs/ds below root."""
+    """Yield a sentence for every missing, stale or orphaned file of root/configs/ds. Raises what for_file raises."""
     texts = settings_of_all_recipes(root)
     for path, text in texts.items():
         name = path.relative_to(root).as_posix()
@@ -319,9 +328,10 @@ def differences(root: Path) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write configs/ds/, or with --check only compare.
+    """Write configs/ds/*.json of all recipes, or with --check only compare them; return the exit code.
 
-    Return 0 = done or equal, 1 = differences, 2 = a mistake in a recipe.
+    Prints written paths and differences to stdout. Returns 0 when nothing differs, 1 when a file differs or has no
+    recipe, 2 after a UserError, which is printed to stderr.
     """
     parser = argparse.ArgumentParser(prog="python -m finlm.config", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 and name every file that differs")
@@ -342,7 +352,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def lr_at(optim: Optim, steps: int, step: int) -> float:
-    """Return the learning rate of optimizer step `step` (0-based) in a run of `steps` steps."""
+    """Return the learning rate of optimizer step `step` (0-based) in a run of `steps` steps, as DeepSpeed sets it.
+
+    optim.decay_steps, if set, replaces `steps`.
+    """
     steps = optim.decay_steps or steps
     if optim.schedule == "constant" and optim.warmup_steps == 0:
         return optim.lr
@@ -368,9 +381,11 @@ SCRIPTS = {"pretrain": "pretrain_run.sh", "sft": "sft_run.sh"}
 
 
 def write_page(path: Path, parent: Path) -> list[Path]:
-    """Append the recipe's part to README.md beside it and, in a checkout, write configs/ds/; return the files written.
+    """Append a section about a new recipe to README.md beside it, or write that file; return the paths written.
 
-    Without a plan, where data or parent are missing, the numbers and the settings are left out.
+    `path` is the new recipe, `parent` the one it was made from. For recipes/FAMILY/STAGE.yaml in a checkout, also
+    writes configs/ds/FAMILY-STAGE.json. Without a plan (data or parent model are missing), numbers and settings are
+    left out. Raises UserError for an invalid recipe or settings that DeepSpeed would refuse.
     """
     wanted = recipes.load(path).recipe
     settings = Path("configs/ds") / f"{path.parent.name}-{path.stem}.json"
@@ -391,13 +406,16 @@ def write_page(path: Path, parent: Path) -> list[Path]:
 
 
 def train_command(path: Path) -> str:
-    """Return the shell command that trains a recipe: its stage's script where that exists, else `finlm train`."""
+    """Return the shell command that trains a recipe: its stage's script if that exists here, else `finlm train`."""
     script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
     return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
 
 
 def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe, plan: Plan | None) -> Iterator[str]:
-    """Yield the lines of a new recipe's README.md below the title. plan: None where there is none yet."""
+    """Yield the lines of a new recipe's section in README.md, below the title.
+
+    `plan` is None when none could be made; `settings` is the path of its DeepSpeed JSON, or None.
+    """
     yield f"Made from `{parent}` by `finlm new`."
     yield f"`finlm diff {path}` says what differs and what follows."
     yield from ("", "```", f"finlm plan {path}", train_command(path), "```", "", "| | |", "|---|---|")
@@ -414,7 +432,7 @@ def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe,
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the rows of the page's table that come from the plan."""
+    """Yield Markdown table rows with the plan's decisions, memory, and time and length; only the length on CPU."""
     rows = f"micro-batch {plan.micro_batch}, {plan.tokens_per_step:,} tokens a step"
     yield f"| plan | {plan.precision}, ZeRO-{plan.zero_stage}, {rows} |"
     of = f" of {format_bytes(plan.gpu_memory_bytes)} a GPU" if plan.device != "cpu" else " a rank"

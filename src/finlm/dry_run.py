@@ -1,4 +1,4 @@
-"""What `finlm train` does instead of training: list the steps (--dry-run), write another launcher's files (--print)."""
+"""Do `finlm train --dry-run`, which lists the steps, and `--print`, which writes another launcher's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ DONE, TO_DO, NOT_NEEDED = "done", "to do", "-"
 
 
 def print_steps(t: pipeline.Training) -> None:
-    """Print every step with what is done and what is to do; start nothing and write nothing."""
+    """Print each step of `finlm train` with its state: done, to do, or - if not needed; start and write nothing.
+
+    Sets fields of `t` as _look_before_launch does. Raises UserError when a tracker's package or a source is missing, or
+    nothing fits.
+    """
     trackers.check(t.recipe.record.tracking)
     known = _look_before_launch(t)
     known |= _look_after_launch(t)
@@ -30,9 +34,10 @@ Known = dict[str, tuple[str, str]]  # state and words of a step, by its name
 
 
 def _look_before_launch(t: pipeline.Training) -> Known:
-    """Return {step: (state, words)} of the steps before launch whose state is known.
+    """Return {step name: (state, words)} of the steps before launch whose state is known without doing them.
 
-    Sets shards, plan, ds_config, resumed and init_from of t where they can be known without doing the steps.
+    Sets t.loaded (model.init_from, grpo.reward, warm-up), t.shards, t.plan, t.ds_config and t.resumed where they are
+    known. Raises UserError when a source matches no file, prepared data or a model cannot be used, or nothing fits.
     """
     known: Known = {}
     init_from = t.recipe.model.init_from
@@ -74,9 +79,9 @@ def _look_before_launch(t: pipeline.Training) -> Known:
 
 
 def _look_for_runs(t: pipeline.Training) -> Known:
-    """Return the state of the steps `resume` and `run directory`, and set t.resumed (and t.plan to its plan).
+    """Return {step name: (state, words)} of `resume` and `run directory`; set t.resumed to the unfinished run, or None.
 
-    Holds no lock and reads no checkpoint.
+    With an unfinished run, also sets t.plan to its plan. Takes no lock and reads no checkpoint.
     """
     where = t.recipe, t.plan, t.shards.directory, t.runs
     t.resumed = None if t.new else lineage.find_unfinished(*where)
@@ -99,7 +104,7 @@ def _look_for_runs(t: pipeline.Training) -> Known:
 
 
 def _look_after_launch(t: pipeline.Training) -> Known:
-    """Return {step: (state, words)} of the steps from `train` to `expectations` whose state is known."""
+    """Return {step name: (state, words)} of the steps from `train` to `expectations` whose state is known."""
     known: Known = {}
     if t.is_trained:
         known["train"] = DONE, f"{t.plan.steps:,} steps"
@@ -121,9 +126,11 @@ def _look_after_launch(t: pipeline.Training) -> Known:
 
 
 def adapt(t: pipeline.Training, adapter: str) -> list[str]:
-    """Make or find the run directory and write another launcher's files; return the commands to type.
+    """Make or reuse the run directory, write another launcher's files there, and return its commands.
 
-    adapter: torchrun, accelerate, slurm, k8s or ray. Raises UserError when it cannot express the run.
+    `adapter` is torchrun, accelerate, slurm, k8s or ray; the commands are shell lines to type. The directory is that of
+    the unfinished run if there is one. Prepares the data if necessary and sets fields of `t`. Raises UserError when a
+    parent recipe has no finished run, nothing fits, the run is in use, or the launcher cannot express it.
     """
     if parents.is_recipe(t.recipe.model.init_from):
         pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))

@@ -1,8 +1,8 @@
 """Do the steps of `finlm train` in order, from the recipe that a run starts from to its report.
 
-STEPS is the list; `finlm train --dry-run` prints it with what is done and what is to do. Each step is a function here
-that calls the room which does the work, and leaves in Training what later steps need. Every step finds its own earlier
-result, so the same command resumes a run that was ended; finished.json, written last, says that no step is left.
+STEPS lists them; `finlm train --dry-run` prints the list with what is done. Each step is a function here that calls
+another package and stores in Training what later steps need. Every step reuses its own earlier result, so the same
+command resumes a run that was ended; finished.json, written last, says that no step is left.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class Training:
         return self.resumed is not None and self.resumed.is_trained()
 
     def with_hosts(self, hosts: Cluster) -> Training:
-        """Return this training on other hosts, at its plan's precision: another would train another model.
+        """Return a new Training of the same recipe on other hosts, at this plan's precision, with no step done.
 
-        Checkpoints that training waited for stay such. Its newcomers are the hosts that this training did not have.
+        If this plan's checkpoints are synchronous, so are the new one's. `newcomers` are hosts that this one did not
+        have.
         """
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
@@ -89,9 +90,11 @@ class Stop(Exception):
 
 
 def train(t: Training) -> int:
-    """Do every step; return 0, or 1 when doctor, lint or the recipe's promises found an error.
+    """Do every step; return the exit code: 1 when doctor, lint or the recipe's expect: reports an error, else 0.
 
-    Raises UserError for a mistake of the user, and RunFailed when the ranks do not get to the last step.
+    When a host is lost or comes back, goes on with the other set of hosts and records a `restart` event. Raises
+    UserError for a mistake of the user and RunFailed (HostLost if it was a host) when the ranks do not reach the last
+    step.
     """
     trackers.check(t.recipe.record.tracking)
     prepare.check_engine(t.recipe)
@@ -116,10 +119,10 @@ def train(t: Training) -> int:
 
 
 def _train_on(t: Training) -> int:
-    """Do every step on the hosts of t and return the exit code: 1 when a promised number was missed, else 0.
+    """Do every step on the hosts of t and return the exit code: 1 when a number of expect: is out of bounds, else 0.
 
-    Holds the run's lock from launch on. An error leaves a report, runs launch.notify and is raised again; Stop is what
-    doctor or lint raises.
+    Locks the run directory after the steps before launch. An error in later steps writes the report, runs launch.notify
+    and is raised again. Raises Stop when doctor or lint found an error.
     """
     for step in BEFORE_LAUNCH:
         step.act(t)
@@ -140,7 +143,7 @@ def _train_on(t: Training) -> int:
 
 
 def _tell_failure(t: Training, error: BaseException) -> None:
-    """Write the report of a run that failed, and run launch.notify unless it may go on; raises nothing of its own."""
+    """Write report.html of a failed run; run launch.notify unless `error` is HostLost or HostsBack. Raises nothing."""
     try:
         run_page.build(t.run, ended=True)
     except Exception as wrong:  # such as a full disk, which may be why the run failed
@@ -150,9 +153,10 @@ def _tell_failure(t: Training, error: BaseException) -> None:
 
 
 def _leave_host(t: Training, lost: restart.HostLost) -> Training:
-    """Return the training on the other hosts, under a plan that resumes the run; raise `lost` when there is none.
+    """Return the training on other hosts whose plan can resume the run; raise `lost` when there is none.
 
-    Says on stderr what is done, and records the row `restart`; before `lost` is raised launch.notify is run.
+    Tries spares first. Prints what is done to stderr, appends a `restart` event and, in either case, runs
+    launch.notify.
     """
     for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new):
         changed = t.with_hosts(hosts)
@@ -173,9 +177,9 @@ def _leave_host(t: Training, lost: restart.HostLost) -> Training:
 
 
 def train_parent(t: Training) -> None:
-    """Replace recipes in model.init_from and grpo.reward by their exports; say which on stderr.
+    """Replace recipes in model.init_from and grpo.reward of t.loaded by exports of their finished runs; print those.
 
-    Trains those recipes first if necessary. Raises Stop when such a training ended with an error.
+    Trains such a recipe first if it has no finished run. Raises Stop when that training ends with an error.
     """
     init_from = t.recipe.model.init_from
     if init_from is not None and parents.is_recipe(init_from):
@@ -185,7 +189,7 @@ def train_parent(t: Training) -> None:
 
 
 def _export_or_train(t: Training, key: str, named: str) -> Path:
-    """Return the export of the newest finished run of the recipe that a key names; train it first, or raise Stop."""
+    """Return the export of recipe `named`'s newest finished run, trained first if need be; Stop if that fails."""
     parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:
@@ -201,17 +205,14 @@ def _export_or_train(t: Training, key: str, named: str) -> Path:
 
 
 def judge_by(t: Training, place: int, directory: Path) -> None:
-    """Set the path of a term of grpo.reward to this reward model and say so. Raises UserError for another model."""
+    """Set the path of grpo.reward[place] to `directory` and print it. Raises UserError when that is no reward model."""
     t.loaded = dataclasses.replace(t.loaded, recipe=weights.with_reward_model(t.recipe, place, str(directory)))
     screen.say(f"answers are judged by {screen.relative(directory)}")
     weights.check_judge(t.recipe)
 
 
 def start_from(t: Training, directory: Path) -> None:
-    """Set model.init_from of t.loaded to this model directory, and say so on stderr.
-
-    Raises UserError when finlm cannot train from it.
-    """
+    """Set model.init_from of t.loaded to `directory` and print it. Raises UserError if finlm cannot train it."""
     model = t.recipe.model.model_copy(update={"init_from": str(directory)})
     t.loaded = dataclasses.replace(t.loaded, recipe=t.recipe.model_copy(update={"model": model}))
     start = parents.start_of(t.recipe)
@@ -221,9 +222,9 @@ def start_from(t: Training, directory: Path) -> None:
 
 
 def prepare_data(t: Training) -> None:
-    """Turn the sources into shards and set t.shards; steps that the cache holds are not done again.
+    """Prepare the token shards, or take them from the cache, and set t.shards; may shorten the warm-up in t.loaded.
 
-    Raises PlanError before preparing when the recipe fits no host.
+    Raises PlanError when nothing fits (before preparing if no data are needed to plan), UserError for unusable data.
     """
     gpus.precision(t.recipe, t.hosts)
     if plans_without_data(t.recipe):
@@ -234,12 +235,12 @@ def prepare_data(t: Training) -> None:
 
 
 def plans_without_data(wanted: Recipe) -> bool:
-    """Return whether the plan can be made before the data: neither length nor vocabulary depends on them."""
+    """Return whether a plan needs no prepared data: the recipe itself sets the run's length and vocabulary size."""
     return wanted.train.epochs is None and bool(wanted.tokenizer.pieces or wanted.model.vocab_size != "auto")
 
 
 def make_plan(t: Training) -> None:
-    """Set t.plan and t.ds_config and print the plan. Raises PlanError when nothing fits."""
+    """Set t.plan and t.ds_config and print the plan. Raises PlanError when nothing fits, and as decide does."""
     t.plan, t.ds_config = decide(t.recipe, t.hosts, t.shards)
     show.print_plan(t.plan, t.loaded)
     if t.hosts.unequal_slots:
@@ -247,7 +248,10 @@ def make_plan(t: Training) -> None:
 
 
 def decide(wanted: Recipe, hosts: Cluster, shards: Shards | None) -> tuple[Plan, config.Settings]:
-    """Return (plan, DeepSpeed's settings). Raises PlanError when nothing fits, UserError for too large a tokenizer."""
+    """Return (plan, DeepSpeed's settings); `shards` is None before the data are prepared.
+
+    Raises PlanError when nothing fits, UserError for too large a tokenizer or settings that DeepSpeed would refuse.
+    """
     plan = prepare.make_plan(wanted, hosts, shards)
     if shards is not None and plan.vocab_size < shards.vocab_size:
         raise UserError(
@@ -258,10 +262,9 @@ def decide(wanted: Recipe, hosts: Cluster, shards: Shards | None) -> tuple[Plan,
 
 
 def find_unfinished(t: Training) -> None:
-    """Set t.resumed, and t.plan to its plan, when the same command left a run unfinished.
+    """Set t.resumed to the unfinished run of the same command, if any, and t.plan to its plan; do nothing under --new.
 
-    Sets t.hosts too when that run is trained. Raises UserError when another process or host runs it. Skipped under
-    --new.
+    If that run is trained, also sets t.hosts to its hosts. Raises UserError when another process or host runs it.
     """
     if t.new:
         return
@@ -275,7 +278,7 @@ def find_unfinished(t: Training) -> None:
 
 
 def check_labels(t: Training) -> None:
-    """Look for wrong labels and unused rows in dialogues, print them and add them to t.findings."""
+    """Check the labels of dialogues unless the run is trained; print the findings and add them to t.findings."""
     if t.recipe.stage != "pretrain" and not t.is_trained:
         findings = lint.check(t.recipe, t.shards)
         lint.print_findings(findings, t.shards)
@@ -283,10 +286,7 @@ def check_labels(t: Training) -> None:
 
 
 def check_hosts(t: Training) -> None:
-    """Gather facts of every host, print findings, set t.facts and t.findings.
-
-    Raises Stop when any finding, also one of the labels, is an error.
-    """
+    """Check every host unless the run is trained; set t.facts and t.findings. Raises Stop if a finding is an error."""
     if t.is_trained:
         return
     place = t.resumed.path if t.resumed else t.runs  # an unfinished run's checkpoints need no second room
@@ -299,7 +299,7 @@ def check_hosts(t: Training) -> None:
 
 
 def open_run(t: Training) -> None:
-    """Set t.run to the unfinished run, or make a directory, which may continue another run. Raises UserError."""
+    """Set t.run to the unfinished run, or a new directory that may continue an earlier run (UserError if it cannot)."""
     if t.resumed is not None:
         t.run = t.resumed
         return
@@ -313,7 +313,7 @@ def open_run(t: Training) -> None:
 
 
 def _say_schedule(earlier: Earlier, wanted: Recipe, plan: Plan) -> None:
-    """Print the learning rate at which a longer run goes on: that of a run which had this length from the start."""
+    """Print to stderr the learning rates at which the finished run ended and the longer run goes on."""
     optim, steps = earlier.former or (wanted.optim, plan.steps)
     last, then = config.lr_at(optim, steps, steps - 1), config.lr_at(wanted.optim, plan.steps, earlier.step + 1)
     screen.say(
@@ -323,9 +323,9 @@ def _say_schedule(earlier: Earlier, wanted: Recipe, plan: Plan) -> None:
 
 
 def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
-    """Make a run directory with everything decided before launch, and return it.
+    """Make the run directory with recipe, plan, DeepSpeed settings, manifest and a copy of the code; return it.
 
-    earlier: the run whose checkpoint it starts from, which is brought into `continued/`. A failure leaves no directory.
+    The checkpoint of `earlier` goes into `continued/`, its events are copied. A failure leaves no directory.
     """
     stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:
@@ -352,9 +352,9 @@ def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
 
 
 def train_ranks(t: Training) -> None:
-    """Train to the last step from the newest checkpoint, unless the run is trained; then forget t.newcomers.
+    """Train to the last step from the newest checkpoint, unless that is done; then clear t.newcomers.
 
-    Raises RunFailed, HostLost, HostsBack.
+    Raises RunFailed, HostLost if other hosts can go on, and HostsBack if lost hosts answer again.
     """
     if not t.run.is_trained():
         known = start.Network(preflight.host_env(t.facts), preflight.find_addresses(t.facts))
@@ -363,12 +363,12 @@ def train_ranks(t: Training) -> None:
 
 
 def gather_checkpoint(t: Training) -> None:
-    """Copy the parts of the last checkpoint that lie on other hosts to this one."""
+    """Copy the last checkpoint's files from other hosts to this one. Raises UserError if some are missing."""
     checkpoint_parts.gather_checkpoint(t.run, t.hosts, t.plan.steps, t.accept_new)
 
 
 def export_model(t: Training) -> None:
-    """Write the last checkpoint as a Hugging Face model, unless export/ exists; record an event."""
+    """Write the last checkpoint to export/ as a Hugging Face model, unless it exists; append an `export` event."""
     from finlm.inference import export  # loads torch
 
     if not t.run.export.exists():
@@ -377,7 +377,7 @@ def export_model(t: Training) -> None:
 
 
 def write_sample(t: Training) -> None:
-    """Record an event with what the exported model writes after PROMPT; nothing for a reward model."""
+    """Append a `sample` event with what the exported model writes after PROMPT; do nothing for a reward model."""
     from finlm.inference import export  # loads torch
 
     if t.recipe.stage != "reward":
@@ -386,7 +386,7 @@ def write_sample(t: Training) -> None:
 
 
 def ask_questions(t: Training) -> None:
-    """Ask the model, and the model it started from, the recipe's suites; then free the GPUs."""
+    """Evaluate eval.suites on the model and, if it is here, its start model; append `suite` events; free GPU memory."""
     wanted = t.recipe
     if wanted.eval.suites:
         from finlm.evals import suite  # loads torch
@@ -401,9 +401,9 @@ def ask_questions(t: Training) -> None:
 
 
 def check_expectations(t: Training) -> None:
-    """Compare the run with the recipe's expect: and its plan; record both as events.
+    """Compare the run with the recipe's expect: (if set) and with its plan; append `expect` and `prediction` events.
 
-    Sets t.outcome when the recipe has expect:.
+    Sets t.outcome if the recipe has expect:. Saves the GPU's speed for later plans (record_prediction).
     """
     if t.recipe.expect is not None:
         t.outcome = expectations.check_expectations(t.run, t.recipe.expect)
@@ -412,7 +412,7 @@ def check_expectations(t: Training) -> None:
 
 
 def write_report(t: Training) -> None:
-    """Write report.html, then finished.json, and print the outcome."""
+    """Write report.html, then finished.json, which marks the run as finished, and print the outcome."""
     run_page.build(t.run, ended=True)
     kept = None if t.outcome is None or t.outcome.elsewhere else t.outcome.ok
     files.write_json(t.run.finished, {"time": round(time.time(), 3), "steps": t.plan.steps, "promises_kept": kept})

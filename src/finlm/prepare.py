@@ -41,10 +41,10 @@ from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
 
 
 def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new: bool = False) -> Shards:
-    """Prepare the recipe's shards and the index of their rows unless they exist, and return them. Raises UserError.
+    """Prepare the recipe's token shards unless the cache has them, print what the run reads, and return the shards.
 
-    hosts: where the workers of data.engine ray run; this machine when None. accept_new: store the ssh keys of new
-    hosts. data.prepared is checked instead of made.
+    If data.prepared is set, only checks that directory. `hosts` run the workers of data.engine ray; None is this
+    machine. `accept_new` stores ssh keys of new hosts. Raises UserError for data or a start model that cannot be used.
     """
     check_engine(recipe)
     weights.check_layers(recipe)
@@ -61,14 +61,14 @@ def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new: bool = Fals
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raise UserError where data are to be prepared by an engine that is not installed."""
+    """Raise UserError when data.engine is ray, data are to be prepared, and the package ray is not installed."""
     if recipe.data.engine == "ray" and recipe.data.prepared is None:
         ray_engine.check_installed()
 
 
 @contextmanager
 def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Iterator[Engine | None]:
-    """Yield the engine of data.engine, None for local; Ray starts at its first use and ends with the block."""
+    """Yield a RayEngine for data.engine ray, else None; it starts or joins Ray at first use and ends with the block."""
     if recipe.data.engine == "local":
         yield None
         return
@@ -85,7 +85,7 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Ite
 
 
 def locate(recipe: Recipe) -> Shards | None:
-    """Return the recipe's shards when they are complete, else None, also where sources are missing; makes nothing.
+    """Return the recipe's shards if they are complete, else None, also when local sources are missing; makes nothing.
 
     Raises UserError for a data.prepared that cannot be used, and for damaged shards.
     """
@@ -98,7 +98,7 @@ def locate(recipe: Recipe) -> Shards | None:
 
 
 def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the samples of dropped documents that the steps of a recipe's data kept; none of what is not here."""
+    """Return samples of dropped documents: the rows of dropped.jsonl of the cached prepare steps. Prepares nothing."""
     cache = Cache(Path(recipe.data.cache_dir), build=False)
     with contextlib.suppress(NotPrepared, UserError):
         run_steps(recipe, cache)
@@ -106,9 +106,9 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
-    """Raise UserError for a path or URL in data.sources that no file matches, and for rows that are no dialogues.
+    """Raise UserError when a path or URL in data.sources matches no file, or when rows are malformed dialogues.
 
-    only_urls: look for those alone, and read no rows.
+    With only_urls, checks URLs alone and reads no rows.
     """
     inputs = list[sources.Input]()
     for number, source in enumerate(recipe.data.sources):
@@ -119,9 +119,9 @@ def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
 
 
 def make_plan(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> Plan:
-    """Return the plan of a recipe on these hosts, from the vocabulary and tokens of its shards when given.
+    """Return the plan of a recipe on these hosts; with `shards`, vocabulary size and tokens an epoch are theirs.
 
-    Raises PlanError when nothing fits.
+    Raises PlanError when nothing fits, UserError when the vocabulary size is unknown without shards.
     """
     if shards is None:
         return planner.make(recipe, hosts, shape.of(recipe))
@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> P
 
 
 def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of the recipe's run as text: pretraining rows, or dialogues with their labels."""
+    """Print the first `count` rows of the recipe's run to stdout: pretraining rows, or dialogues with their labels."""
     (print_rows if recipe.stage == "pretrain" else lint.print_label_rows)(recipe, shards, count)
 
 
@@ -156,7 +156,7 @@ def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, Any]:
 
 
 def warnings(recipe: Recipe, shards: Shards | None) -> list[str]:
-    """Return a sentence about dialogue rows longer than the start model's context, else an empty list.
+    """Return a list with one sentence if dialogue rows are longer than the start model's context, else an empty list.
 
     Rows are counted in the shards; without shards batch.sequence_length is compared.
     """
@@ -176,7 +176,7 @@ def warnings(recipe: Recipe, shards: Shards | None) -> list[str]:
 
 
 def _check_prepared(recipe: Recipe, prepared: str) -> Shards:
-    """Open data.prepared and return it. Raises UserError when it is incomplete or belongs to another recipe's model."""
+    """Open data.prepared and return it. Raises UserError if it is incomplete or made for another stage or tokenizer."""
     shards = Shards(prepared)
     holds = shards.manifest.get("stage", "pretrain")
     if holds != recipe.stage:
@@ -194,7 +194,7 @@ def _check_prepared(recipe: Recipe, prepared: str) -> Shards:
 
 
 def _check_documents(recipe: Recipe, shards: Shards, tokenizer: Path) -> None:
-    """Raise UserError when another tokenizer file encoded the shards."""
+    """Raise UserError unless the file `tokenizer`, extended to tokenizer.extend_to if set, is the one of the shards."""
     kind, wanted = tokenizer_json if encoders.is_json(tokenizer) else vocab, shards.manifest["tokenizer_sha256"]
     kind.load(tokenizer)
     fingerprint = kind.fingerprint(tokenizer)
@@ -211,9 +211,9 @@ def _check_documents(recipe: Recipe, shards: Shards, tokenizer: Path) -> None:
 
 
 def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
-    """Raise UserError when the dialogues were written with other settings, another tokenizer or chat template.
+    """Raise UserError when the dialogues were encoded with other settings, another tokenizer or chat template.
 
-    Tokenizer and template are checked only where the model that the recipe starts from lies on this machine.
+    Tokenizer and template are checked only if the model that the recipe starts from is on this machine.
     """
     wanted = convert.settings(recipe)
     former = shards.manifest.get("settings", wanted)
@@ -251,9 +251,9 @@ RUNS = Path("runs")  # where `finlm prepare` looks for the run of a recipe in mo
 
 
 def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Path:
-    """Do the missing steps in order and return the directory of the last one. engine: this machine's when None.
+    """Run the prepare steps that the cache lacks, in order; return the directory of the shards. `engine` None is local.
 
-    Raises UserError, and NotPrepared where a step is missing and the cache may not build.
+    Raises UserError, and NotPrepared when a step is missing and cache.build is False.
     """
     context = Context(recipe, cache, engine)
     if recipe.stage != "pretrain":
@@ -270,9 +270,9 @@ def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Pat
 
 
 def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
-    """Return the tokenizer file that the recipe names, or the start model's; None where a tokenizer is trained.
+    """Return the tokenizer file that the recipe names, or the start model's; None if a tokenizer is to be trained.
 
-    Raises UserError where the file is missing, NotPrepared where the start model is and the cache may not build.
+    Raises UserError when the file is missing, NotPrepared when the start model is missing and cache.build is False.
     """
     settings = recipe.tokenizer
     if settings.path is not None:
@@ -288,7 +288,7 @@ _CONTROL = str.maketrans({code: f"\\x{code:02x}" for code in (*range(9), *range(
 
 
 def run_tokens(recipe: Recipe, shards: Shards) -> int:
-    """Return the tokens that the run reads, from train.steps, train.tokens or train.epochs; before any rounding."""
+    """Return how many tokens the run reads, by train.steps, tokens or epochs, before rounding to whole steps."""
     train, step = recipe.train, recipe.batch.tokens_per_step
     if train.steps is not None:
         return train.steps * step
@@ -298,19 +298,19 @@ def run_tokens(recipe: Recipe, shards: Shards) -> int:
 
 
 def run_rows(recipe: Recipe, shards: Shards) -> int:
-    """Return the rows that the run reads in whole steps of batch.tokens_per_step, one at least."""
+    """Return how many rows the run reads in whole steps of batch.tokens_per_step; at least one step's."""
     step = recipe.batch.tokens_per_step
     return max(1, run_tokens(recipe, shards) // step) * step // recipe.batch.sequence_length
 
 
 def epoch_tokens(recipe: Recipe, shards: Shards) -> int:
-    """Return the tokens of a pass over the training rows of prepared shards; rows that are not filled count as full."""
+    """Return the tokens of an epoch over the training rows; each row counts as full, times recipe.uses_of_row."""
     return len(dialogues.open_rows(shards, recipe)) * recipe.uses_of_row * recipe.batch.sequence_length
 
 
 @dataclass(frozen=True)
 class SourceReading:
-    """What a run reads of a source: tokens, share of the run and of each part of it, how often it is repeated."""
+    """What a run reads of one source: tokens, share of the run (0 to 1), epochs, and share of each mixture part."""
 
     source: str
     tokens: int
@@ -348,7 +348,7 @@ def describe_reading(recipe: Recipe, shards: Shards) -> Reading:
 
 
 def print_reading(reading: Reading) -> None:
-    """Print the rows and one line a source on stderr."""
+    """Print to stderr the number of rows and, one line each, what the run reads of every source."""
     screen.say(f"rows: {reading.rows:,} of {reading.sequence_length:,} tokens ({reading.packing}); the run reads")
     width = max(len(row.source) for row in reading.sources)
     for row in reading.sources:
@@ -359,7 +359,7 @@ def print_reading(reading: Reading) -> None:
 
 
 def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of a pretraining run, in the run's order, as a part of the result."""
+    """Print the first `count` rows of a pretraining run as text to stdout, in the order in which the run reads them."""
     rows = dialogues.prepare_rows(shards, recipe.batch.sequence_length, recipe.data.packing)
     ranges, read_rows = rows.source_ranges(), run_rows(recipe, shards)
     order = packing.order(ranges, recipe.data.mixture, read_rows, rows.sequence_length, recipe.train.seed)
@@ -372,7 +372,7 @@ def print_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def row_lines(
     rows: Rows | packing.PackedRows, row: int, source: str, tokenizer: pretrained.Tokenizer, position: int
 ) -> list[str]:
-    """Return a row as lines of text: a header with its counts, then each document. position: its place in the run."""
+    """Return row `row` of `rows` as lines: a header, then its documents. `position` is its index in the run's order."""
     ids = np.array([row])
     (inputs,), (labels,) = rows.read(ids)
     (documents,) = rows.documents(ids)
@@ -395,7 +395,7 @@ def row_lines(
 
 
 def _text(tokenizer: pretrained.Tokenizer, ids: Sequence[int], masked: Sequence[bool]) -> str:
-    """Return decoded tokens; stretches whose label does not count stand between ⟦ and ⟧, bos and eos by name."""
+    """Return the decoded tokens, masked ones (labels that do not count) between ⟦ and ⟧, and bos and eos by name."""
     text, run = "", list[int]()
     names = {number: name for name, number in filter(None, (tokenizer.bos, tokenizer.eos))}
 
@@ -433,7 +433,7 @@ def check_mixture(stages: Sequence[Stage], run_tokens: int) -> None:
 def describe_sources(
     ranges: Mapping[str, range], parts: Sequence[packing.Part], sequence_length: int
 ) -> list[SourceReading]:
-    """Return what a run cut into these parts reads of each source. ranges: row ids by source."""
+    """Return what the run reads of each source. `ranges` are row ids by source, `parts` say how many rows are read."""
     rows = np.sum([part.rows for part in parts], axis=0)
     return [
         SourceReading(

@@ -1,5 +1,4 @@
-"""What a plan means beyond one step: epochs, GPU-hours and cost, the end date, checkpoints and their disk; and what
-would make the run faster.
+"""Derive from a plan epochs, GPU-hours and cost, end date, checkpoints and their disk, and what would make it faster.
 
 A faster run is a single change of recipe or cluster, each planned anew, the best first. Nothing is decided or applied
 here, and nothing is stored in a run.
@@ -61,9 +60,10 @@ def of(
     price: float | None = None,
     now: datetime.datetime | None = None,
 ) -> Advice:
-    """Return the advice about a plan. epoch_tokens: of the prepared data, when known.
+    """Return the Advice about a plan.
 
-    price: of a GPU-hour, instead of the recipe's. now: when the run starts.
+    `epoch_tokens` are the tokens of one epoch of the prepared data, None if unknown. `price` is that of a GPU-hour,
+    None for the recipe's. `now` is when the run starts, None for the current time.
     """
     tokens = plan.steps * plan.tokens_per_step
     price = recipe.hardware.price_per_gpu_hour if price is None else price
@@ -103,7 +103,7 @@ def of(
 def memory_interval(recipe: Recipe, plan: Plan, share: int, stall: float) -> float | None:
     """Return the seconds between checkpoints in memory, None without any; auto is measured anew while the run trains.
 
-    share: bytes of a rank's files. stall: seconds that training waits for a copy of them.
+    `share` is the bytes of a rank's files, `stall` the seconds that training waits for a copy of them.
     """
     minutes = recipe.checkpoint.memory_minutes
     if minutes is None:
@@ -117,7 +117,7 @@ def memory_interval(recipe: Recipe, plan: Plan, share: int, stall: float) -> flo
 
 
 def hosts_that_may_be_lost(recipe: Recipe, plan: Plan) -> int:
-    """Return how many hosts may be lost with their disks while a checkpoint stays whole: the newest, or that in memory.
+    """Return how many hosts may be lost with their disks while the newest checkpoint (disk or memory) stays whole.
 
     The host that `train` runs on is not counted. Disks are taken to be the hosts' own.
     """
@@ -127,7 +127,7 @@ def hosts_that_may_be_lost(recipe: Recipe, plan: Plan) -> int:
 
 
 def copy_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> int:
-    """Return the bytes that checkpoint.copies sends each checkpoint: the shards of all hosts but the first."""
+    """Return the bytes that checkpoint.copies sends a checkpoint: the shards of all hosts but the first; else 0."""
     if not recipe.checkpoint.copies or plan.zero_stage == 0 or len(plan.hosts) == 1:
         return 0
     whole, own = checkpoint_bytes(recipe, shape, plan)
@@ -140,7 +140,7 @@ def copies_kept(recipe: Recipe, plan: Plan) -> int:
 
 
 def losable_hosts(recipe: Recipe, shape: ModelShape, plan: Plan) -> str:
-    """Return a sentence about which hosts may be lost for good, and what that costs; empty for a single host."""
+    """Return a sentence about which hosts may be lost for good, and what that costs; "" for a single host."""
     others = len(plan.hosts) - 1
     if not others:
         return ""
@@ -168,7 +168,7 @@ def losable_hosts(recipe: Recipe, shape: ModelShape, plan: Plan) -> str:
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int, int]:
     """Return (bytes of a checkpoint, of the largest rank's files): 16-bit weights, fp32 master, Adam's two moments.
 
-    Stage 3 keeps no separate weights, stage 0 in fp32 no separate master. Beside adapters frozen weights are kept too.
+    Stage 3 keeps no separate weights, stage 0 in fp32 no separate master. With adapters, frozen weights are kept too.
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
@@ -182,14 +182,17 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
 
 
 def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:
-    """Return the bytes on one host: kept checkpoints, the one being written, copies, and the export."""
+    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and the export.
+
+    `whole` and `share` are what checkpoint_bytes returns.
+    """
     of_host = whole if len(plan.hosts) == 1 else min(whole, share * max(host.slots for host in plan.hosts))
     copies = copy_bytes(recipe, shape, plan) * copies_kept(recipe, plan)
     return _most_saved(recipe, plan) * of_host + copies + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
 
 
 def _most_saved(recipe: Recipe, plan: Plan) -> int:
-    """Return the most checkpoints on the disk at once, with the one that is being written."""
+    """Return the largest number of checkpoints on the disk at once, including the one that is being written."""
     every, keep = recipe.checkpoint.every_steps, recipe.checkpoint.keep_last
     saved = 1 if every is None else min(keep + 1, plan.steps // every + 1)
     if every and (always := recipe.checkpoint.keep_every_steps):
@@ -198,9 +201,9 @@ def _most_saved(recipe: Recipe, plan: Plan) -> int:
 
 
 def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float | None) -> int | None:
-    """Return the steps between checkpoints that lose the least time, to two digits; None without a speed.
+    """Return the steps between checkpoints that lose the least time (best_interval), rounded to two digits.
 
-    By best_interval; not beyond the run.
+    At most the run's steps; None if `step_seconds` is None. `stall` and `write` are in seconds.
     """
     if step_seconds is None:
         return None
@@ -211,7 +214,7 @@ def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float |
 
 
 def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
-    """Return (label, sentence) rows about data, end, GPU-hours and checkpoints, for people."""
+    """Return (label, sentence) pairs about data, end, GPU-hours and checkpoints, to be printed."""
     rows = []
     if advice.epoch_tokens:
         per = advice.epoch_tokens / plan.parameters
@@ -279,7 +282,7 @@ Fitting = Callable[[Recipe, Cluster], list[Candidate]]
 
 
 def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
-    """Return what to change of how checkpoints are kept so that the recipe fits, "" when that is not enough."""
+    """Return which checkpoint keys to change so that the recipe fits, as `fitting` tells; "" if not enough."""
     without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
     if recipe.checkpoint.memory_minutes is not None and fitting(without, cluster):
         return "leave checkpoint.memory_minutes out: checkpoints on disk alone need none of this host memory"
@@ -291,7 +294,7 @@ def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
 def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
     """Return in words what would make the recipe fit: fewer ranks a host, else more hosts, shorter rows or other GPUs.
 
-    fitting: the candidates of a recipe that fit a cluster. Only what was tried and fits is said.
+    `fitting` returns the candidates of a recipe that fit a cluster. Names only what was tried and fits.
     """
     most = max(host.slots for host in cluster.hosts)
     for slots in range(most - 1, 0, -1):
@@ -302,7 +305,7 @@ def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
 
 
 def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield how many such hosts would do, with the keys to set beside that; at most 32 times as many are tried."""
+    """Yield at most one sentence: how many such hosts would do, with the keys to set; tries up to 32 times as many."""
     free, hosts = search.relax_recipe(recipe), len(cluster.hosts)
     for factor in MORE_HOSTS:
         if found := fitting(free, search.on_more_hosts(cluster, factor)):
@@ -312,7 +315,7 @@ def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[
 
 
 def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield the longest half, quarter, ... of batch.sequence_length that fits; none for answers of GRPO."""
+    """Yield at most one sentence: the longest half, quarter, ... of batch.sequence_length that fits; none for GRPO."""
     length = recipe.batch.sequence_length
     for shorter in (length // 2**times for times in range(1, 6) if recipe.stage != "grpo" and length % 2**times == 0):
         batch = recipe.batch.model_copy(update={"sequence_length": shorter})
@@ -322,7 +325,7 @@ def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterato
 
 
 def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield the kind of GPU with the least memory that would do in every host."""
+    """Yield at most one sentence: the known GPU kind with the least memory that would do in every host."""
     kinds = [gpus.find(host.gpu) for host in cluster.hosts if host.gpu]
     least, newest = (max((getattr(one, n) for one in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
     known = (one for one in gpus.kinds().values() if one.compute_capability >= newest and one.memory_bytes > least > 0)
@@ -334,16 +337,16 @@ def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator
 
 
 def nearest_settings(recipe: Recipe, found: Sequence[Candidate]) -> tuple[str, Candidate]:
-    """Return (the keys to set, with their values, the candidate) of the candidate that asks for the fewest changes.
+    """Return (text of the keys to set, the candidate) of the candidate that asks for the fewest changes.
 
-    A key that the recipe leaves to auto, or has at that value, is none of them.
+    Keys that the recipe leaves to auto, or has at that value, need no change.
     """
     nearest = min(found, key=lambda one: (len(_to_change(recipe, one)), one.complexity))
     return ", ".join(f"{key}: {value}" for key, value in _to_change(recipe, nearest).items()), nearest
 
 
 def _to_change(recipe: Recipe, other: Candidate) -> dict[str, object]:
-    """Return {key: value} of what the recipe fixes at another value than a candidate has."""
+    """Return {recipe key: value} for what the recipe fixes at another value than the candidate has."""
     changes: dict[str, object] = {}
     for name, key in CHOICES.items():
         section, _, field = key.partition(".")
@@ -373,7 +376,10 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU. fastest: gives a recipe's best one."""
+    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU.
+
+    `fastest` returns the best candidate of a recipe on a cluster, or None when nothing fits.
+    """
     now = chosen.tokens_per_second
     if now is None:
         return []
@@ -407,7 +413,10 @@ def settings(before: Candidate, after: Candidate) -> str:
 
 
 def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluster]]:
-    """Yield (what is changed, recipe, cluster). A changed cluster is planned with the recipe's free choices."""
+    """Yield (what is changed, recipe, cluster); `{settings}` in the text stands for what the planner then sets.
+
+    A changed cluster is planned with the recipe's free choices.
+    """
     free = search.relax_recipe(recipe)
     if free != recipe:
         yield "{settings}", free, cluster

@@ -97,7 +97,7 @@ def kinds() -> dict[str, Gpu]:
 
 
 def _parse_kind(name: str, **row: Any) -> Gpu:
-    """Return the kind of a row of gpus.yaml."""
+    """Return the GPU kind of an entry of gpus.yaml."""
     peaks = {f"{kind}_flops": row.pop(kind) for kind in ("bf16", "fp16", "fp8", "fp32")}
     return Gpu(name=name, memory_bytes=row.pop("memory_mib") * 2**20, **peaks, **row)
 
@@ -106,14 +106,17 @@ _declared: dict[str, Gpu] = {}
 
 
 def declare(gpu: Gpu) -> None:
-    """Make find return this kind of the user's before any of the table."""
+    """Register a GPU kind in this process; find() then returns it before the table's entry of that name."""
     _declared[gpu.name.casefold()] = gpu
     find.cache_clear()
 
 
 @functools.cache
 def find(name: str) -> Gpu:
-    """Return the kind called `name`, or whose nvidia-smi pattern matches it. Raises PlanError that names near ones."""
+    """Return the GPU kind called `name`, or whose nvidia-smi pattern matches it; declared kinds come first.
+
+    Raises PlanError that names the nearest kinds.
+    """
     known = kinds()
     by_name = {kind.casefold(): gpu for kind, gpu in known.items()} | _declared
     if name.casefold() in by_name:
@@ -139,10 +142,10 @@ def describe_gpu(
     bandwidth: float | None = None,
     capability: float | None = None,
 ) -> Gpu:
-    """Return a kind by the user's description, over what the table knows.
+    """Return the GPU kind `name` with the given values, and otherwise what the table knows of it.
 
-    An unknown kind needs memory and FLOP/s, else PlanError. flops: dense, 16 bits. bandwidth: of its memory, bytes/s;
-    else one byte for 200 FLOP, as an A100 has. capability: CUDA's; 8.0, with bf16, when unknown.
+    An unknown kind needs memory and FLOP/s, else PlanError. `flops` are dense, in 16 bits. `bandwidth` is its memory's
+    in bytes/s; if None, one byte for 200 FLOP, as an A100 has. `capability` is CUDA's, 8.0 (with bf16) if unknown.
     """
     try:
         known = dataclasses.replace(find(name), name=name)
@@ -179,9 +182,9 @@ def describe_gpu(
 def declare_described(
     name: str | None, memory: str | None, flops: float | None, bandwidth: float | None, capability: float | None
 ) -> None:
-    """Declare the kind `name` as the command line describes it; do nothing without a description.
+    """Declare the GPU kind `name` as the command line describes it; do nothing without a description.
 
-    Raises UserError without a name, for a size that is none, and for an unknown kind without memory or FLOP/s.
+    Raises UserError for a description without a name, a malformed size, and an unknown kind without memory or FLOP/s.
     """
     if memory is None and flops is None and bandwidth is None and capability is None:
         return
@@ -195,11 +198,11 @@ def declare_described(
 
 
 class PlanError(UserError):
-    """The error when nothing fits or the hardware cannot do it; the fix names the nearest plan that would."""
+    """Raised when nothing fits or the hardware cannot do what is asked; the fix names the nearest plan that would."""
 
 
 def check_devices(cluster: Cluster) -> None:
-    """Raise PlanError when only some hosts have GPUs."""
+    """Raise PlanError when some hosts have GPUs and others have none."""
     without = [host.name for host in cluster.hosts if host.gpu is None]
     if without and not cluster.is_cpu:
         raise PlanError(
@@ -212,7 +215,7 @@ def check_devices(cluster: Cluster) -> None:
 def attention(
     cluster: Cluster, precision: str, deterministic: bool
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """Return the scaled_dot_product_attention backend that every GPU has and that is fastest on the oldest."""
+    """Return the scaled_dot_product_attention backend that all GPUs have, fastest on the oldest; "default" on CPU."""
     if cluster.is_cpu:
         return "default"
     capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
@@ -249,7 +252,7 @@ def _capability(host: str, gpu: str | None) -> str:
 
 
 def precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
-    """Return (precision, reasons). Raises PlanError when the hardware cannot run the recipe's."""
+    """Return (precision, sentences with the reason). Raises PlanError when the hardware cannot run train.precision."""
     wanted = recipe.train.precision
     if wanted != "auto":
         problem = precision_problem(wanted, cluster)
@@ -292,10 +295,10 @@ def runs_file() -> Path:
 
 
 def declare_calibrated() -> list[str]:
-    """Declare every kind that this user measured; return the names in the user's table.
+    """Declare every GPU kind that this user measured; return the names in the user's table.
 
-    The median of a kind's newest runs counts more than `finlm plan --calibrate`, whose products are no model. Raises
-    UserError for a damaged file.
+    The median speed of a kind's newest finished runs replaces the one of `finlm plan --calibrate`, which times matrix
+    products and no model. Raises UserError when the table or the list of runs is damaged.
     """
     try:
         table = _read_user_kinds()
@@ -329,10 +332,11 @@ def declare_calibrated() -> list[str]:
 def remember_run(
     name: str, plan: Plan, stage: str, planned: float | None, measured: float | None
 ) -> MeasuredRun | None:
-    """Store the GPU speed that a finished run shows in runs.jsonl and return it; None where it shows none.
+    """Store the GPU speed that a finished run shows in runs.jsonl and return it; None if the run shows none.
 
-    planned, measured: tokens/s. Runs that count are 16-bit pretraining and SFT on GPUs of one kind, whose step is
-    mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as it was planned.
+    `planned` and `measured` are tokens/s. Only 16-bit pretraining and SFT runs count, on GPUs of one kind, whose step
+    is mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as planned. Raises OSError,
+    ValueError or TypeError when the file cannot be written or is damaged.
     """
     kinds, parts = {host.gpu for host in plan.hosts}, plan.step_seconds
     if not (planned and measured and plan.gpu_mfu and parts) or len(kinds) != 1:
@@ -352,14 +356,14 @@ def remember_run(
 
 
 def _read_runs() -> list[MeasuredRun]:
-    """Return the finished runs in the user's list, oldest first; empty without the file."""
+    """Return the finished runs in the user's list, oldest first; [] without the file."""
     if not runs_file().exists():
         return []
     return [MeasuredRun(**json.loads(line)) for line in runs_file().read_text(encoding="utf-8").splitlines()]
 
 
 def _read_user_kinds() -> list[Gpu]:
-    """Return the GPU kinds in the user's YAML table; [] without it. A malformed one raises YAML's or Gpu's errors."""
+    """Return the GPU kinds in the user's YAML table; [] without it. Raises YAML's or Gpu's errors if malformed."""
     if not user_file().exists():
         return []
     rows = YAML(typ="safe").load(user_file().read_text(encoding="utf-8"))["kinds"]
@@ -367,7 +371,7 @@ def _read_user_kinds() -> list[Gpu]:
 
 
 def measure() -> list[Gpu]:
-    """Measure this machine's GPUs in a process with torch, store and return their kinds.
+    """Measure this machine's GPUs in a process with torch; store their kinds in the user's table and return them.
 
     Raises UserError when that fails or takes more than LIMIT_SECONDS.
     """
@@ -390,9 +394,10 @@ def measure() -> list[Gpu]:
 
 
 def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
-    """Return the kind of a row of train/measure.py; for a known name peak and memory bandwidth are the table's.
+    """Return the GPU kind of what train/measure.py printed about one GPU, a JSON object.
 
-    The share of the peak that a model reaches follows from the share that plain products reach.
+    For a kind of gpus.yaml, peak and memory bandwidth are the table's. mfu, the share of the peak that a model reaches,
+    follows from the share that plain matrix products reach.
     """
     flops = row["products"]["bf16"] or row["products"]["fp16"]
     memory = int(row["memory_bytes"])
@@ -417,7 +422,7 @@ def _is_known(name: str) -> bool:
 
 
 def store(measured: list[Gpu]) -> None:
-    """Write these kinds into the user's table; those that are there already and not measured again stay."""
+    """Write these GPU kinds into the user's table; other kinds that it has stay. A damaged table is replaced."""
     try:
         kept = _read_user_kinds()
     except Exception:  # damaged: read() says that measuring mends it

@@ -28,9 +28,9 @@ def has_snapshot(recipe: Recipe) -> bool:
 
 
 def neighbour_ranks(recipe: Recipe, cluster: Cluster, layout: Layout) -> int | None:
-    """Return the most ranks of a host whose part of checkpoints in memory another host holds too.
+    """Return how many ranks' checkpoints in memory a host may hold for another host, at most.
 
-    0 = each host holds its own part alone (of one host, and under ZeRO stage 0 the whole); None = none are in memory.
+    0 = each host holds only its own ranks' (a single host, or ZeRO stage 0); None = there are no checkpoints in memory.
     """
     if recipe.checkpoint.memory_minutes is None:
         return None
@@ -43,8 +43,8 @@ def host_items(
 ) -> dict[str, int]:
     """Return peak bytes of a host with `slots` ranks, item by item; on CPU ranks these are the ranks themselves.
 
-    has_snapshot: checkpoints are written by a thread, from a copy of the rank's states in host memory. neighbour: ranks
-    of the host whose part of the checkpoints in memory is here too; 0 = only its own; None = none are in memory.
+    `has_snapshot` says that a thread writes checkpoints from a copy of the rank's states in host memory. `neighbour` is
+    the number of another host's ranks whose checkpoints in memory are here too (neighbour_ranks).
     """
     snapshot = {"checkpoint on its way": snapshot_bytes(shape, layout, slots)} if has_snapshot else {}
     if neighbour is not None:  # the newest, and the one that is being written
@@ -58,7 +58,7 @@ def host_items(
 
 
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Return bytes of a host's copies that asynchronous checkpoints are written from: states, and weights once."""
+    """Return the bytes of a host's copies from which asynchronous checkpoints are written: states, and weights once."""
     size = trained_parameters(shape, layout)
     frozen = shapes.frozen_parameters(shape, layout.trainable is not None, layout.weight_bytes is not None)
     kept = share(frozen, layout, 3) * (slots if layout.zero_stage == 3 else 1)
@@ -67,7 +67,7 @@ def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
 
 
 def nvme_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Return bytes in files on a host's NVMe disk."""
+    """Return the bytes of files on the NVMe disk of a host with `slots` ranks; 0 without nvme offload."""
     own = share(trained_parameters(shape, layout), layout, 1)
     states = NVME_STATE_BYTES * own if layout.offload_optimizer == "nvme" else 0
     weights = layout.element_bytes * share(shape.parameters, layout, 3) if layout.offload_param == "nvme" else 0
@@ -75,7 +75,7 @@ def nvme_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
 
 
 def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return bytes of host memory, item by item, of what ZeRO keeps off one rank's device."""
+    """Return the bytes of host memory, item by item, that hold what ZeRO keeps off one rank's device."""
     e = layout.element_bytes
     own = share(trained_parameters(shape, layout), layout, 1)
     pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
@@ -112,13 +112,13 @@ def pinned_bytes(size: int) -> int:
 
 
 def _in_groups(parameters: int, group: int, element_bytes: int, pin: Callable[[int], int]) -> int:
-    """Return bytes of parameters that are allocated in groups of `group`, each rounded up by `pin`."""
+    """Return the bytes of parameters allocated in groups of `group`; `pin` rounds the bytes of each group up."""
     whole, rest = divmod(parameters, max(1, group))
     return whole * pin(element_bytes * group) + (pin(element_bytes * rest) if rest else 0)
 
 
 def _rounding(shape: ModelShape, layout: Layout, ranks: int) -> float:
-    """Return pinned over requested bytes when every matrix is allocated by itself, in `ranks` parts."""
+    """Return allocated over requested bytes when every matrix is pinned by itself, divided into `ranks` pieces."""
     e = layout.element_bytes
     matrices = [math.prod(sizes) for _, sizes in shape.tensors if len(sizes) > 1]
     counts = [(shape.layers, size) for size in matrices] + [(2 - shape.tied, shape.hidden * shape.vocab)]

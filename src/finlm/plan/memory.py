@@ -87,12 +87,12 @@ class Layout:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a weight, a gradient or an activation."""
+        """Bytes of an element of weights, gradients and activations."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient that waits for the step."""
+        """Bytes of an element of the gradients that wait for the step."""
         return 4 if self.fp32_gradients else self.element_bytes
 
     @property
@@ -119,7 +119,7 @@ class Buckets:
 
 
 def bucket_sizes(stage: int, offload_optimizer: Offload, shape: ModelShape) -> Buckets:
-    """Return DeepSpeed's buffer sizes in elements: large at stages 1 and 2, its defaults at stage 3; <= the model."""
+    """Return DeepSpeed's buffer sizes in elements for a ZeRO stage; only sub_group may exceed the parameters."""
     cap = max(shape.parameters, 1)
     reduce = 200_000_000 if stage == 3 or offload_optimizer != "none" else 500_000_000
     return Buckets(
@@ -137,7 +137,7 @@ def bucket_sizes(stage: int, offload_optimizer: Offload, shape: ModelShape) -> B
 def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
     """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
 
-    Each group is cut into equal parts wherever that falls, and DeepSpeed keeps whole every matrix it has a part of.
+    Groups of `group` elements at most are cut into equal shares; a rank keeps whole every matrix it has a share of.
     """
     kept = [0] * world_size
     for members in group_members(shape.sizes, group, lambda size: size):
@@ -150,13 +150,13 @@ def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
 
 
 def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes a token keeps in one decoder layer for the backward pass.
+    """Return the bytes that one decoder layer keeps per token for the backward pass.
 
-    In bytes of 16 bits a number, compiled: inputs and outputs of both norms 8h, q and attention's output 4h, k and v 4
-    kv, gate and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: in the place of the norms' inputs fp32
-    copies and what they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of the
-    queries and keys keep these before and after, norms behind a block its output. Selective recompute keeps nothing of
-    the feed-forward block but its input.
+    With 16-bit elements, compiled: inputs and outputs of both norms 8h, q and attention's output 4h, k and v 4 kv, gate
+    and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: fp32 copies instead of the norms' inputs, and what
+    they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of queries and keys
+    keep these before and after, norms behind a block its output. Selective recompute keeps nothing of the feed-forward
+    block but its input.
     """
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
@@ -181,9 +181,9 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
-    """Return the bytes a token of queries, keys, values, attention's output and what they are made from, 16 bits each.
+    """Return the 16-bit bytes that latent attention keeps per token: queries, keys, values, output and latents.
 
-    Values lie beside the keys' part without RoPE, except where they are filled up: then so is the output, which is cut.
+    Values lie beside the keys' elements without RoPE, unless they are padded; then the output is padded too, and cut.
     """
     q, out = shape.q_width, shape.output_width
     beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
@@ -192,7 +192,7 @@ def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes a token that attention keeps beside q, k, v and its output, with fp32 sums of every head."""
+    """Return the bytes attention keeps per token beside q, k, v, output: repeated keys, masks, scores, fp32 sums."""
     # Windows that varlen_attn does not cut are masks, under which no kernel shares keys.
     by_mask = sum(window < layout.attended for window in shape.windows) / shape.layers
     shares_keys = not (layout.repeats_keys or layout.has_documents)
@@ -204,10 +204,10 @@ def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
-    """Return what adapters add to the bytes a token keeps: (attention and norms, feed-forward block).
+    """Return what adapters add to the bytes kept per token: (in attention and norms, in the feed-forward block).
 
-    A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale; an adapter keeps its input, and
-    with dropout an input of its own and a mask of one byte, and what A makes of it.
+    A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale. An adapter keeps its input and
+    what its matrix A makes of it; with dropout also an input of its own and a mask of one byte.
     """
     hidden, ffn, sides = shape.hidden, shape.ffn, shape.matrices
     adapted = [name for name in sides if name in layout.adapted]
@@ -227,7 +227,7 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
 
 
 def kept_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes of activations that all layers keep of one micro-batch until the backward pass."""
+    """Return the bytes of activations that all layers keep for one micro-batch until the backward pass."""
     if layout.recompute == "full":
         # Measured with ZeRO-3 on one and two GPUs: something as wide as the feed-forward block stays too.
         width = shape.hidden + (shape.ffn if layout.zero_stage == 3 else 0)
@@ -236,7 +236,7 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def backward_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes that one layer's backward pass needs beside kept ones: recomputed, and temporaries.
+    """Return the bytes that one layer's backward pass needs beside kept activations: recomputed ones, and temporaries.
 
     Temporaries are the gradients of gate, up and their product, and of hidden states; uncompiled the product itself is
     gone by then, and with dropout also what the adapter kept of it.
@@ -249,7 +249,7 @@ def backward_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> int:
-    """Return the bytes at the loss (train/model/kernels.py): slices of logits and the gradients that it forms.
+    """Return the bytes needed at the loss (train/model/kernels.py): slices of logits, and the gradients that it forms.
 
     One slice is logits and their gradient; from the second on the gradient of the slice before still exists, and so
     does the head's. Uncompiled, on CPU and where log-probabilities are asked for (preferences), fp32 numbers and their
@@ -270,14 +270,14 @@ def logits_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> int:
-    """Return the bytes of the widest layer's numbers in a forward pass without gradients, and of a mask twice."""
+    """Return the bytes of the widest layer, with masks, in a gradient-free forward pass of rows x length tokens."""
     return rows * length * (layout.element_bytes * (6 * shape.hidden + 3 * shape.ffn) + 3 * length)
 
 
 def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return bytes beside the states while a rank generates answers, by item; empty where it generates none.
+    """Return the bytes beside the states while a rank generates answers, by item; {} if it generates none.
 
-    Keys and values of the rows, and what prompts, PROMPT_TOKENS of them at a time, or a token of all rows need beside.
+    They are keys and values, and what PROMPT_TOKENS tokens of prompts, or one token of all rows, need beside them.
     """
     rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
     if not rows:
@@ -336,7 +336,7 @@ def trained_parameters(shape: ModelShape, layout: Layout) -> int:
 
 
 def share(parameters: int, layout: Layout, from_stage: int) -> int:
-    """Return the parameters a rank holds of a number that is partitioned from a ZeRO stage on."""
+    """Return how many of `parameters` a rank holds if they are partitioned from ZeRO stage `from_stage` on."""
     return -(-parameters // (layout.world_size if layout.zero_stage >= from_stage else 1))
 
 
@@ -368,7 +368,7 @@ def _state_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
-    """Return bytes beside the states by item: at the loss, last layer's backward, full bucket, first layer's."""
+    """Return bytes beside the states by item: at the loss, last layer's backward, first full bucket, first layer's."""
     e, size = layout.element_bytes, trained_parameters(shape, layout)
     # With offload, stages 2 and 3 send gradients to the host as soon as they are reduced.
     sent = layout.offload_optimizer in ON_HOST and layout.zero_stage >= 2

@@ -28,7 +28,7 @@ MOST = 4  # plans that a run may replace
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes at the failure: tensors' peak, torch's cache, all processes' use, the device's memory; the host's RAM."""
+    """Bytes at the failure: tensors' peak, torch's cache, use by all processes, the device's memory, the host's RAM."""
 
     allocated: int
     reserved: int
@@ -47,13 +47,16 @@ class Taken:
 
 
 def read(log: str) -> Taken | None:
-    """Return the last figures in a log; None when no rank ran out of memory."""
+    """Return the figures of the last Taken.line() in a rank's log; None when the log has none."""
     lines = [line for line in log.splitlines() if line.startswith(MARK)]
     return Taken(**json.loads(lines[-1].removeprefix(MARK))) if lines else None
 
 
 def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], error: BaseException) -> UserError:
-    """Return the error of a rank that ran out of memory. taken: {host's name: figures}, of that one host."""
+    """Return the UserError of a rank that ran out of memory; its fix is the next plan that fits, or larger GPUs.
+
+    `taken` is {host's name: figures} of the host that failed; its RAM stands for that of all.
+    """
     (figures,) = taken.values()
     device = "GPU" if plan.device == "cuda" else "rank"
     lines = [
@@ -77,7 +80,8 @@ def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], erro
 def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, Taken], former: int = 0) -> Plan | None:
     """Return the fastest plan that fits if predictions are off as much as this plan's; None when there is none.
 
-    taken: of the ranks that failed, by host. former: plans of this run that ran out of memory before.
+    `taken` are the figures of the ranks that failed, by host. `former` is how many plans of this run ran out of memory
+    before; with each the new plan leaves more room, if one can.
     """
     shape = shape_of(recipe, plan.vocab_size)
     recipe = search.as_planned(recipe, plan.asynchronous_checkpoints)
@@ -91,7 +95,7 @@ def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, 
 
 
 def _limit_devices(cluster: Cluster, plan: Plan, taken: Mapping[str, Taken], share: float) -> Cluster:
-    """Return the cluster with less device memory for the GPU kinds that failed: `share` of what the plan needed."""
+    """Return the cluster with device memory limited, for GPU kinds that failed, to `share` of what the plan needed."""
     # The prediction without what the allocator would keep for itself if it could.
     items = plan.gpu_bytes_items
     fragmentation = 0 if "process" in items else items["fragmentation"]

@@ -88,7 +88,7 @@ class Plan:
         return tuple(host.micro_batch for host in self.hosts for _ in range(host.slots))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able dict with the keys of the command-line contract."""
+        """Return the plan as a JSON-able dict, whose keys are part of the command line's contract."""
         return dataclasses.asdict(self)
 
     @staticmethod
@@ -111,12 +111,12 @@ class Plan:
 
 
 def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
-    """Return the most parameters of a group, of which each rank steps its part; a single larger matrix fits too."""
+    """Return the most parameters of an optimizer group, which all ranks share; a larger matrix is a group itself."""
     return world_size * (STREAM_GROUP if offload_optimizer == "stream" else OPTIMIZER_GROUP)
 
 
 def group_members(members: Iterable[Member], most: int, size: Callable[[Member], int]) -> list[list[Member]]:
-    """Return the members in order, in groups of at most `most` elements in sum, or of one member."""
+    """Return the members in order, in groups whose sizes sum to `most` at most; a larger member is a group itself."""
     groups: list[list[Member]] = []
     total = 0
     for member in members:
@@ -149,13 +149,13 @@ CHOICES = {
 
 
 def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
-    """Return {recipe key: (old, new)} for what two plans chose differently."""
+    """Return {recipe key: (old, new)} for what two plans decided differently, by the keys of the new plan."""
     before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
 def decided_keys(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches by host."""
+    """Return {recipe key: value} for what a plan (as JSON) decides; unequal micro-batches are {host name: rows}."""
     values = {key: plan.get(name) for name, key in CHOICES.items() if name != "generation_rows" or plan.get(name)}
     rows = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
     return values | ({"batch.micro_batch": rows} if len(set(rows.values())) > 1 else {})
@@ -166,7 +166,7 @@ HOURS_BETWEEN_FAILURES_OF_A_GPU = 54 * 24 * 16384 / 419
 
 
 def seconds_between(ranks: int, failures: int = 0, seconds: float = 0.0) -> float:
-    """Return the seconds between two failures of so many ranks.
+    """Return the expected seconds between two failures of a run with `ranks` ranks.
 
     The assumed rate counts as one failure in its time; `failures` that a run had in its `seconds` are added to it.
     """
@@ -174,9 +174,10 @@ def seconds_between(ranks: int, failures: int = 0, seconds: float = 0.0) -> floa
 
 
 def best_interval(stall: float, between: float, write: float) -> float:
-    """Return the seconds between checkpoints that lose the least time; not below 1.5 times what a write takes.
+    """Return the seconds between checkpoints that lose the least time, but at least 1.5 times `write`.
 
-    stall: seconds that training waits for one. between: seconds between failures. Young's sqrt(2 x stall x between)
-    (CACM 17(9), 1974; Daly's refinement differs by the stall itself).
+    `stall` is the seconds that training waits for a checkpoint, `write` the seconds until it is written, `between` the
+    seconds between failures. Young's sqrt(2 x stall x between) (CACM 17(9), 1974; Daly's refinement differs by the
+    stall itself).
     """
     return max(math.sqrt(2 * stall * between) - stall, 1.5 * write)

@@ -31,7 +31,10 @@ FP16_SAFE_LR = 3e-4
 
 
 def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
-    """Yield the reasons for stage, offload, recompute and micro-batch, where the recipe left them open."""
+    """Yield the reasons for stage, offload, recompute and micro-batch where the recipe leaves them to auto.
+
+    `found` are all candidates, fitting or not.
+    """
     layout, zero = chosen.layout, recipe.zero
     if zero.stage == "auto":
         yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, found)}"
@@ -60,7 +63,7 @@ def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -
 
 
 def _why_generation(chosen: Candidate) -> str:
-    """Return how many answers are generated at once, and what the time of that assumes."""
+    """Return in words how many answers are generated at once, and what their predicted time assumes."""
     layout, answers = chosen.layout, chosen.layout.micro_batch * chosen.accumulation
     said = f"answers: all {answers} of a rank are generated at once"
     if layout.generation_rows < answers:
@@ -119,7 +122,7 @@ def _need(one: Candidate) -> str:
 
 
 def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[str]:
-    """Yield what the plan allows but the user should know."""
+    """Yield sentences about what the plan allows but the user should know."""
     layout, lr = chosen.layout, recipe.optim.lr
     if layout.precision == "fp16" and lr > FP16_SAFE_LR:
         yield (
@@ -162,7 +165,7 @@ def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
 
 
 def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
-    """Return the reason for which training waits for checkpoints: a copy in host memory does not fit."""
+    """Return the sentence on why checkpoints are synchronous: a copy in host memory does not fit."""
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
     need = _need(min(kept, key=lambda one: one.over))
     return (
@@ -173,7 +176,10 @@ def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: 
 def nothing_fits_error(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
 ) -> PlanError:
-    """Return the error that gives the smallest candidate's numbers and the nearest change that would fit."""
+    """Return the error that gives the smallest candidate's memory and the nearest change that would fit.
+
+    `found` are the recipe's candidates, none of which fits.
+    """
     fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
     others = fitting(free, cluster)
     settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
@@ -200,9 +206,9 @@ def nothing_fits_error(
 
 
 def _hint_at_memory(cluster: Cluster, found: list[Candidate]) -> str:
-    """Return a clause that hardware.hosts[].memory can state more memory for the host that is short of it.
+    """Return a clause that hardware.hosts[].memory can state more memory for the host that lacks it.
 
-    "" on CPU, and where no candidate lacks host memory alone.
+    Returns "" on CPU, and if no candidate lacks host memory alone.
     """
     short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
     if cluster.is_cpu or not short:
@@ -229,13 +235,13 @@ def _rows(one: Candidate) -> str:
 
 
 def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
-    """Return the candidates that fit."""
+    """Return the recipe's candidates that fit the cluster."""
     found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
     return [one for one in found if one.fits]
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
-    """Return the plan; train_tokens of the prepared data are needed for train.epochs.
+    """Return the plan of a recipe on a cluster; `train_tokens` are the tokens of one epoch, which train.epochs needs.
 
     Raises PlanError when nothing fits, the hardware cannot run the precision, or the number of steps does not work out.
     """
@@ -271,7 +277,10 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
 def _with_reference(
     made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
 ) -> Plan:
-    """Return the plan with the time in which DPO's reference scores all pairs; unchanged where none is asked."""
+    """Return the plan with the time in which DPO's reference scores all `pairs` added, and a reason that says so.
+
+    Returned unchanged for other stages, for ORPO, and without a predicted time.
+    """
     if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
     seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
@@ -280,7 +289,7 @@ def _with_reference(
 
 
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
-    """Return the plan of a run of so many steps on this cluster; None when nothing fits or it cannot be planned."""
+    """Return the plan of a run of `steps` steps on this cluster; None when nothing fits or it cannot be planned."""
     try:
         recipe, found = _choices(recipe, cluster, shape)
     except PlanError:
@@ -294,7 +303,7 @@ def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) 
 
 
 def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list[Candidate]:
-    """Return every candidate of the recipe on this cluster, fitting or not; none where planning raises PlanError."""
+    """Return every candidate of the recipe on this cluster, fitting or not; [] when planning raises PlanError."""
     try:
         return _choices(recipe, cluster, shape)[1]
     except PlanError:
@@ -302,12 +311,15 @@ def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list
 
 
 def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return what search.choices does. Raises PlanError for a precision or micro-batches unfit for this cluster."""
+    """Return (recipe, candidates) as search.choices does.
+
+    Raises PlanError when the cluster cannot run the precision, or batch.micro_batch does not match its hosts.
+    """
     return search.choices(recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster))
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
-    """Return the candidate that make would choose; None when nothing fits."""
+    """Return the candidate that make would choose; None when nothing fits or it cannot be planned."""
     fitting = [one for one in list_candidates(recipe, cluster, shape) if one.fits]
     return search.best(fitting) if fitting else None
 
@@ -371,7 +383,7 @@ def _plan(
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the rows of a step over all ranks: whole micro-steps and groups, nearest to the recipe's.
+    """Return the rows of a step over all ranks: whole micro-steps and GRPO groups, nearest to the recipe's.
 
     Raises PlanError as search.given_micro_batches does.
     """
@@ -384,7 +396,10 @@ def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:
-    """Return the optimizer steps of train.steps, tokens or epochs. Raises PlanError for none, or an unknown number."""
+    """Return the number of optimizer steps by train.steps, tokens or epochs.
+
+    Raises PlanError when that is 0, or for train.epochs without `train_tokens`.
+    """
     train = recipe.train
     if train.steps is not None:
         return train.steps

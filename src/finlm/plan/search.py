@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def over(self) -> float:
-        """Needed over available memory, of the tighter of device and host; <= 1 fits."""
+        """Needed over available memory, the larger ratio of device and host; a candidate fits up to 1."""
         gpu = self.gpu_bytes / self.gpu_limit if self.gpu_limit else 0.0
         host = self.host_bytes / self.host_limit if self.host_limit else 0.0
         return max(gpu, host)
@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether a GPU keeps a margin even beside what its allocator cannot give back."""
+        """Whether the GPU has MARGIN of its memory free beside what its allocator cannot give back; True on CPU."""
         if self.gpu_limit is None or self.layout.device == "cpu":
             return True
         least = memory.FRAGMENTATION * memory.allocated_bytes(self.gpu_items)
@@ -85,14 +85,14 @@ class Candidate:
 
     @property
     def worth(self) -> float:
-        """Tokens/s, less a doubt for offload and ZeRO-3, whose speed depends most on the host."""
+        """Tokens/s, lowered by a doubt for offload and ZeRO-3, whose speed depends most on the host."""
         is_offloaded = self.layout.offload_optimizer != "none" or self.layout.offload_param != "none"
         doubt = OFFLOAD_DOUBT * is_offloaded + ZERO3_DOUBT * (self.layout.zero_stage == 3)
         return (1 - doubt) * (self.tokens_per_second or 0.0)
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Order of preference among equally fast candidates: fewer moving parts first, then larger micro-batches."""
+        """Sort key among equally fast candidates, smallest first: fewer moving parts, then larger micro-batches."""
         layout = self.layout
         offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
         recompute = RECOMPUTE.index(layout.recompute)
@@ -101,7 +101,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """The values each decision may take."""
+    """The values that ZeRO stage, both offloads and recompute may take."""
 
     stages: tuple[int, ...]
     offload_optimizer: tuple[str, ...]
@@ -110,7 +110,7 @@ class Choices:
 
 
 def allowed_choices(recipe: Recipe) -> Choices:
-    """Return the values that the recipe leaves open; an explicit value is the only choice."""
+    """Return the values that the recipe leaves to the planner; a value that the recipe fixes is the only choice."""
     zero = recipe.zero
     quantized = is_quantized(recipe)
     stages: tuple[int, ...] = (1, 2) if quantized else (1, 2, 3)
@@ -126,18 +126,18 @@ def allowed_choices(recipe: Recipe) -> Choices:
 
 
 def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether torch.compile is used; auto: on GPUs for rows of one length, where it pays."""
+    """Return whether torch.compile is used; auto means on GPUs, for pretraining and SFT, without 4-bit weights."""
     is_worth = not cluster.is_cpu and not is_quantized(recipe) and recipe.stage in rules.ROWS_OF_ONE_LENGTH
     return is_worth if recipe.train.compile == "auto" else recipe.train.compile
 
 
 def has_varlen_attention(cluster: Cluster, precision: str) -> bool:
-    """Return whether every GPU attends within documents by bounds (train/batches.py); True on CPU ranks."""
+    """Return whether every GPU can limit attention to documents by bounds (train/batches.py); True on CPU."""
     return cluster.is_cpu or (precision != "fp32" and all(gpus.find(host.gpu or "").has_bf16 for host in cluster.hosts))
 
 
 def relax_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe with auto for everything that the planner may choose."""
+    """Return a copy of the recipe with auto for everything that the planner may choose."""
     zero, train = recipe.zero.model_copy(update=AUTO), recipe.train.model_copy(update={"recompute": "auto"})
     batch = recipe.batch.model_copy(update={"micro_batch": "auto"})
     grpo = recipe.grpo and recipe.grpo.model_copy(update={"generation_rows": "auto"})
@@ -147,9 +147,10 @@ def relax_recipe(recipe: Recipe) -> Recipe:
 def choices(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> tuple[Recipe, list[Candidate]]:
-    """Return (the recipe, its candidates); where none fits, those of the recipe whose checkpoints training waits for.
+    """Return (recipe, its candidates), fitting or not.
 
-    Only a recipe that does not say how checkpoints are written leaves this open.
+    If none fits and the recipe does not set checkpoint.asynchronous, tries asynchronous: false, and returns that recipe
+    with its candidates if one fits.
     """
     found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
     if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
@@ -160,15 +161,12 @@ def choices(
 
 
 def waiting(recipe: Recipe) -> Recipe:
-    """Return the recipe with checkpoints that training waits for, which need no copy in host memory."""
+    """Return a copy of the recipe with checkpoint.asynchronous: false, which needs no copy in host memory."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"asynchronous": False})})
 
 
 def as_planned(recipe: Recipe, asynchronous: bool) -> Recipe:
-    """Return the recipe with checkpoints that training waits for where its plan said so; else as it is.
-
-    A run that waited goes on waiting under its next plan.
-    """
+    """Return the recipe unchanged if `asynchronous`, as its plan says; else with checkpoint.asynchronous: false."""
     return recipe if asynchronous else waiting(recipe)
 
 
@@ -226,7 +224,7 @@ def candidates(
 def _micro_batches(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, rows_per_step: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (micro-batch of each host, micro-steps): the given, else equal ones, and balanced ones on mixed GPUs."""
+    """Yield (micro-batch of each host, micro-steps): the recipe's, else equal ones, and balanced ones on mixed GPUs."""
     given = given_micro_batches(recipe, cluster)
     if given is not None:
         yield given, max(1, round(rows_per_step / rows_per_micro_step(given, cluster)))
@@ -244,7 +242,7 @@ def _balanced_micro_batches(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield, for each number of micro-steps, the rows with which unlike GPUs need about equal time.
 
-    Items as _micro_batches yields them; none where all GPUs are alike.
+    Yields items as _micro_batches does, and none where all GPUs are alike.
     """
     ranks: dict[str, int] = {}
     for host in cluster.hosts:
@@ -274,7 +272,7 @@ def measure(
     micro_batches: tuple[int, ...],
     accumulation: int,
 ) -> Candidate:
-    """Return the Candidate of a layout: its memory and speed on this cluster with these micro-batches of the hosts."""
+    """Return the Candidate of a layout: predicted memory and speed on this cluster; micro_batches are the hosts'."""
     if layout.device == "cuda":
         shape = dataclasses.replace(shape, vocab=shape.padded_vocab)
     shape = shape if layout.has_vocabulary_head else dataclasses.replace(shape, tied=True)  # a reward's has one row
@@ -324,7 +322,7 @@ def measure(
 
 
 def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
-    """Return the items with a cache that fits `limit` bytes, but not below its least share; unchanged on CPU."""
+    """Return the items with the cache (`fragmentation`) shrunk to fit `limit` bytes, if it can; unchanged on CPU."""
     if limit is None or "process" in items:
         return items
     spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
@@ -335,9 +333,9 @@ def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
 def _with_generation_rows(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, micro_batch: int, accumulation: int
 ) -> Layout:
-    """Return the layout with its rows and, for GRPO, how many answers a rank generates at once.
+    """Return the layout with its micro-batch and, for GRPO, how many answers a rank generates at once.
 
-    What training needs anyway, or a GPU has with a margin, is room for keys and values; chunks are about equal.
+    Keys and values may take what training needs anyway, or what a GPU has without a margin; chunks are about equal.
     """
     layout = dataclasses.replace(layout, micro_batch=micro_batch, accumulates=accumulation > 1)
     answers = micro_batch * accumulation
@@ -357,13 +355,13 @@ def _with_generation_rows(
 
 
 def threads(recipe: Recipe) -> int:
-    """Return a rank's threads on the host's cores: the recipe's OMP_NUM_THREADS, else the launcher's for offload."""
+    """Return a rank's threads on the host's cores: OMP_NUM_THREADS of recipe.env if valid, else speed.THREADS."""
     wanted = recipe.env.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) > 0 else speed.THREADS
 
 
 def device_memory(host: Host) -> int | None:
-    """Return the bytes of one of the host's GPUs, or of a CPU rank's share; None when unknown."""
+    """Return the usable bytes of one of the host's GPUs, or of a CPU rank's share of its RAM; None if unknown."""
     if host.device_bytes is not None:
         return host.device_bytes
     if host.gpu is not None:
@@ -372,25 +370,25 @@ def device_memory(host: Host) -> int | None:
 
 
 def best(fitting: list[Candidate]) -> Candidate:
-    """Return the simplest of the candidates nearly as fast as the fastest; those with a margin come first."""
+    """Return the simplest of the candidates nearly as fast as the fastest; if any has a margin, only those count."""
     fitting = [one for one in fitting if one.is_roomy] or fitting
     fastest = max(one.worth for one in fitting)
     return min((one for one in fitting if one.worth >= (1 - NEARLY_EQUAL) * fastest), key=lambda one: one.complexity)
 
 
 def on_more_hosts(cluster: Cluster, factor: int) -> Cluster:
-    """Return the cluster with every host `factor` times, for arithmetic only: names repeat."""
+    """Return the cluster with every host `factor` times, for predictions only, because names repeat."""
     return dataclasses.replace(cluster, hosts=cluster.hosts * factor)
 
 
 def with_slots(cluster: Cluster, slots: int) -> Cluster:
-    """Return the cluster with at most so many ranks a host."""
+    """Return the cluster with at most `slots` ranks a host."""
     hosts = tuple(dataclasses.replace(host, slots=min(slots, host.slots)) for host in cluster.hosts)
     return dataclasses.replace(cluster, hosts=hosts)
 
 
 def given_micro_batches(recipe: Recipe, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the micro-batch of each host where the recipe fixes it; None for auto. Raises PlanError for unfit keys."""
+    """Return the micro-batch of each host; None for auto. Raises PlanError when the recipe's keys do not match."""
     wanted = recipe.batch.micro_batch
     if wanted == "auto":
         return None
@@ -428,8 +426,8 @@ def rows_per_micro_step(micro_batches: Sequence[int], cluster: Cluster) -> int:
 def balance(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: int) -> tuple[int, ...] | None:
     """Return the micro-batch of each GPU kind with which `wanted` rows over all ranks take the least time.
 
-    ranks: of each kind. seconds[kind][m - 1]: of a micro-batch of m rows, rising; as many as fit its memory. None when
-    no numbers of rows make the sum.
+    `ranks` are the numbers of ranks of each kind. `seconds[kind][m - 1]` is the time of a micro-batch of m rows,
+    rising, for as many rows as fit its memory. Returns None when no micro-batches add up to `wanted`.
     """
     for limit in sorted(value for kind in seconds for value in kind):
         most = [bisect.bisect_right(kind, limit) for kind in seconds]
@@ -440,7 +438,7 @@ def balance(ranks: Sequence[int], seconds: Sequence[Sequence[float]], wanted: in
 
 
 def _lower_micro_batches(most: Sequence[int], ranks: Sequence[int], excess: int) -> tuple[int, ...] | None:
-    """Return `most` lowered by `excess` rows over all ranks, each at least 1; None where ranks do not divide it."""
+    """Return `most` lowered by `excess` rows over all ranks, each at least 1; None if no such micro-batches exist."""
     if not most:
         return None if excess else ()
     for fewer in range(min(most[0] - 1, excess // ranks[0]) + 1):

@@ -1,9 +1,7 @@
 """Print a plan for people: decisions, memory, time and reasons; then advice and the best candidates side by side.
 
-Of two recipes and their plans (`finlm diff`): what they say differently, and what follows.
-
-Of the candidates that differ only in their micro-batch the fastest that fits stands for all, or the smallest when none
-fits.
+For two recipes and their plans (`finlm diff`), print what the recipes say differently, and what follows. Of the
+candidates that differ only in their micro-batch the fastest that fits stands for all, or the smallest if none fits.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from finlm.recipe.schema import Recipe
 
 
 def print_plan(made: Plan, loaded: Loaded) -> None:
-    """Print the decisions, the memory, the time and the reasons."""
+    """Print to stdout the plan's decisions, memory, time and reasons."""
     screen.heading(f"plan of {loaded.path}")
     lost = advice.losable_hosts(loaded.recipe, shapes.of(loaded.recipe, made.vocab_size), made)
     for name, value in [*rows(made), *([("may fail", lost)] if lost else [])]:
@@ -53,14 +51,14 @@ def print_plan(made: Plan, loaded: Loaded) -> None:
 
 
 def print_origins(loaded: Loaded) -> None:
-    """Print every value that is not a default, and the line it comes from."""
+    """Print to stdout every written value and the line it comes from; credentials are masked."""
     screen.heading("values written")
     for key, where in loaded.origins.items():
         screen.show(f"  {key} = {redact_key(key, _value(loaded, key))}   ({where})")
 
 
 def print_advice(consulted: Consulted, made: Plan) -> None:
-    """Print epochs, cost, checkpoints, the other candidates, and what would be faster."""
+    """Print to stdout epochs, cost, checkpoints, the other candidates, and what would be faster."""
     screen.heading("what it means")
     for name, value in advice.sentences(consulted.advice, made):
         screen.show(f"  {name:<10} {value}")
@@ -82,7 +80,7 @@ def print_advice(consulted: Consulted, made: Plan) -> None:
 
 
 def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
-    """Print the measured kinds and the file in which they are stored."""
+    """Print to stdout the measured GPU kinds and the file in which they are stored."""
     for gpu in kinds:
         screen.show(
             f"{gpu.name}: {format_bytes(gpu.memory_bytes)}, peak {gpu.peak_flops / 1e12:.0f} TFLOP/s, of which a"
@@ -93,7 +91,7 @@ def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
 
 
 def _items(items: Mapping[str, int]) -> str:
-    """Return the items as text, largest first."""
+    """Return the items as text, largest first, without those of 0 bytes."""
     largest = sorted(items.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
 
@@ -139,7 +137,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """Return the value at a dotted key without defaults; names in a mapping may be numbers or hold dots."""
+    """Return the value at a dotted key, without defaults; names in a mapping may be numbers or hold dots."""
     value: object = loaded.recipe
     rest = key.replace("[", ".").replace("]", "")
     while rest:
@@ -158,7 +156,7 @@ def _value(loaded: Loaded, key: str) -> object:
 
 
 def _without_defaults(value: object) -> object:
-    """Return sections as dicts without values that are defaults, as YAML would have them."""
+    """Return sections as dicts without values that are defaults; other values are returned unchanged."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True, mode="json")
     return [_without_defaults(one) for one in value] if isinstance(value, tuple) else value
@@ -182,7 +180,8 @@ def consult(
 ) -> Consulted:
     """Return the plan's advice, its best candidates and what would be faster; only advice on CPU or when nothing fits.
 
-    epoch_tokens: of the prepared data, when known. price: of a GPU-hour, instead of the recipe's.
+    `epoch_tokens` are the tokens of one epoch of the prepared data, None if unknown. `price` is that of a GPU-hour,
+    None for the recipe's.
     """
     shape = shapes.of(recipe, plan.vocab_size)
     chosen = planner.fastest(recipe, cluster, shape)
@@ -218,7 +217,10 @@ class Option:
 
 
 def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Option]:
-    """Return at most 5: the chosen candidate, the others that fit by speed, and faster ones that do not fit."""
+    """Return at most 5 options: the chosen candidate, the fastest others that fit, and faster ones that do not fit.
+
+    Of candidates that differ only in their micro-batch one counts (_representative).
+    """
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for one in candidates:
         layout = one.layout
@@ -236,7 +238,7 @@ def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Opt
 
 
 def _representative(group: list[Candidate]) -> Candidate:
-    """Return the best candidate of a group that fits, else the smallest."""
+    """Return the best candidate of a group that fits, else the one that is nearest to fitting."""
     fitting = [one for one in group if one.fits]
     return search.best(fitting) if fitting else min(group, key=lambda one: one.over)
 
@@ -287,7 +289,7 @@ def _verdict(one: Candidate, chosen: Candidate) -> str:
 
 @dataclass(frozen=True)
 class Consequence:
-    """One number or decision of the plan. change: b / a - 1 for numbers, None otherwise."""
+    """A number or decision that differs between two plans. `change` is b / a - 1 for numbers, else None."""
 
     name: str
     a: Any
@@ -325,7 +327,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = 
 
 
 def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
-    """Return every number or decision in which two plans differ."""
+    """Return a Consequence for every number or decision in which two plans differ."""
     found = []
     for name, of, shown in _NUMBERS:
         first, second = of(a), of(b)
@@ -338,7 +340,7 @@ def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print the differing values and what follows of them; a string in `follows` is why no plan could be made."""
+    """Print the differing values and what follows from them; text in `follows` is why no plan could be made."""
     for letter, name in zip("AB", names, strict=True):
         screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):
@@ -363,7 +365,7 @@ def print_differences(names: tuple[str, str], values: list[Difference], follows:
 
 
 def _cell(value: Any, origin: str, path: str) -> str:
-    """Return a value and its origin as a cell; lines of the file `path` are given by number."""
+    """Return a value and its origin as text for a table; lines of the file `path` are given by number."""
     shown = ABSENT if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{shown}  ({origin.replace(f'{path}:', 'line ')})"
 
@@ -376,9 +378,9 @@ def _change(change: float | None) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A recipe key with two values. Origins are "file:line", "--set" or "default".
+    """A recipe key with two values; origins are "file:line", "--set" or "default".
 
-    changes_loss is False for how a run is carried out.
+    `changes_loss` is False for keys that only say how a run is carried out.
     """
 
     key: str
@@ -390,7 +392,10 @@ class Difference:
 
 
 def compare_recipes(a: Loaded, b: Loaded) -> list[Difference]:
-    """Return every key whose value differs, in the schema's order; names, descriptions and promises are left out."""
+    """Return a Difference for every key whose value differs, in the schema's order; credentials are masked.
+
+    Name, description, forked_from and expect are left out.
+    """
     return [
         Difference(
             key,

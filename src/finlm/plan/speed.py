@@ -62,12 +62,12 @@ MICRO_STEP_LAUNCH = 5.2e-3  # beside the layers: embedding, loss, engine, data
 
 
 def micro_step_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of one micro-batch, forward and backward, without transfers: the GPU's or the host's."""
+    """Return the seconds of one micro-batch, forward and backward, without transfers: the slower of GPU and host."""
     return max(_raw_seconds(shape, layout, gpu) / _scale(gpu), host_seconds(shape, layout))
 
 
 def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of one micro-batch's forward pass without gradients."""
+    """Return the seconds of the forward pass of one micro-batch without gradients."""
     once = dataclasses.replace(layout, recompute="none")
     return max(_raw_seconds(shape, once, gpu, only_forward=True) / _scale(gpu), host_seconds(shape, once) / 3)
 
@@ -75,11 +75,11 @@ def forward_seconds(shape: ModelShape, layout: Layout, gpu: Gpu) -> float:
 def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -> float:
     """Return the seconds in which a GPU generates `rows` answers, layout.generation_rows at a time.
 
-    Assumed: answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
-    longest of the products' time, the memory's to read the weights, and small kernels'; the memory's to read keys and
-    values, and to draw from the vocabulary; and the time of a layer's other kernels. The shares are of one H100 with
-    512 answers of a 1.5B shape after 256 tokens, and of four shapes with 8 to 64 rows there and on an H200 (LOGBOOK.md,
-    2026-11-26). GPUs before 8.0 read every row to its end.
+    Assumes answers as long as they may be, after prompts that fill the rest of a row. A token of a chunk takes the
+    longest of three times (matrix products, reading the weights, small kernels), plus the time to read keys and values,
+    to draw from the vocabulary, and for a layer's other kernels. The constants are those of one H100 with 512 answers
+    of a 1.5B shape after 256 tokens, and of four shapes with 8 to 64 rows there and on an H200 (LOGBOOK.md,
+    2026-11-26). GPUs before compute capability 8.0 read every row to its end.
     """
     chunks = -(-rows // layout.generation_rows)
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
@@ -95,14 +95,14 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
 
 
 def host_seconds(shape: ModelShape, layout: Layout) -> float:
-    """Return the seconds the host needs to launch one micro-batch's kernels."""
+    """Return the seconds that the host needs to launch the kernels of one micro-batch."""
     passes = 1.3 if layout.recompute == "full" else 1.0
     return MICRO_STEP_LAUNCH + passes * shape.layers * LAYER_LAUNCH[layout.compiled]
 
 
 @functools.cache
 def _scale(gpu: Gpu) -> float:
-    """Return the factor by which this kind is faster than the constants say: it reaches its `mfu` at 7B."""
+    """Return the factor by which this GPU kind beats the constants' prediction: a 7B model then reaches its mfu."""
     reference = kinds()[REFERENCE]
     return (gpu.mfu / _predicted_mfu(gpu)) / (reference.mfu / _predicted_mfu(reference))
 
@@ -116,7 +116,7 @@ def _predicted_mfu(gpu: Gpu) -> float:
 
 
 def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool = False) -> float:
-    """Return the GPU's seconds of one micro-batch by the constants alone, before _scale."""
+    """Return the GPU's seconds for one micro-batch by the constants alone, before _scale."""
     tokens, hidden, ffn = layout.tokens, shape.hidden, shape.ffn
     peak = gpu.fp32_flops if layout.precision == "fp32" else gpu.peak_flops
     rate = PRODUCTS * peak * hidden / (hidden + HALF_SPEED_WIDTH) * tokens / (tokens + HALF_SPEED_TOKENS)
@@ -138,7 +138,7 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool
 
 
 def _document_tiles(layout: Layout) -> float:
-    """Return the tiles of a head that attention starts where it ends with documents: most do nothing in long rows."""
+    """Return how many tiles of a head attention starts if it ends with documents (most idle in long rows), else 0."""
     if not layout.has_documents:
         return 0.0
     documents = 2 * layout.tokens / DOCUMENT_TOKENS
@@ -146,7 +146,7 @@ def _document_tiles(layout: Layout) -> float:
 
 
 def _met_tokens(shape: ModelShape, layout: Layout) -> float:
-    """Return the tokens that queries meet, a mean of all layers, over attention's share of the peak."""
+    """Return the tokens that a query meets, a mean of all layers, over the share of the peak attention reaches."""
     if layout.has_documents and layout.attended > DOCUMENT_TOKENS:
         return shape.attended(DOCUMENT_TOKENS) / DOCUMENT_ATTENTION
     # Windows without document bounds are masks, under which a kernel goes over the whole square.
@@ -157,21 +157,21 @@ def _met_tokens(shape: ModelShape, layout: Layout) -> float:
 
 
 def _scored_tokens(layout: Layout) -> float:
-    """Return the tokens of a micro-batch that pass through the output head; of a pair the answers, half of it."""
+    """Return the tokens of a micro-batch that pass through the output head: all, half for pairs, 0 for reward."""
     if not layout.has_vocabulary_head:
         return 0.0
     return layout.tokens / 2 if layout.sequences > 1 else layout.tokens
 
 
 def _head_again(layout: Layout, only_forward: bool) -> int:
-    """Return how often the output head is multiplied beside the passes: pairs' logits again, a frozen gradient."""
+    """Return how often the output head is multiplied beside the passes: for pairs 1, with adapters 2, else 0."""
     if layout.sequences == 1 or only_forward:
         return 0
     return 1 + (layout.trainable is not None)
 
 
 def _adapters_moved(shape: ModelShape, layout: Layout) -> float:
-    """Return how many numbers, per token and layer, adapters read and write beside their matrix products."""
+    """Return how many elements adapters read and write, per token and layer, beside their matrix products."""
     sides = shape.matrices
     outputs, plain = ADAPTER_MOVED[layout.compiled]
     inputs = plain + DROPPED_MOVED[layout.compiled] * layout.has_dropout
@@ -179,7 +179,7 @@ def _adapters_moved(shape: ModelShape, layout: Layout) -> float:
 
 
 def _moved_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Return the bytes that everything but matrix products and attention reads and writes."""
+    """Return the bytes that everything but matrix products and attention reads and writes for one micro-batch."""
     tokens, e = layout.tokens, layout.element_bytes
     width, queries = shape.kv_width, shape.q_width
     # Norms, residuals and rotations read and write 12 h forward; SwiGLU 3 f; backward twice as much.
@@ -222,7 +222,7 @@ NVME_BYTES_PER_SECOND = 5e9  # a host's read + write average; assumed
 
 @dataclass(frozen=True)
 class Rank:
-    """A host's GPU kind, its number of ranks and their micro-batch; identical hosts need to be named once."""
+    """A host's GPU kind, its number of ranks and their micro-batch; one entry for identical hosts is enough."""
 
     gpu: Gpu
     slots: int
@@ -231,7 +231,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Network:
-    """The hosts that exchange numbers, the Gbit/s of their cards, and what ZeRO++ sends in fewer bits."""
+    """The number of hosts, the Gbit/s of their network cards, and what ZeRO++ sends in fewer bits."""
 
     hosts: int
     gbit: float
@@ -264,9 +264,10 @@ def step_time(
     accumulation: int,
     threads: int = THREADS,
 ) -> StepTime:
-    """Return the seconds of one optimizer step on hosts of these kinds; the slowest GPU, link and host bind.
+    """Return the seconds of one optimizer step on these kinds of hosts; the slowest GPU, link and host limit it.
 
-    Micro-batches are the kinds' own; the layout's does not count. threads: OMP_NUM_THREADS of a rank.
+    The micro-batches of `kinds` count, and not that of `layout`. `accumulation` is the number of micro-steps, `threads`
+    OMP_NUM_THREADS of a rank.
     """
     arithmetic = accumulation * max(
         micro_step_seconds(shape, dataclasses.replace(layout, micro_batch=kind.micro_batch), kind.gpu) for kind in kinds
@@ -303,7 +304,10 @@ def step_time(
 def _answer_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, gather: float
 ) -> tuple[float, float]:
-    """Return (seconds of generating answers, of scoring them), a step's share; gather: of all ZeRO-3 weights."""
+    """Return (seconds of generating answers, seconds of scoring them), a step's share of both; 0 if none are generated.
+
+    `gather` is the seconds in which ZeRO-3 gathers all weights.
+    """
     if not layout.generation_rows:
         return 0.0, 0.0
     whole = 0.0
@@ -349,7 +353,7 @@ def _offload_seconds(
 
 
 def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
-    """Return the seconds of Adam on a host's cores: `parameters` of each rank, which share its memory."""
+    """Return the seconds of Adam on a host's cores for `parameters` of each rank; ranks share the host's memory."""
     rate = min(
         ADAM_PER_THREAD * threads, _host_speed(kind) * ADAM_PER_RANK, _host_speed(kind) * ADAM_PER_HOST / kind.slots
     )
@@ -357,5 +361,5 @@ def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -
 
 
 def _host_speed(kind: Rank) -> float:
-    """Return a host's memory bandwidth over that of one beside H200s, at most 1, judged by its GPUs' PCIe."""
+    """Return a host's memory bandwidth relative to a host's with H200s, at most 1, by the PCIe rate of its GPUs."""
     return min(1.0, kind.gpu.pcie_bytes_per_second / NEW_HOST_PCIE)

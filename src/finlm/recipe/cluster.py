@@ -29,10 +29,10 @@ _SHOWN = 10  # lines of a hostfile's mistakes
 
 @dataclass(frozen=True)
 class Host:
-    """One host: `slots` ranks; gpu None means CPU ranks; memory_bytes None means unknown.
+    """One host with `slots` ranks; gpu is the GPU kind, None for CPU ranks; memory_bytes is its RAM, None if unknown.
 
-    devices are the GPU numbers to use when not the first `slots`; access is what the recipe's `hosts:` says.
-    device_bytes: what a GPU, or a rank on CPU, may take where that is less than there is.
+    devices are the GPU indices to use, empty for the first `slots`. access is what the recipe's `hosts:` says about it.
+    device_bytes, if set, limits the bytes that a GPU, or a rank on CPU, may take.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Host:
 
     @property
     def destination(self) -> str:
-        """The host as [user@]name[:port], as hosts/ssh.py takes it."""
+        """The host's ssh address as [user@]name[:port], as hosts/ssh.py takes it."""
         user = f"{self.access.user}@" if self.access.user else ""
         port = f":{self.access.port}" if self.access.port else ""
         return f"{user}{self.name}{port}"
@@ -55,7 +55,7 @@ class Host:
 class Cluster:
     """The hosts of a run, in hostfile order; the first is the master.
 
-    spares: hosts that may take the place of a lost one. away: lost hosts that are taken in again once they answer.
+    spares are hosts that may replace a lost one. away are lost hosts that rejoin once they answer again.
     """
 
     hosts: tuple[Host, ...]
@@ -65,35 +65,38 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks over all hosts."""
+        """Number of ranks on all hosts; spares and hosts that are away do not count."""
         return sum(host.slots for host in self.hosts)
 
     def replace(self, lost: str, spare: Host) -> Cluster:
-        """Return the cluster with a spare in the place of a lost host, which is away now."""
+        """Return the cluster with `spare` in the position of the lost host.
+
+        The spare leaves `spares`; the lost host is dropped and does not go to `away`.
+        """
         hosts = tuple(spare if host.name == lost else host for host in self.hosts)
         spares = tuple(host for host in self.spares if host.name != spare.name)
         return dataclasses.replace(self, hosts=hosts, spares=spares)
 
     def without(self, lost: str, *, for_good: bool) -> Cluster:
-        """Return the cluster without a host; unless it is for good, the host is away and may come back."""
+        """Return the cluster without the host `lost`; unless `for_good`, it goes to `away` and may come back."""
         left = tuple(host for host in self.hosts if host.name != lost)
         gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
         return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
 
     def with_back(self, names: Iterable[str]) -> Cluster:
-        """Return the cluster with hosts that were away, behind those that trained meanwhile."""
+        """Return the cluster with the hosts of these names moved from `away` to the end of `hosts`."""
         back = tuple(host for host in self.away if host.name in set(names))
         left = tuple(host for host in self.away if host not in back)
         return dataclasses.replace(self, hosts=(*self.hosts, *back), away=left)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the ranks run on CPU."""
+        """Whether all ranks run on CPU."""
         return all(host.gpu is None for host in self.hosts)
 
     @property
     def unequal_slots(self) -> str:
-        """A sentence about what follows from hosts with different numbers of ranks; empty when they are equal."""
+        """A sentence about what follows from hosts with different numbers of ranks; "" when the numbers are equal."""
         if len({host.slots for host in self.hosts}) == 1:
             return ""
         counts = ", ".join(f"{host.name} {host.slots}" for host in self.hosts)
@@ -104,12 +107,12 @@ class Cluster:
 
 
 def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
-    """Return the cluster that a recipe was written for, or the same hosts with another kind of GPU."""
+    """Return the cluster of a recipe's `hardware:`; `gpu`, if given, is the GPU kind of every host."""
     return Cluster(tuple(_hosts(hardware, gpu)), hardware.network_gbit)
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware; an entry with a count gives name-1, name-2, ..."""
+    """Yield the hosts of a recipe's hardware; an entry with a count above 1 gives name-1, name-2, ..."""
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
@@ -124,10 +127,12 @@ def load(
     include: str = "",
     exclude: str = "",
 ) -> Cluster:
-    """Return a hostfile's cluster; GPU kinds are `gpu`, else those of hardware's host of the same name, else CPU ranks.
+    """Return the cluster of a hostfile; its hosts marked `spare` become the spares.
 
-    `include` and `exclude` are DeepSpeed's filters; `spare` hosts become the spares. Raises UserError that lists every
-    bad line as file:line, for an unknown host of `access`, and where only spares are left.
+    A host's GPU kind is `gpu`, else that of the host of the same name in `hardware`, else None (CPU ranks). `access` is
+    the recipe's `hosts:`. `include` and `exclude` are DeepSpeed's filters. Raises UserError that lists bad lines as
+    file:line, and for an unreadable file, a wrong filter, a host of `access` that the file lacks, or when only spares
+    are left.
     """
     path = Path(hostfile)
     slots, spare = _read(path)
@@ -155,9 +160,9 @@ def load(
 
 
 def check_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
-    """Return the hosts unchanged. Raises UserError when hardware has GPUs and lacks one of these hosts.
+    """Return the hosts unchanged. Raises UserError if `hardware` has GPUs but no entry for a host of unknown GPU kind.
 
-    For callers that do not ask the hosts themselves: a host without a known GPU would be planned with CPU ranks.
+    For callers that do not ask the hosts themselves: such a host would be planned with CPU ranks.
     """
     known = {host.name: host.gpu for host in _hosts(hardware)}
     unknown = [host.name for host in hosts.hosts if host.gpu is None and host.name not in known]
@@ -172,9 +177,9 @@ def check_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
 
 
 def entries(path: Path) -> list[tuple[int, str]]:
-    """Return (line number, text) of a hostfile's lines without comments. Raises UserError when it cannot be read.
+    """Return (line number from 1, text) of a hostfile's lines, without comments and empty lines.
 
-    Names are ASCII, so that comments may be of any encoding; Windows editors begin a file with a byte-order mark.
+    Comments may be in any encoding, and a byte-order mark is skipped. Raises UserError when the file cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
@@ -185,7 +190,7 @@ def entries(path: Path) -> list[tuple[int, str]]:
 
 
 def _read(path: Path) -> tuple[dict[str, int], set[str]]:
-    """Return (slots by host in the file's order, names of the spares). Raises UserError that lists every bad line."""
+    """Return (slots by host in the file's order, names of the spares). Raises UserError that lists the bad lines."""
     slots: dict[str, int] = {}
     spares = set[str]()
     first: dict[str, int] = {}
@@ -220,7 +225,7 @@ def _advise_line(line: str) -> str:
 
 
 def _advise_access(text: str) -> str:
-    """Return where the user and port of a `user@name:port` belong, or how to list Slurm's nodes; "" for other text."""
+    """Return a hint for a `user@name:port` (write both into hosts:) or Slurm's list of nodes; "" for other text."""
     if re.fullmatch(r"[A-Za-z0-9.,-]*\[[0-9,-]+\]\S*", text):
         return f": `scontrol show hostnames '{text}'` lists the names, one a line"
     match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
@@ -231,9 +236,9 @@ def _advise_access(text: str) -> str:
 
 
 def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[str, tuple[int, ...]]:
-    """Return {host: device numbers} left by DeepSpeed's filters, in hostfile order.
+    """Return {host: GPU indices} left by DeepSpeed's filters, in hostfile order; empty filters keep all.
 
-    Raises UserError for both filters at once, an unknown host or slot, and no host left.
+    Raises UserError for both filters at once, an unknown host or slot, and when no host is left.
     """
     if include and exclude:
         raise UserError("--include and --exclude exclude each other", fix="give one of them")
@@ -268,20 +273,20 @@ def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def is_local(name: str) -> bool:
-    """Return whether a hostfile's name is this machine's; addresses are not looked up."""
+    """Return whether a hostfile's name is localhost, 127.0.0.1 or this machine's node name; resolves no address."""
     return name in ("localhost", "127.0.0.1", os.uname().nodename)
 
 
 def default_hostfile() -> Path | None:
-    """Return hostfile.txt of the current directory when it names a host, else None."""
+    """Return hostfile.txt of the current directory if it names a host, else None. Raises UserError if unreadable."""
     path = Path("hostfile.txt")
     return path if path.is_file() and entries(path) else None
 
 
 def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
-    """Return this machine as a cluster: its visible GPUs, or cpu_ranks CPU ranks without any.
+    """Return this machine as a cluster: its visible GPUs, all as the kind of the first, or else `cpu_ranks` CPU ranks.
 
-    With GPUs, the RAM that hardware gives for localhost replaces the measured one.
+    With GPUs, the RAM that `hardware` gives for this machine replaces the measured one.
     """
     gpus = visible_gpus()
     ram = total_bytes()
@@ -295,7 +300,7 @@ def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
 
 
 def visible_gpus() -> dict[int, str]:
-    """Return {number: name} of nvidia-smi's GPUs, filtered by CUDA_VISIBLE_DEVICES; empty without a driver."""
+    """Return {GPU index: name} by nvidia-smi, limited to and ordered by CUDA_VISIBLE_DEVICES; {} without a driver."""
     rows = ask_gpus("name", "uuid")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = range(len(rows)) if chosen is None else _visible_devices([row["uuid"] for row in rows], chosen)
@@ -303,7 +308,7 @@ def visible_gpus() -> dict[int, str]:
 
 
 def _visible_devices(uuids: list[str], visible: str) -> Iterable[int]:
-    """Yield GPU numbers by CUDA's rule: numbers or beginnings of UUIDs in order; the first invalid one ends it."""
+    """Yield GPU indices by CUDA's rule: indices or beginnings of UUIDs, in order, up to the first invalid item."""
     for item in filter(None, (part.strip() for part in visible.split(","))):
         if item.isdigit() and int(item) < len(uuids):
             yield int(item)
@@ -315,7 +320,7 @@ def _visible_devices(uuids: list[str], visible: str) -> Iterable[int]:
 
 
 def ask_gpus(*keys: str) -> list[dict[str, str]]:
-    """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; empty where that fails."""
+    """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; [] if that fails or takes over 30 s."""
     command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -52,7 +52,10 @@ def new_path(name: str, file: str, recipes: Path) -> Path:
 
 @contextmanager
 def draft_of(path: Path, text: str) -> Iterator[Path]:
-    """Write a draft beside `path` and yield it; rename it to `path` when the block ends, remove it when it raises."""
+    """Write `text` to a draft beside `path` and yield the draft's path; rename it to `path` when the block ends.
+
+    Makes the folder if necessary. When the block raises, removes the draft, and the folder if it is then empty.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
     try:
@@ -70,8 +73,10 @@ def fork(
 ) -> Path:
     """Write recipes/NAME/<parent's file name> from a parent recipe and return its path.
 
-    copy: the parent's text instead of inheriting from it. overrides: values as `--set` takes them, which the new recipe
-    says. Raises UserError for an invalid or taken name, parent or override, and writes nothing then.
+    The new recipe inherits from the parent (`base:`). It copies the parent's text instead with `copy`, if the parent
+    inherits itself, or if it lies outside the current directory. `overrides` are "key=value" strings as `--set` takes
+    them, which are written into the new recipe. Raises UserError, and writes nothing, for an invalid or taken name, and
+    for a parent or override that cannot be used.
     """
     given, parent = parent, parents.find_shipped(parent)
     path = new_path(name, parent.name, recipes)
@@ -95,9 +100,10 @@ def fork(
 
 
 def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
-    """Return the text of a recipe made from `parent` with the values of --set in it; comments and formats stay.
+    """Return the recipe text with the overrides of `--set` written into it; comments and formats stay.
 
-    Raises UserError for a setting that is no place in the recipe.
+    `parent` supplies inherited lists that an override changes in part. Raises UserError for an invalid override, or a
+    key that leads past what the recipe has.
     """
     if not overrides:
         return text
@@ -112,7 +118,7 @@ def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
 
 
 def _read_content(draft: Path) -> Recipe | None:
-    """Load a draft and return its content as _content does; None when it is no valid recipe."""
+    """Return the recipe of a draft as _content does; None when it is no valid recipe."""
     try:
         return _content(recipe.load(draft))
     except UserError:
@@ -120,7 +126,7 @@ def _read_content(draft: Path) -> Recipe | None:
 
 
 def _content(loaded: recipe.Loaded) -> Recipe:
-    """Return the recipe without the keys that every copy writes anew."""
+    """Return the recipe with name, description, forked_from and expect emptied, to compare two recipes by the rest."""
     return loaded.recipe.model_copy(update={"name": "", "description": "", "forked_from": None, "expect": None})
 
 
@@ -140,7 +146,7 @@ def parent_of(path: Path) -> Path:
 
 
 def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
-    """Return the text of a recipe that inherits everything from its parent."""
+    """Return the text of a recipe at `path` that inherits everything from `parent`; `lineage` is its forked_from."""
     base = Path(os.path.relpath(parent.resolve(), path.parent.resolve())).as_posix()
     after = path.stem != "pretrain"
     example = f"model: {{init_from: {path.parent.as_posix()}/pretrain.yaml}}" if after else "optim: {lr: 1.0e-3}"
@@ -159,9 +165,10 @@ def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
 
 
 def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
-    """Return the parent's text with another name.
+    """Return the parent's text as a recipe at `path`: another name, description and forked_from, without expect:.
 
-    Keys of the top level start their line, quoted or not; what is indented below them belongs to their value.
+    Expects that keys of the top level start their line and that their values are indented below them. A `base:` is
+    rewritten to be relative to `path`.
     """
     origin = lineage.partition("@")[0]
     own = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
@@ -182,7 +189,7 @@ def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -
 
 
 def _entry(key: str) -> re.Pattern[str]:
-    """Return a pattern for a key of the top level with its value, over all its lines, and the comment on the first."""
+    """Return a pattern for a top-level key with all lines of its value; group `comment` is the first line's comment."""
     quoted = rf"""(?:{key}|"{key}"|'{key}')[ \t]*:"""
     first = rf"^{quoted}(?:[^#\n]|(?<=\S)\#)*?(?P<comment>[ \t]+\#.*)?(?:\n|\Z)"
     return re.compile(rf"{first}(?:(?:[ \t]*\n)*[ \t]+\S.*(?:\n|\Z))*", re.MULTILINE)
@@ -243,9 +250,9 @@ _TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, wh
 
 
 def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe at toy scale, with expect.toy unless overrides change the training.
+    """Load a recipe shrunk to toy scale, with `overrides` applied last; fills expect: from expect.toy.
 
-    Raises UserError as recipe.load does.
+    The toy has no expect: when overrides change the training. Raises UserError as recipe.load does.
     """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
@@ -270,7 +277,10 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def toy_config(config: traits.Config | None) -> traits.Config | None:
-    """Return model.config of a toy of the same model type from scratch; None for a Llama's."""
+    """Return a small model.config of the same model type, for a toy from scratch; None for a Llama or no config.
+
+    Raises UserError for an unknown model type.
+    """
     if config is None or config["model_type"] == "llama":
         return None
     known = traits.record_of(config).defaults
@@ -281,10 +291,10 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
 
 
 def for_publication(recipe: Recipe) -> Recipe:
-    """Return a valid recipe for the same training, for model cards and trackers.
+    """Return a valid recipe for the same training without private details, for model cards and trackers.
 
-    Without environment, ways to hosts, endpoint and directory for checkpoints in memory; hosts are host1, host2, ...
-    Of absolute paths of data and models the last name is left, and of what lies in the export of a run also the run's.
+    Removes env, hosts:, self_qa and checkpoint.memory_directory, names hosts host1, host2, ..., and masks credentials.
+    Cuts absolute paths to their last part, and those inside a run's export to what begins with the run's name.
     """
     aliases: dict[str, str] = {}
 
@@ -308,7 +318,7 @@ def for_publication(recipe: Recipe) -> Recipe:
 
 
 def _without_directories(value: Any) -> Any:
-    """Return a JSON value whose absolute paths are cut to the last name, or from the run's name for exports.
+    """Return a JSON value with absolute paths cut to the last part, or to what begins with the run's name for exports.
 
     Credentials are masked.
     """

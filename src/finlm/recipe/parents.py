@@ -1,10 +1,10 @@
-"""Take from the model a recipe starts from its shape and tokenizer, so that no recipe repeats its parent's numbers.
+"""Read shape and tokenizer from the model that a recipe starts from, so that no recipe repeats its parent's numbers.
 
 model.init_from names a directory, a model of the Hugging Face Hub (then model.revision says which commit) or another
-recipe, whose own values are taken and which stands for its newest finished run (runs/lineage.py finds it); recipes
-that come with finlm are found from every directory. Only missing keys are filled in; a key that is written and differs
-is a mistake. Stages after pretraining only: a pretraining recipe says what it trains, and is held to the start's RoPE
-base and epsilon, which no tensor's shape would betray.
+recipe, whose own values are taken and which stands for its newest finished run (runs/lineage.py finds it); recipes that
+come with finlm are found from every directory. Only missing keys are filled in; a key that is written and differs is a
+mistake. For stages after pretraining only: a pretraining recipe states its own shape, which must equal that of its
+start, as must RoPE base and norm epsilon, which no tensor's shape would betray.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Load = Callable[[str], Any]  # recipe.recipe.load, which calls this module
 
 @dataclass(frozen=True)
 class Parent:
-    """The keys that a recipe may take from its start, as a recipe writes them."""
+    """The model and tokenizer keys that a recipe may take from its start; is_judge: whether that is a reward model."""
 
     model: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
@@ -58,16 +58,16 @@ class Parent:
 
     @property
     def config(self) -> traits.Config | None:
-        """The start's config.json; None for a Llama's."""
+        """The start's config.json; None for a recipe without model.config, which is a Llama."""
         config: traits.Config | None = self.model.get("config")
         return config
 
 
 @dataclass(frozen=True)
 class Start:
-    """The model that a run starts from: a step of a run's export, or another model by its name, never by its place.
+    """The model that a run starts from: a run's export (run, recipe, step) or another model, by name and not by path.
 
-    settings: what decided the weights of that run; None where it is not known.
+    `settings` is what decided the weights of that run (settings_of), None if unknown.
     """
 
     run: str | None = None
@@ -83,36 +83,36 @@ class Start:
         return Start(**{key: value[key] for key in Start.__dataclass_fields__ if key in value})
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return what a run's manifest records."""
+        """Return the start as a dict for a run's manifest."""
         if self.run is None:
             return {"model": self.model, "revision": self.revision}
         origin = {"run": self.run, "recipe": self.recipe, "step": self.step}
         return origin if self.settings is None else origin | {"settings": self.settings}
 
     def __str__(self) -> str:
-        """Return in words which run and step, or which model."""
+        """Return the start in words: step, run and recipe, or the model's name and revision."""
         if self.run is not None:
             return f"step {self.step:,} of {self.run} (recipe {self.recipe})"
         return f"{self.model} at {self.revision}" if self.revision else self.model
 
 
 def is_recipe(init_from: str | None) -> bool:
-    """Return whether model.init_from names a recipe."""
+    """Return whether model.init_from names a recipe, a .yaml or .yml file."""
     return init_from is not None and init_from.endswith((".yaml", ".yml"))
 
 
 def is_directory(init_from: str) -> bool:
-    """Return whether model.init_from names a directory, which need not exist, and no model of the Hub."""
+    """Return whether model.init_from names a directory, which need not exist, rather than a model of the Hub."""
     path = Path(init_from)
     beside = path.parent != Path() and path.parent.is_dir()
     return path.is_dir() or beside or init_from.startswith(("/", ".", "~", "models/"))
 
 
 def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Fill in a recipe's values from its parent, in place; return ([(key, mistake)], {key filled in: origin}).
+    """Fill in a recipe's values from its start model, in place; return ([(key, mistake)], {key filled in: its origin}).
 
-    of_run: the recipe in a run's directory, where everything is filled in, and which a report reads when its start is
-    gone or would be refused today. Raises UserError for a parent that is needed and cannot be read.
+    `load` loads a recipe named in model.init_from. `of_run` is True for the recipe in a run's directory: if it is
+    complete, its start, which may be gone, is not read. Raises UserError for a needed start that cannot be read.
     """
     model = values.get("model")
     if not isinstance(model, dict):
@@ -152,9 +152,9 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
 
 
 def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return ([(key, mistake)] of a pretraining recipe's model, {key filled in: origin}); sets model["config"].
+    """Check a pretraining recipe's `model` against its start and set model["config"] in place; return as inherit does.
 
-    Where the start's config.json is not here, nothing is checked and set.
+    Does nothing without a start, or when the start's config.json is not on this machine.
     """
     init_from, revision = model.get("init_from"), model.get("revision")
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
@@ -185,13 +185,13 @@ def _another_model(model: Keys, init_from: str, parent: Parent) -> Iterator[tupl
 
 
 def _writes_nothing(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield the mistake of a language model that starts from a reward model: its head would be drawn at random."""
+    """Yield (key, mistake) if a language model starts from a reward model: its head would be drawn at random."""
     if stage != "reward" and parent.is_judge:
         yield "model.init_from", f"{init_from} is a reward model; stage {stage} starts from one that writes"
 
 
 def _other_config(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield mistakes of a recipe's model.config, which may repeat the start's config.json and not change it."""
+    """Yield (key, mistake) for each key of the recipe's model.config that differs from the start's config.json."""
     written, theirs = model.get("config"), parent.config or {"model_type": "llama"}
     for key, value in written.items() if isinstance(written, dict) else ():
         if value != theirs.get(key):
@@ -199,7 +199,7 @@ def _other_config(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple
 
 
 def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return what decides the weights that a recipe trains. start: these settings of the start, if known."""
+    """Return the values that decide the weights a recipe trains, as JSON. `start`: those of its start, if known."""
     values = recipe.model_dump(mode="json")
     for key in SAME_MODEL:
         section, _, name = key.partition(".")
@@ -215,7 +215,7 @@ def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str,
 
 
 def start_of(recipe: Recipe) -> Start | None:
-    """Return the model that a recipe starts from; None for a start from scratch."""
+    """Return the model that a recipe starts from; None for a start from scratch. Reads the run that made it, if any."""
     from finlm.recipe.recipe import load
 
     init_from = recipe.model.init_from
@@ -237,14 +237,14 @@ def start_of(recipe: Recipe) -> Start | None:
 
 
 def read_origin(directory: Path) -> Start | None:
-    """Return run, recipe and step of an export by the finlm.json in it; None without one."""
+    """Return run, recipe and step of an export from its finlm.json; None without that file or a run in it."""
     path = directory / checkpoints.MODEL_MANIFEST
     said = files.read_json(path) if path.is_file() else {}
     return Start(said["run"], said["recipe"], said["step"]) if "run" in said else None
 
 
 def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
-    """Return a run's start: by the directory it started from, or by its manifest where that is gone."""
+    """Return what a run started from, by that directory or, if gone, by its manifest; None if from scratch."""
     start = start_of(recipe)
     if start is None or start.settings is not None or not run.manifest.exists():
         return start
@@ -254,7 +254,7 @@ def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
 
 
 def export_of(key: str, named: str) -> str:
-    """Return the model directory that a key names: a run's export, else `named`.
+    """Return the model directory that the value `named` of a key means: export/ if it is a run, else `named` itself.
 
     Raises UserError for a run without an export, for a checkpoint and for adapters.
     """
@@ -272,7 +272,7 @@ def export_of(key: str, named: str) -> str:
 
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
-    """Return what a recipe or model gives its child. Where it is not here, None, or UserError if is_needed."""
+    """Return the Parent of a recipe or model. If it is not here: None; if `is_needed`, fetch it or raise UserError."""
     if is_recipe(init_from):
         if not is_needed and not find_shipped(Path(init_from)).exists():
             return None
@@ -289,7 +289,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
-    """Return the keys of SHAPE of a model directory or a model of the Hub. Raises UserError for an untrainable one."""
+    """Return {key of SHAPE: value} of a model directory or Hub model. Raises UserError if finlm cannot train it."""
     model = _of_config(config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
@@ -313,14 +313,14 @@ def _tokenizer_of(directory: Path) -> str:
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path where it exists, else the recipe of that name that came with finlm, else the path."""
+    """Return the path if it exists, else the recipe of that name that came with finlm, else the path unchanged."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("recipes",):
         return path
     return shipped_file(path) or path
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return {recipes/<family>/<stage>.yaml: its file} of what came with finlm and of this directory, which wins."""
+    """Return {recipes/<family>/<stage>.yaml: path} of recipes that came with finlm and of ./recipes, which wins."""
     shipped, own = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
     folders = [shipped.parents[1], own] if shipped else [own]
     found = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]
@@ -328,7 +328,7 @@ def list_recipes() -> dict[str, Path]:
 
 
 def shipped_file(path: Path) -> Path | None:
-    """Return the file of finlm's checkout, or of the installed package, at this relative path; None without one."""
+    """Return the file at this relative path in finlm's checkout or in what pip installed; None if there is none."""
     in_checkout = Path(finlm.__file__).resolve().parents[2] / path
     if in_checkout.exists():
         return in_checkout
@@ -341,28 +341,28 @@ def shipped_file(path: Path) -> Path | None:
 
 
 def context_tokens(directory: Path) -> int:
-    """Return the tokens that a model directory's model can read at once; 2**31 where config.json does not say."""
+    """Return the context length in tokens by a model directory's config.json; 2**31 if it does not say."""
     path = directory / "config.json"
     config = files.read_json(path) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)
 
 
 def is_reward_model(config: traits.Config) -> bool:
-    """Return whether a config.json is a reward model's."""
+    """Return whether a config.json is a reward model's, a sequence classifier."""
     return any("SequenceClassification" in name for name in config.get("architectures") or ())
 
 
 def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> None:
     """Raise UserError when a model's config.json has something that finlm does not train, or an unadmitted type.
 
-    longest: tokens of a sequence, where these are known.
+    `longest` is the number of tokens of the longest sequence, 0 if unknown.
     """
     refusals.refuse_unsupported(config, f"model.init_from: {init_from}", longest)
     refusals.check_admitted(config)
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
-    """Return the path of config.json of a model directory or of a Hub model fetched before; None without one."""
+    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it."""
     path = Path(init_from) / "config.json"
     if path.is_file() or revision is None:
         return path if path.is_file() else None
@@ -373,7 +373,7 @@ def cached_config_path(init_from: str, revision: str | None) -> Path | None:
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
-    """Return the path of config.json of a model directory, or of a Hub model, fetched if need be. Raises UserError."""
+    """Return the path of config.json of a model directory or Hub model; downloads it if need be. Raises UserError."""
     path = Path(init_from) / "config.json"
     if path.is_file():
         return path
@@ -395,9 +395,9 @@ def config_path(init_from: str, revision: str | None) -> Path:
 
 
 def read_config(path: Path) -> traits.Config:
-    """Return a config.json without the keys that say where it lay and name code of its directory, which is never run.
+    """Return a config.json without auto_map and _name_or_path.
 
-    Raises UserError when it is no JSON object, its RoPE is none, or transformers does not have its class.
+    Raises UserError when it is no JSON object, its RoPE parameters are none, or transformers has no class for it.
     """
     config = files.read_json(path)
     fix = "put the config.json of a model that transformers saved in its place"
@@ -412,9 +412,9 @@ def read_config(path: Path) -> traits.Config:
 
 @contextmanager
 def hub_errors(problem: str, fix: str) -> Iterator[None]:
-    """Turn errors of the block's access to the Hub into a UserError. Loads huggingface_hub (a quarter of a second).
+    """Turn errors of the block's access to the Hub into UserError(problem, fix=fix). Imports huggingface_hub (0.25 s).
 
-    Where the Hub's name is not known, only its cache is read: the client would ask six times, in half a minute.
+    If the Hub's host name cannot be resolved, only its cache is read: the client would retry for half a minute.
     """
     from urllib.request import getproxies
 

@@ -64,8 +64,8 @@ class _Document:
 def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str], Loaded] | None = None) -> Loaded:
     """Read a recipe and return it with the origins of its values.
 
-    `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Fetches the
-    description of a ModelScope model that is not here. Raises UserError that lists every mistake.
+    `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Overrides that change
+    the training remove expect:. Downloads a ModelScope model's config. Raises UserError that lists every mistake.
     """
     file = parents.find_shipped(Path(path))
     document = _read_with_base(file)
@@ -105,7 +105,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
 
 
 def _mistakes(path: str | Path, problems: Sequence[str]) -> UserError:
-    """Return all problems of a recipe as one error."""
+    """Return a UserError with all problems and fixes of unknown keys; in Chinese, also register key translations."""
     if language.current() == "zh":
         language.add(reference.meanings())
     count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
@@ -161,7 +161,7 @@ def written_values(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
-    """Read a recipe file without its base. child_of: file:line of the `base:` that names it. Raises UserError."""
+    """Read a recipe file, not its base (`child_of` is file:line of a `base:` naming it). Raises UserError."""
     shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -201,7 +201,7 @@ def _first_line(error: Exception) -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path below the current directory where it lies there, else the path as it is."""
+    """Return the path relative to the current directory if it lies below it, else unchanged, as text."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -209,7 +209,7 @@ def relative(path: Path) -> str:
 
 
 def _plain(node: Any, location: Location, file: str, lines: dict[Location, str]) -> Any:
-    """Return ruamel's round-trip nodes as dict / list / scalars; add the line of each to `lines`."""
+    """Return ruamel's round-trip nodes as dict / list / scalars; add {location: file:line} to `lines`."""
     if isinstance(node, CommentedMap):
         result = {}
         for key, value in node.items():
@@ -254,7 +254,7 @@ def _lengths(document: _Document) -> list[str]:
 
 
 def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
-    """Drop the lengths of the run that a single nearer one replaces; several nearer ones stay, as a mistake."""
+    """Remove train.steps, tokens or epochs of the document, in place, if `nearer` is exactly one other of these."""
     for name in _lengths(document):
         if len(nearer) == 1 and name not in nearer:
             del document.values["train"][name]
@@ -262,9 +262,9 @@ def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
 
 
 def _shorten_warmup(document: _Document) -> tuple[str, ...]:
-    """Shorten a warm-up longer than the run that --set asks for to a tenth of it; return a sentence about it.
+    """Shorten in place a warm-up longer than the run that --set asks for, to a tenth of it; return (a sentence,).
 
-    Nothing is changed, and () returned, where the warm-up fits or --set gives it.
+    Changes nothing and returns () if the warm-up fits or --set gives it.
     """
     train, optim, batch = (document.values.get(name) for name in ("train", "optim", "batch"))
     lines = document.lines
@@ -288,10 +288,10 @@ def _shorten_warmup(document: _Document) -> tuple[str, ...]:
 
 
 def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
-    """Return the recipe with a warm-up that fits the epochs that --set asks for, and say on stderr what is shortened.
+    """Return the recipe with a warm-up that fits the epochs that --set asks for; print to stderr what is shortened.
 
-    It is unchanged where --set asks for no epochs, or gives the warm-up too. epoch_tokens: of the prepared data,
-    without which the steps of an epoch are not known.
+    Returns `loaded` unchanged if --set asks for no epochs, or gives the warm-up too. `epoch_tokens` are the tokens of
+    one epoch of the prepared data.
     """
     recipe, where = loaded.recipe, loaded.origins.get
     if where("train.epochs") != "--set" or where("optim.warmup_steps") == "--set":
@@ -307,7 +307,7 @@ def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
 
 
 def _expand_home(document: _Document) -> None:
-    """Replace ~ in the document's directories by the home directory."""
+    """Replace ~ in the document's directories (_DIRECTORIES) by the home directory, in place."""
     for key in _DIRECTORIES:
         section, _, name = key.partition(".")
         inside = document.values.get(section)
@@ -323,7 +323,7 @@ def _at(values: Any, location: Location) -> Any:
 
 
 def _override(document: _Document, text: str) -> None:
-    """Set a value of the document, and the line of its location, from "a.b=value". Raises UserError as its parts do."""
+    """Set a value of the document and its origin, in place, from "a.b=value". Raises UserError if it is invalid."""
     parts, value = parse_override(text)
     set_value(document.values, parts, _plain(value, (), "--set", {}), text)
     for location in [known for known in document.lines if known[: len(parts)] == parts]:
@@ -352,9 +352,9 @@ def parse_override(text: str) -> tuple[Location, Any]:
 def set_value(values: Any, parts: Location, value: Any, setting: str, inherited: Any = None) -> None:
     """Set the value at a location of nested mappings and lists, in place; missing mappings are made.
 
-    inherited: the values that `values` will be merged over; a list that only these have is copied from them whole,
-    because a list replaces the inherited one. setting: the `--set` that errors show. Raises UserError for a location
-    that goes past what is there.
+    `inherited` are the values that `values` will be merged over; a list that only they have is copied whole first,
+    because a list replaces the inherited one. `setting` is the `--set` that errors show. Raises UserError for a
+    location that goes past what is there.
     """
     node = values
     for depth, part in enumerate(parts):
@@ -371,7 +371,7 @@ def set_value(values: Any, parts: Location, value: Any, setting: str, inherited:
 
 
 def _no_place(setting: str, parts: Location, depth: int, there: Any) -> UserError:
-    """Return the error of a `--set` that goes past what the recipe has: `there`, after `depth` parts of its key."""
+    """Return the error of a `--set` whose key leads past `there`, the value after `depth` parts of its location."""
     key, _, value = setting.partition("=")
     where, last = reference.dotted_key(parts[:depth]), parts[-1]
     if isinstance(there, list):
@@ -392,7 +392,7 @@ def _split(key: str) -> Location:
 
 
 def _line(document: _Document, location: Location, path: str) -> str:
-    """Return file:line of a location: its own, of something inside it, or of the nearest ancestor."""
+    """Return file:line of a location: its own, of something inside it, or of the nearest ancestor, else line 1."""
     inside = [line for known, line in document.lines.items() if known[: len(location)] == location]
     if location and location not in document.lines and inside:
         return inside[0]
@@ -403,7 +403,7 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
-    """Fill in paths and hashes of what grpo.reward names, in place; return [(key, mistake)].
+    """Fill in model paths and hashes of functions in grpo.reward, in place; return [(key, mistake)].
 
     Raises UserError for a recipe that `read` refuses, and as parents.export_of does.
     """

@@ -89,7 +89,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page: the keys of one mapping."""
+    """A section of the reference page: the dotted key of a mapping and the schema class with its keys."""
 
     key: str
     made_of: type[Section]
@@ -122,7 +122,7 @@ def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section]
 
 
 def page(lang: str) -> str:
-    """Return the whole reference page in one language."""
+    """Return the whole reference page in Markdown; `lang` is en or zh."""
     words, chinese = _WORDS[lang], translations() if lang == "zh" else {}
     lines = [_HEAD[lang], *(f"- [`{part.key}`](#{_anchor(part)})" for part in parts()[1:])]
     for part in parts():
@@ -143,7 +143,7 @@ def page(lang: str) -> str:
 
 
 def keys() -> list[str]:
-    """Return every dotted key and section that has a sentence."""
+    """Return the dotted keys of all sections and fields of a recipe; each should have a Chinese sentence."""
     dotted = [part.key for part in parts()[1:]]
     for part in parts():
         dotted += [f"{part.key}.{name}" if part.key else name for name in part.made_of.model_fields]
@@ -152,12 +152,12 @@ def keys() -> list[str]:
 
 @functools.cache
 def translations() -> Mapping[str, str]:
-    """Return the Chinese sentences by key."""
+    """Return {dotted key: Chinese sentence} of reference.zh.yaml; cached."""
     return {str(key): str(text) for key, text in YAML(typ="safe").load(CHINESE.read_text(encoding="utf-8")).items()}
 
 
 def meanings() -> dict[str, str]:
-    """Return {what a key means: the same in Chinese}, both without a full stop, as mistakes quote them."""
+    """Return {English description of a key: Chinese one}, both without full stop, to translate mistakes."""
     chinese, found = translations(), {}
     for part in parts():
         for name, field in part.made_of.model_fields.items():
@@ -173,7 +173,7 @@ def _value(field: FieldInfo, lang: str) -> str:
 
 
 def _shape(annotation: Any, names: dict[str, str]) -> str:
-    """Return in words which values a type takes, as "integer > 0" or "`a`, `b`"; names: those words, of _NAMES."""
+    """Return in words which values a type takes, as "integer > 0" or "`a`, `b`". `names` is _NAMES of the language."""
     for known, name in ((schema_data.Bytes, "bytes"), (schema_data.Count, "count")):
         if annotation == known:
             return names[name]
@@ -212,7 +212,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 
 def _default(field: FieldInfo, required: str) -> str:
-    """Return a field's default as a cell of the page; a dash without one, `required` where it must be given."""
+    """Return the table cell for a field's default: `required` without one, a dash if empty, else in backticks."""
     if field.is_required():
         return required
     value = field.get_default(call_default_factory=True)
@@ -245,7 +245,10 @@ def _anchor(part: Part) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages, or with --check compare them; return 1 when --check finds a stale one, else 0."""
+    """Write both pages, or with --check compare them; return 1 when --check finds a stale page, else 0.
+
+    Prints stale pages and keys without a Chinese sentence to stderr.
+    """
     pages = {path: page(lang) for lang, path in PAGES.items()}
     stale = screen.write_pages(pages, argv, "python -m finlm.recipe.reference")
     missing = [key for key in keys() if key not in translations()]
@@ -275,7 +278,7 @@ def dotted_key(location: Location) -> str:
 
 
 def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
-    """Yield (location, sentence) for every mistake that pydantic found."""
+    """Yield (location, sentence) for every mistake in pydantic's error about a recipe."""
     places: dict[Location, list[Any]] = {}
     for item in error.errors(include_url=False):
         places.setdefault(_known_part(item["loc"], item["type"]), []).append(item)
@@ -287,7 +290,7 @@ def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
 
 
 def _known_part(location: Location, kind: str) -> Location:
-    """Return the location without the tried type of a union, which pydantic appends."""
+    """Return pydantic's location without union members; for `kind` extra_forbidden, the unknown key stays in it."""
     model: type[Section] | None = Recipe
     for index, part in enumerate(location):
         if isinstance(part, int):
@@ -330,7 +333,7 @@ def _sentence(items: list[Any], location: Location) -> str:
 
 
 def _expected_value(item: Any) -> str:
-    """Return what one complaint asks for, to be read after `should be`."""
+    """Return what one of pydantic's complaints asks for, to be read after `should be`."""
     kind, context = item["type"], item.get("ctx", {})
     if kind in EXPECTED:
         return EXPECTED[kind]
@@ -346,7 +349,7 @@ def _expected_value(item: Any) -> str:
 
 
 def _choices(items: list[Any]) -> Iterator[str]:
-    """Yield the allowed words of the complaints, without the sentence around them."""
+    """Yield the allowed words that pydantic's complaints name."""
     for item in items:
         if "literal" in item["type"]:
             yield from re.findall(r"'([^']*)'", item["ctx"]["expected"])
@@ -384,21 +387,26 @@ def _description(location: Location) -> str:
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """Return the key of a recipe for every name that it has in other programs."""
+    """Return {name of a setting in other programs: dotted key of a recipe}; cached."""
     return {name: key for key, names in other_programs()["keys"].items() for name in names}
 
 
 @functools.cache
 def other_programs() -> dict[str, dict[str, Any]]:
-    """Return other_names.yaml: `keys` and `values` by ours, `needless` by the name in other programs."""
+    """Return the tables of other_names.yaml; cached.
+
+    `keys` is {our dotted key: [names in other programs]}, `values` {our dotted key: {their value: advice}}, `needless`
+    {name in other programs: why a recipe leaves it out}.
+    """
     table: dict[str, dict[str, Any]] = YAML(typ="safe").load(Path(__file__).with_name("other_names.yaml"))
     return table
 
 
 def _did_you_mean(location: Location) -> str:
-    """Return "; did you mean ..." for an unknown key: what other programs call so, else a close key.
+    """Return the hint for an unknown key, from "; " on: our key for another program's name, else the closest key.
 
-    A close key of the same section comes before the same key of another one, except outside of all sections.
+    A close key of the same section comes before the same key of another one, except outside of all sections. When no
+    key is close, the hint lists the section's keys.
     """
     name = str(location[-1])
     foreign = name.replace("-", "_").casefold()

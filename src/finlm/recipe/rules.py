@@ -33,7 +33,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the section model."""
+    """Yield (dotted key, sentence) for the problems of the section model."""
     model = recipe.model
     yield from shapes.problems(recipe)
     if model.former_rope_theta is not None and (model.init_from is None or recipe.stage != "pretrain"):
@@ -43,7 +43,7 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the section tokenizer."""
+    """Yield (dotted key, sentence) for the problems of the section tokenizer."""
     tokenizer, rows = recipe.tokenizer, recipe.model.vocab_size
     if tokenizer.path is not None and tokenizer.vocab_size is not None:
         yield "tokenizer", "give either path (an existing tokenizer) or vocab_size (to train one)"
@@ -63,7 +63,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of sources, mixture and token_dtype."""
+    """Yield (dotted key, sentence) for the problems of sources, mixture and token_dtype."""
     for index, source in enumerate(recipe.data.sources):
         if sum(where is not None for where in (source.path, source.dataset, source.synthetic)) != 1:
             yield f"data.sources[{index}]", "give either path or dataset or synthetic"
@@ -93,7 +93,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the run's length, batch, checkpoints and learning-rate schedule."""
+    """Yield (dotted key, sentence) for the problems of length, batch, checkpoints and learning-rate schedule."""
     train, batch, optim = recipe.train, recipe.batch, recipe.optim
     given = [name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None]
     if len(given) != 1:
@@ -125,7 +125,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of ZeRO, precision and gradient sums."""
+    """Yield (dotted key, sentence) for the problems of ZeRO, precision and gradient sums."""
     zero = recipe.zero
     if recipe.train.precision == "fp8":
         if zero.stage != "auto" and zero.stage not in FP8_STAGES:
@@ -147,7 +147,10 @@ def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param: str) -> Iterator[tuple[str, str]]:
-    """Yield what DeepSpeed refuses or ignores at a ZeRO stage; also asked about what the planner chose."""
+    """Yield (dotted key, sentence) for each ZeRO setting that DeepSpeed refuses or ignores at `stage`.
+
+    The values are the recipe's or those that the planner chose; auto is no problem.
+    """
     if stage < 3 and offload_param in ("cpu", "nvme"):
         yield "zero.offload_param", f"needs stage 3: DeepSpeed ignores it at stage {stage}"
     if stage == 0 and offload_optimizer in ("stream", "cpu", "nvme"):
@@ -166,15 +169,15 @@ def zero_problems(zero: Zero, stage: int, offload_optimizer: str, offload_param:
 
 
 def warmup_problems(optim: Optim, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield the problem of a warm-up as long as the run; also asked about the planner's number of steps."""
+    """Yield (dotted key, sentence) if the warm-up is not shorter than a run of `steps` steps."""
     if optim.warmup_steps >= steps:
         yield "optim.warmup_steps", f"{optim.warmup_steps} is not less than the {steps:,} steps of the run"
 
 
 def shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
-    """Return (warm-up that fits a run of so many steps, its origin, a sentence that says so); "" where it is as it was.
+    """Return (warm-up steps that fit a run of `steps`, their origin, a sentence); both texts are "" if unchanged.
 
-    Runs of one and two steps have none that fits.
+    Runs of one and two steps have no warm-up that fits and change nothing.
     """
     if warmup < steps or steps < 3:
         return warmup, "", ""
@@ -184,16 +187,16 @@ def shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
 
 
 def has_world(values: Mapping[str, Any]) -> bool:
-    """Return whether a source of a recipe's plain values is made from the fictional world."""
+    """Return whether a recipe's plain values have a synthetic source, which is made from the fictional world."""
     data = values.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
     return isinstance(sources, list) and any(isinstance(source, dict) and "synthetic" in source for source in sources)
 
 
 def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> Iterator[str]:
-    """Empty what is about the world when --set put other sources in its place; yield a sentence about each key.
+    """Empty data.mixture and eval.suites in place if no source is synthetic; yield a sentence about each.
 
-    lines: the origin of each location.
+    Keys that --set gives stay. `lines` maps each location to its origin and is changed too.
     """
     for place in (("data", "mixture"), ("eval", "suites")) if not has_world(values) else ():
         section = values.get(place[0])
@@ -209,7 +212,7 @@ _DOCUMENTS_ONLY = "works on documents only; leave it out"
 
 
 def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of suites and of the stages after pretraining."""
+    """Yield (dotted key, sentence) for the problems of suites and of the stages after pretraining."""
     if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
         yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
     for index, source in enumerate(recipe.data.sources):
@@ -240,7 +243,10 @@ def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the problems of keys that work on documents only, in a stage of dialogues; `clean: none` is allowed."""
+    """Yield (dotted key, sentence) for each key not at its default that works on documents only, not on dialogues.
+
+    `clean: none` is allowed.
+    """
     for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
         if getattr(data, name) != Data.model_fields[name].default:
             yield f"data.{name}", _DOCUMENTS_ONLY
@@ -258,7 +264,7 @@ def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the section sft."""
+    """Yield (dotted key, sentence) for the problems of the section sft."""
     sft = recipe.sft
     if sft is None:
         return
@@ -270,7 +276,10 @@ def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of 4-bit weights, which are no parameters: nothing partitions, offloads or compiles them."""
+    """Yield (dotted key, sentence) for what cannot go with weights in 4 bits: ZeRO-3, offload of parameters, compiling.
+
+    These weights are no parameters. Also checks that the hidden size is a multiple of 64.
+    """
     if recipe.zero.stage == 3:
         yield "zero.stage", "3 divides weights, which lora.quantize: nf4 keeps whole on every rank; use 1 or 2"
     if recipe.zero.offload_param not in ("auto", "none"):
@@ -282,7 +291,7 @@ def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the stages dpo, reward and grpo."""
+    """Yield (dotted key, sentence) for the problems of the stages dpo, reward and grpo."""
     if recipe.stage in ("dpo", "reward", "grpo"):
         if recipe.train.compile is True:
             yield "train.compile", f"stage {recipe.stage} would compile anew for every length of a batch; use auto"
@@ -319,7 +328,10 @@ _OPTIONS = {"tolerance": ("number",), "pattern": ("format",), "most": ("length",
 
 
 def term_problems(term: Term, most_tokens: int) -> Iterator[tuple[str, str]]:
-    """Yield (key, sentence) for what a reward term lacks, or has without effect. most_tokens: of an answer."""
+    """Yield (key, sentence) for each option of a reward term that is missing, invalid or without effect.
+
+    The key is relative to the term. `most_tokens` is the longest answer that the recipe allows (grpo.max_new_tokens).
+    """
     for name, rules in {**_OPTIONS, "sha256": ("function",)}.items():
         if getattr(term, name) is not None and term.rule not in rules:
             yield name, f"has no effect with rule {term.rule}; it belongs to {' and '.join(rules)}"
@@ -341,12 +353,16 @@ ABSENT = "–"
 
 
 def differing(a: Recipe, b: Recipe) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value of a, value of b) of every difference, credentials unmasked."""
+    """Yield (dotted key, value of a, value of b) wherever two recipes differ; credentials are not masked."""
     return differing_values(a.model_dump(mode="json"), b.model_dump(mode="json"))
 
 
 def differing_values(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value of a, value of b) of two JSON values; key: where these stand."""
+    """Yield (dotted key, value of a, value of b) wherever two JSON values differ; ABSENT stands for a missing key.
+
+    `key` is the dotted key of `a` and `b`. Lists that hold mappings and have equal lengths are compared item by item,
+    other lists as a whole.
+    """
     if a == b and type(a) is type(b):
         return
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -78,7 +78,7 @@ class Tokenizer(Section):
 
     @property
     def pieces(self) -> int | None:
-        """Its size where the recipe decides it; None for an existing file."""
+        """Number of pieces if the recipe sets it (vocab_size or extend_to); None for an existing file as it is."""
         return self.vocab_size or self.extend_to
 
 
@@ -356,12 +356,12 @@ class Recipe(Section):
 
     @property
     def sequences_per_row(self) -> int:
-        """Documents that make a row where rows are not filled: both sequences of a pair, else one."""
+        """Sequences in a row that is not packed: 2 in stages dpo and reward, whose rows are pairs, else 1."""
         return 2 if self.stage in ("dpo", "reward") else 1
 
     @property
     def uses_of_row(self) -> int:
-        """Rows of a run's steps that an epoch makes of a row: of a grpo prompt its answers, learnt from so often."""
+        """How many rows of a run's steps an epoch makes of one row: in grpo generations times iterations, else 1."""
         return self.grpo.generations * self.grpo.iterations if self.grpo is not None else 1
 
     @classmethod
@@ -387,7 +387,10 @@ def _parse(text: str) -> Recipe:
 
 
 def config_of(model: Model) -> traits.Config:
-    """Return config.json of a recipe's model, as far as the recipe decides it: not the vocabulary, nor the ends."""
+    """Return config.json of a recipe's model without vocab_size and the ids of special tokens.
+
+    Raises UserError for an unknown model type.
+    """
     config = dict(model.config or {"model_type": "llama"})
     row = traits.record_of(config)
     config |= {

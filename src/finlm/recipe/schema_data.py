@@ -134,7 +134,7 @@ def method_name(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return a list of sources, {path: ...} for a path: `--set data.sources=corpus/*.jsonl.gz`."""
+    """Return a list of sources, with {path: ...} for each that is text; a single value is a list of one."""
     items = value if isinstance(value, (list, tuple)) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -155,7 +155,7 @@ Encoding = Annotated[str, BeforeValidator(_check_encoding)]
 
 
 def _date(value: Any) -> Any:
-    """Return a date as text, YYYY-MM-DD. Raises ValueError for text that is none; other values are returned."""
+    """Return a date as text, YYYY-MM-DD. Raises ValueError for other text; returns other values unchanged."""
     return date.fromisoformat(str(value)).isoformat() if isinstance(value, (str, date)) else value
 
 
@@ -291,7 +291,7 @@ class Data(Section):
 
     @property
     def sides(self) -> dict[str, str]:
-        """The fields that decide on which side a document is, by the key that names them."""
+        """{recipe key: document field} of the fields that decide whether a document is held out or trained on."""
         dated = {"held_out_from": self.held_out_date_field} if self.held_out_from else {}
         return ({"held_out_by": self.held_out_by} if self.held_out_by else {}) | dated
 

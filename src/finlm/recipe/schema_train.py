@@ -277,17 +277,20 @@ class Term(Section):
 
     @property
     def name(self) -> str:
-        """Its name in records."""
+        """The term's name in events: the function's name for a rule `function`, else the rule."""
         return str(self.path).rpartition(":")[2] if self.rule == "function" else self.rule
 
     @property
     def file(self) -> str:
-        """The file of a function, without the function's name."""
+        """The file of a function in `path`, without the function's name."""
         return str(self.path).rpartition(":")[0]
 
 
 def terms_of(value: Any) -> Any:
-    """Return reward terms as mappings; a word stands for a rule (choice: option), else for a model's directory."""
+    """Return reward terms as a list of mappings; a word is a rule (choice: option), else a model's directory.
+
+    Values of other types are returned unchanged.
+    """
     values = [value] if isinstance(value, (str, dict)) else value
     if not isinstance(values, (list, tuple)):
         return value

@@ -1,4 +1,4 @@
-"""Count parameters and FLOPs of a decoder, and say what a recipe asks of its layers that they do not have; no torch.
+"""Count parameters and FLOPs of a decoder, and find what a recipe asks of its layers that they lack; without torch.
 
 The stages after pretraining change what is trained and kept: adapters, frozen weights (in 4 bits or 16), pairs of
 answers, a reference model. That is counted here too; bytes are plan/memory.py's.
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def kinds(self) -> list[tuple[int, ModelShape]]:
-        """(layers, shape as if all were so) of each kind of layer, in the model's order."""
+        """(number of layers, shape as if all layers were so) of each kind of layer, those without experts first."""
         if not self.dense:
             return [(self.layers, self)]
         alone = {"experts": (0, 0), "ffn": self.dense_ffn, "layer": self.dense_layer, "router_bytes": 0}
@@ -68,47 +68,47 @@ class ModelShape:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of embedding and head on a GPU: a multiple of 128, without which the head's products are slow."""
+        """Rows of embedding and head on a GPU: the vocabulary rounded up to a multiple of 128, for fast products."""
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def q_width(self) -> int:
-        """Numbers of a token's queries."""
+        """Width of a token's queries: heads times head size."""
         return self.heads * (self.head_size or self.hidden // self.heads)
 
     @property
     def kv_width(self) -> int:
-        """Numbers of a token's keys, or values."""
+        """Width of a token's keys, as of its values: key-value heads times head size."""
         return self.q_width // self.heads * self.kv_heads
 
     @property
     def value_size(self) -> int:
-        """Numbers of a head's values."""
+        """Size of a head's values."""
         return self.latent.value_size if self.latent else self.q_width // self.heads
 
     @property
     def output_width(self) -> int:
-        """Numbers of a token that attention gives to o_proj."""
+        """Width of attention's output of a token, which o_proj reads."""
         return self.heads * self.value_size
 
     @property
     def cached_width(self) -> int:
-        """Numbers that generation keeps of a token and layer: keys and values, or what they are made from."""
+        """Elements that generation caches per token and layer: keys and values, or the latents they are made from."""
         return self.latent.cached + self.latent.rotated if self.latent else 2 * self.kv_width
 
     @property
     def pads_values(self) -> bool:
-        """Whether a head's values are filled up to the size of its keys, without which most kernels take neither."""
+        """Whether a head's values are padded to the size of its keys, because most kernels need equal sizes."""
         return self.value_size != self.q_width // self.heads
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding."""
+        """Number of parameters of the input embedding."""
         return self.vocab * self.hidden
 
     @property
     def tensors(self) -> tuple[tuple[str, Sizes], ...]:
-        """A decoder layer's tensors in the model's order; without `layer` attention, SwiGLU, two RMSNorms."""
+        """(name, sizes) of a decoder layer's tensors in the model's order; a Llama layer's if `layer` is empty."""
         if self.layer:
             return self.layer
         h, q, kv, ffn = self.hidden, self.q_width, self.kv_width, self.ffn
@@ -119,7 +119,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of every linear layer of a decoder layer, by the last part of its name."""
+        """(inputs, outputs) of every linear layer of a decoder layer but routers, by the last part of its name."""
         return {
             short: (sizes[1], sizes[0])
             for name, sizes in self.tensors
@@ -128,15 +128,16 @@ class ModelShape:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """The linear layers that adapters go on: beside experts attention's, as peft takes the names of others there
-        for those of the experts' own tensors.
+        """{name: (inputs, outputs)} of the linear layers of a decoder layer that adapters may go on.
+
+        In a model of experts these are attention's only: peft would match other names to the experts' own tensors.
         """
         within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in self.tensors}
         return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
 
     @property
     def norms(self) -> int:
-        """Norms of hidden states in a layer."""
+        """Number of norms as wide as the hidden states in a layer, outside of attention."""
         return sum(
             "norm" in name and sizes == (self.hidden,) and "bias" not in name and "attn." not in name
             for name, sizes in self.tensors
@@ -144,7 +145,7 @@ class ModelShape:
 
     @property
     def inner_normed(self) -> int:
-        """Numbers of a token's queries and keys that pass through norms."""
+        """Elements of a token's queries, keys and latents that pass through norms inside a layer's attention."""
         found = sum(width for width in self.bare_norms if width != self.hidden)
         for name, sizes in self.tensors:
             if "norm" in name and "attn." in name and "bias" not in name:
@@ -164,17 +165,17 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block multiplies two products, or has experts, which do."""
+        """Whether the feed-forward block multiplies two products (as SwiGLU does), or has experts, which do."""
         return bool({"gate_proj", "gate_up_proj"} & self.matrices.keys()) or self.experts[0] > 0
 
     @property
     def is_lean(self) -> bool:
-        """Whether the block is Llama's, of which train/model/kernels.py keeps the gate and the other half alone."""
+        """Whether the block is Llama's; train/model/kernels.py then keeps only gate and up for the backward pass."""
         return {"gate_proj", "up_proj", "down_proj"} <= self.matrices.keys() and not self.experts[0]
 
     @property
     def left_to_transformers(self) -> list[str]:
-        """Sentences about what finlm swaps in other models and not in this one."""
+        """Sentences about the modules that finlm replaces in other models and leaves to transformers in this one."""
         sentences = []
         if self.keeps_scores:
             sentences.append("attention is transformers' own, which keeps every score: no kernel here has its soft cap")
@@ -186,22 +187,22 @@ class ModelShape:
 
     @property
     def layer_sizes(self) -> list[int]:
-        """Elements of a decoder layer's parameters in the model's order."""
+        """Number of elements of each tensor of a decoder layer, in the model's order."""
         return [math.prod(sizes) for _, sizes in self.tensors]
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
+        """Number of parameters of one decoder layer."""
         return sum(self.layer_sizes)
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters of one layer's matrices."""
+        """Number of parameters of one layer's matrices."""
         return sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 1)
 
     @property
     def active_matrices(self) -> float:
-        """Parameters of a layer's matrices, a mean, that multiply a token: of the experts the active ones."""
+        """Number of matrix parameters of a layer that multiply a token, on average; idle experts do not count."""
         if self.dense:
             return sum(layers * kind.active_matrices for layers, kind in self.kinds) / self.layers
         idle = sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 2)
@@ -210,12 +211,12 @@ class ModelShape:
 
     @property
     def beside(self) -> int:
-        """Parameters beside layers, embedding and head: the last norm."""
+        """Number of parameters outside of layers, embedding and head: the last norm."""
         return self.hidden if self.outer is None else self.outer
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of every parameter in the model's order: embedding, layers, norm, head."""
+        """Number of elements of every parameter in the model's order: embedding, layers, norm, head."""
         embedding = [self.embedding_parameters]
         last = [self.beside] if self.beside else []
         within = [size for layers, kind in self.kinds for size in kind.layer_sizes * layers]
@@ -223,23 +224,26 @@ class ModelShape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters of all layers' matrices, what LoRA leaves alone and QLoRA keeps in 4 bits."""
+        """Number of parameters of all layers' matrices, which LoRA freezes and QLoRA keeps in 4 bits."""
         return sum(layers * kind.layer_matrices for layers, kind in self.kinds)
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         head = 0 if self.tied else self.embedding_parameters
         within = sum(layers * kind.layer_parameters for layers, kind in self.kinds)
         return self.embedding_parameters + head + within + self.beside
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token passes through."""
+        """Number of parameters that a token passes through; idle experts do not count."""
         return self.parameters - self.matrix_parameters + round(self.layers * self.active_matrices)
 
     def attended(self, sequence: int) -> float:
-        """Return the tokens that a layer's queries meet without a causal mask, the mean of all layers."""
+        """Return the mean over all layers of the tokens that a query meets in `sequence` tokens, if not causal.
+
+        A sliding window counts twice: causality halves full attention and not a window.
+        """
         seen = sum(min(sequence, 2 * window) for window in self.windows)
         return (seen + sequence * (self.layers - len(self.windows))) / self.layers
 
@@ -292,7 +296,10 @@ def of(recipe: Recipe, vocab_size: int | None = None) -> ModelShape:
 
 
 def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None = None) -> ModelShape:
-    """Return the shape of the model of a whole config.json. row: its type's record, else the admitted one."""
+    """Return the shape of the model of a complete config.json, with `vocab` rows of embedding and head.
+
+    `row` is the record of its model type; None looks it up. Raises UserError for an unknown type.
+    """
     read = traits.read(config, row)
     return ModelShape(
         hidden=int(config["hidden_size"]),
@@ -324,7 +331,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits; an 8-bit scale fo
 
 
 def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of memory.Layout that follow from the recipe's stage.
+    """Return keyword arguments of memory.Layout that follow from the recipe's stage.
 
     DPO needs no second model: the reference's log-probabilities are computed before training starts.
     """
@@ -364,24 +371,27 @@ def has_dropout(recipe: Recipe) -> bool:
 
 
 def is_quantized(recipe: Recipe) -> bool:
-    """Return whether frozen weights are kept in 4 bits, outside of what DeepSpeed partitions."""
+    """Return whether frozen weights are kept in 4 bits (lora.quantize: nf4), outside of what DeepSpeed partitions."""
     return recipe.lora is not None and recipe.lora.quantize == "nf4"
 
 
 def frozen_parameters(shape: ModelShape, has_adapters: bool, quantized: bool) -> int:
-    """Return the parameters that a checkpoint holds untrained; 4-bit weights are read from the start again."""
+    """Return how many frozen parameters a checkpoint holds: 0 without adapters; matrices in 4 bits are not saved."""
     return has_adapters * (shape.parameters - quantized * shape.matrix_parameters)
 
 
 def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the parameters of all adapters: rank x (inputs + outputs) of each targeted layer (arXiv 2106.09685)."""
+    """Return the number of parameters of all adapters, 0 without lora.
+
+    Each adapter has rank x (inputs + outputs) of its linear layer (arXiv 2106.09685).
+    """
     if recipe.lora is None:
         return 0
     return shape.layers * recipe.lora.rank * sum(map(sum, adapted(recipe, shape).values()))
 
 
 def adapted(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Return {name: (inputs, outputs)} of a decoder layer's linear layers that get an adapter."""
+    """Return {name: (inputs, outputs)} of a decoder layer's linear layers that get an adapter; empty without lora."""
     targets = recipe.lora.targets if recipe.lora else ()
     return {
         name: sides

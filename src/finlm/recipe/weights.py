@@ -35,9 +35,10 @@ _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # what a plan reads: shape, 
 
 
 def fetch_description(init_from: str, revision: str | None) -> str:
-    """Return models/ORG/NAME@REVISION for modelscope:ORG/NAME, fetching all but the weights; another name as it is.
+    """Download modelscope:ORG/NAME without its weights and return the directory models/ORG/NAME@REVISION.
 
-    Raises UserError without a revision, without the package modelscope-hub, and where ModelScope gives nothing.
+    Does nothing if its config.json is there; returns any other init_from unchanged. Raises UserError without a
+    revision, without the package modelscope-hub, or when the download fails.
     """
     if not init_from.startswith("modelscope:"):
         return init_from
@@ -52,7 +53,10 @@ def fetch_description(init_from: str, revision: str | None) -> str:
 
 
 def fetch_weights(recipe: Recipe) -> None:
-    """Fetch the weights of a model of ModelScope that are not here or cut short. Raises UserError as _fetch does."""
+    """Download the weights of a ModelScope model in model.init_from if they are missing or cut short.
+
+    Does nothing for other models. Raises UserError as _fetch does.
+    """
     directory = Path(recipe.model.init_from or "-")
     if not _FETCHED.fullmatch(str(directory)):
         return
@@ -64,9 +68,9 @@ def fetch_weights(recipe: Recipe) -> None:
 
 
 def _fetch(directory: str, patterns: Sequence[str]) -> None:
-    """Fetch the files of these patterns into models/ORG/NAME@REVISION.
+    """Download the files that match these patterns into `directory`, models/ORG/NAME@REVISION; print that to stderr.
 
-    Raises UserError without the package modelscope-hub, and where ModelScope gives nothing.
+    Raises UserError for an impossible revision, without the package modelscope-hub, and when the download fails.
     """
     match = _FETCHED.fullmatch(directory)
     if match is None:
@@ -94,9 +98,9 @@ def _fetch(directory: str, patterns: Sequence[str]) -> None:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Raise UserError when model.init_from holds no model that finlm trains; called before data are prepared.
+    """Raise UserError when finlm cannot train the model of model.init_from; called before data are prepared.
 
-    Checks the reward model and vLLM of grpo too.
+    Also checks the reward models and vLLM that grpo needs. Weights that are still to be fetched are not looked at.
     """
     check_judge(recipe)
     if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:
@@ -114,19 +118,19 @@ def check_model(recipe: Recipe) -> None:
 
 
 def _is_unfetched(directory: str) -> bool:
-    """Return whether a directory is of a model of ModelScope whose weights `finlm train` fetches."""
+    """Return whether the directory is that of a ModelScope model whose weights are not here yet."""
     return _FETCHED.fullmatch(directory) is not None and not any(Path(directory).glob("*.safetensors"))
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raise UserError when files of model.init_from that are here are cut short or unlike its config.json."""
+    """Raise UserError when weights of model.init_from are cut short or do not fit config.json; skip if not here."""
     directory = Path(recipe.model.init_from or "-")
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
         check(directory, files.read_json(directory / "config.json"))
 
 
 def missing_start(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning when model.init_from names no weights that are here, nor a model of the Hub at a commit."""
+    """Yield a warning if model.init_from names no weights on this machine and no Hub model with a model.revision."""
     named, revision = recipe.model.init_from, recipe.model.revision
     if named is None or parents.is_recipe(named):
         return
@@ -141,9 +145,10 @@ def missing_start(recipe: Recipe) -> Iterator[str]:
 
 
 def check_layers(recipe: Recipe) -> None:
-    """Raise UserError when model.init_from computes what finlm's layers do not, if its config.json is in reach.
+    """Raise UserError when config.json of model.init_from has something that finlm does not train.
 
-    Loading its weights (train.model) looks again.
+    Downloads config.json of a Hub model if need be. Checks nothing if it cannot be had, or if init_from is a recipe;
+    loading the weights (train.model) looks again.
     """
     model = recipe.model
     if model.init_from is None or parents.is_recipe(model.init_from):
@@ -158,7 +163,7 @@ def check_layers(recipe: Recipe) -> None:
 
 
 def reward_recipes(recipe: Recipe) -> list[tuple[int, str]]:
-    """Return [(place of a term of grpo.reward, the recipe that trains its reward model)]."""
+    """Return [(index of a term of grpo.reward, path of the recipe that trains its reward model)]; may be empty."""
     terms = recipe.grpo.reward if recipe.grpo else ()
     return [
         (i, str(term.path)) for i, term in enumerate(terms) if term.rule == "model" and parents.is_recipe(term.path)
@@ -166,7 +171,7 @@ def reward_recipes(recipe: Recipe) -> list[tuple[int, str]]:
 
 
 def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
-    """Return the recipe with this directory as the path of a term of grpo.reward."""
+    """Return a copy of the recipe in which grpo.reward[place].path is `directory`."""
     assert recipe.grpo is not None
     terms = list(recipe.grpo.reward)
     terms[place] = terms[place].model_copy(update={"path": directory})
@@ -174,7 +179,7 @@ def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
 
 
 def check_judge(recipe: Recipe) -> None:
-    """Raise UserError when a term of grpo.reward names no reward model's directory and no recipe that trains one."""
+    """Raise UserError when a `model` term of grpo.reward is neither a recipe nor a whole reward model's directory."""
     fix = "write choice, or name the export of a run of stage reward from the same start"
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "model" or parents.is_recipe(term.path):
@@ -190,7 +195,10 @@ def check_judge(recipe: Recipe) -> None:
 
 
 def _check_directory(key: str, named: str, fix: str) -> Path:
-    """Return the model directory that a key names. Raises UserError when it is missing, damaged or no model."""
+    """Return the model directory `named` of a key, once checked against its config.json and the hashes of finlm.json.
+
+    Raises UserError, with `fix` as advice, when it is missing, damaged or no model.
+    """
     path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
@@ -201,7 +209,7 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
 
 
 def check_files(directory: Path) -> None:
-    """Raise UserError where a model directory is no whole model that transformers opens, before torch is loaded."""
+    """Raise UserError when a model directory lacks whole *.safetensors or a tokenizer; before torch is loaded."""
     config = parents.read_config(directory / "config.json")
     if not any(directory.glob("*.safetensors")):
         names = ", ".join(sorted(path.name for path in directory.iterdir() if path.name != "config.json")[:8])
@@ -214,7 +222,7 @@ def check_files(directory: Path) -> None:
 
 
 def check(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError where a file is cut short or missing, or the tensors are not those of config.json."""
+    """Raise UserError when a safetensors file in `directory` is cut short or missing, or does not fit `config`."""
     if wrong := list(_list_misfits(_read_headers(directory, config), config)):
         raise UserError(
             f"the weights in {directory} do not fit its config.json",
@@ -224,7 +232,10 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of a directory's tensors by name. Raises UserError for a file cut short, missing or not it."""
+    """Return {tensor name: shape} of the safetensors files in a directory.
+
+    Raises UserError when a file is cut short or missing, or its layers or embeddings do not fit `config`.
+    """
     shapes: dict[str, list[int]] = {}
     problems = []
     for path in sorted(directory.glob("*.safetensors")):
@@ -243,10 +254,9 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
 
 
 def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Iterator[str]:
-    """Yield a sentence for each tensor that an admitted model with this config.json lacks, or has of another shape.
+    """Yield a sentence for each tensor that is missing, of another shape than config.json says, or unknown.
 
-    Experts may lie one by one, as older files have them. A layer's tensor that its class has not is told too: it would
-    be left out when they are loaded.
+    Yields nothing for a type that is not admitted. Experts' tensors are not checked: older files have them one by one.
     """
     row = traits.records().get(str(config.get("model_type")))
     if row is None:
@@ -276,7 +286,10 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
 
 
 def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
-    """Return (tensor shapes by name, problem) of a safetensors file; problem "" when its header and size agree."""
+    """Return (tensor shapes by name, problem) from a safetensors file's header; problem is "" if the file is whole.
+
+    Shapes are empty if the header is damaged, and leave out *.inv_freq. Raises OSError if the file cannot be read.
+    """
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -295,10 +308,10 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
 
 
 def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list[str]:
-    """Return problems: layers of config.json that lack tensors, and embeddings of another shape.
+    """Return sentences about layers that lack tensors, surplus layers, and embeddings that config.json does not fit.
 
-    Layers behind the last one may predict further tokens, which transformers leaves out. Feed-forward blocks of a type
-    whose layers have experts or none are not compared.
+    Ignores num_nextn_predict_layers layers after the last, and feed-forward tensors of types that mix layers with and
+    without experts. Returns [] if the tensors' names have no layers.
     """
     layers: dict[int, set[str]] = {}
     count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))

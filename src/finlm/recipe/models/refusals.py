@@ -1,4 +1,4 @@
-"""What of a model's config.json finlm does not train, in sentences; without torch."""
+"""Find what finlm does not train in a model's config.json, and say it in sentences; without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finlm.recipe.models import traits
 
 
 def check_admitted(config: traits.Config) -> None:
-    """Raise UserError when a config.json's type is unknown, or failed in a cell of the gate."""
+    """Raise UserError when a config.json's model type is unknown, or failed a check of `finlm admit`."""
     name, failing = config.get("model_type"), traits.record_of(config).failing
     if failing:
         raise UserError(
@@ -24,7 +24,11 @@ def check_admitted(config: traits.Config) -> None:
 
 
 def check_class(config: traits.Config, named: str) -> None:
-    """Raise UserError for a model whose class transformers lacks. config: with its auto_map, if it has one."""
+    """Raise UserError when the installed transformers has no class for config.json's model_type.
+
+    `config` still has its auto_map, if any; `named` is what the error calls the model. Does nothing if transformers is
+    not installed.
+    """
     name, found = str(config.get("model_type")), importlib.util.find_spec("transformers")
     folder = Path(found.origin or "").parent / "models" if found else Path()
     known = "model_type" not in config or name in traits.records() or (folder / name.removesuffix("_text")).is_dir()
@@ -50,7 +54,7 @@ def refuse_adapters(key: str, directory: Path) -> None:
 
 
 def notices(config: traits.Config) -> Iterator[str]:
-    """Yield a sentence about what of a config.json has no part in training."""
+    """Yield a sentence that names the dropout of a config.json, which finlm trains without; nothing without dropout."""
     if dropped := traits.dropouts(config):
         named = ", ".join(f"{key} {value}" for key, value in dropped.items())
         yield f"model.config: {named}: finlm trains without dropout, and the export keeps the key"
@@ -65,7 +69,7 @@ _SCALES = ("final_logit_softcapping", *traits.SCALES, "lm_head_multiplier", "out
 def explain(config: traits.Config, rows: int) -> Iterator[str]:
     """Yield a sentence for each key of config.json that finlm would train, plan or export as something else.
 
-    rows: tokens of the rows to train, or 0 where they are not known.
+    `rows` is the sequence length in tokens, 0 if unknown. A model that reads more than text gets that sentence alone.
     """
     if parts := [key for key in _PARTS if isinstance(config.get(key), dict)]:
         text = (config.get("text_config") or {}).get("model_type")
@@ -109,7 +113,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
 
 
 def _malformed_keys(config: traits.Config) -> Iterator[str]:
-    """Yield a sentence for each value that transformers' classes refuse, whatever the type."""
+    """Yield a sentence for each value of config.json that transformers' classes refuse, whatever the model type."""
     for key in (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
@@ -126,7 +130,10 @@ def _malformed_keys(config: traits.Config) -> Iterator[str]:
 
 
 def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
-    """Yield a sentence for each key that the type needs and config.json lacks, or whose value is not trained."""
+    """Yield a sentence for each key that the model type needs and config.json lacks, or whose value is not trained.
+
+    `row` is the record of the type.
+    """
     name = config["model_type"]
     for key in row.needs:
         if config.get(key) is None:
@@ -142,7 +149,10 @@ def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
 
 
 def refuse_unsupported(config: traits.Config, named: str, rows: int = 0) -> None:
-    """Raise UserError when a config.json says what finlm does not train. rows: their tokens, or 0."""
+    """Raise UserError, about the model called `named`, when its config.json has something that finlm does not train.
+
+    `rows` is the sequence length in tokens, 0 if unknown.
+    """
     if problems := list(explain(config, rows)):
         raise UserError(
             f"{named} is not a model that finlm trains",
@@ -162,9 +172,9 @@ ROPES = {  # with the numbers that each needs
 
 
 def rope_problems(config: traits.Config) -> Iterator[str]:
-    """Yield a sentence for each thing in RoPE's parameters that transformers' classes refuse, or would read otherwise.
+    """Yield a sentence for each of RoPE's parameters that transformers' classes refuse or would read otherwise.
 
-    RoPE's base may stand beside them.
+    RoPE's base may be a key of config.json itself.
     """
     heads, hidden, head = (config.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
     for rope in traits.ropes(config):

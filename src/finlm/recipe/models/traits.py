@@ -1,8 +1,8 @@
-"""What a model's config.json says of its layers, read without torch, for planner, checks, adapters and export.
+"""Read the sizes of a model's layers from its config.json, without torch, for planner, checks, adapters and export.
 
-model_types.json has a row for every model type that `finlm admit` has let through: the tensors of a layer with their
-sizes in symbols, what config.json may leave out, and which of the gate's cells failed. `finlm admit --record` writes a
-row from transformers' own class; a user's rows are kept in ~/.config/finlm/model_types.json.
+model_types.json has a record for every model type that `finlm admit` has tried: the tensors of a layer with their sizes
+in symbols, what config.json may leave out, and which checks failed. `finlm admit --record` writes a record from
+transformers' own class; a user's records are kept in ~/.config/finlm/model_types.json.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TypeRecord:
-    """A row of model_types.json. Sizes are symbols: h, f (feed-forward), q, k (widths), d (a head), e, m (experts).
+    """The record of one model type in model_types.json.
 
-    Of latent attention l and c are the widths that keys and values, and queries, are made from, n and r the parts of a
-    head without and with RoPE, w the size of a head's values.
+    Sizes are symbols: h (hidden), f (feed-forward), q, k (widths of queries and keys), d (a head), e (number of
+    experts), m (width of an expert). Of latent attention l and c are the widths that keys and values, and queries, are
+    made from, n and r the parts of a head without and with RoPE, w the size of a head's values.
     """
 
     layer: dict[str, list[str]]  # sizes of every tensor, in the model's order
@@ -57,7 +58,7 @@ class TypeRecord:
 
     @property
     def failing(self) -> dict[str, str]:
-        """The cells that did not pass, with what is wrong."""
+        """{check of `finlm admit`: what is wrong} of the checks that failed."""
         return {cell: why for cell, why in self.cells.items() if why}
 
 
@@ -73,7 +74,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Traits:
-    """One model's layers."""
+    """Sizes and features of one model's layers, by its config.json."""
 
     model_type: str
     heads: int
@@ -99,19 +100,22 @@ class Traits:
 
 
 def user_file() -> Path:
-    """Return the path of the file with the rows of types that this user admitted; it need not exist."""
+    """Return the path of this user's model_types.json, the records of types that they admitted; it need not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "finlm" / RECORD.name
 
 
 def shipped() -> dict[str, TypeRecord]:
-    """Return the rows that come with finlm, by model type."""
+    """Return {model type: record} of the types that come with finlm."""
     return {name: TypeRecord(**row) for name, row in files.read_json(RECORD).items()}
 
 
 @functools.cache
 def records() -> Mapping[str, TypeRecord]:
-    """Return the row of every known model type; finlm's rows come before the user's. Raises UserError for old rows."""
+    """Return {model type: record} of all known types, finlm's before the user's; cached.
+
+    Raises UserError when the user's file is of another version.
+    """
     rows = files.read_json(user_file()) if user_file().is_file() else {}
     try:
         return {name: TypeRecord(**row) for name, row in rows.items()} | shipped()
@@ -122,7 +126,7 @@ def records() -> Mapping[str, TypeRecord]:
 
 
 def record_of(config: Config) -> TypeRecord:
-    """Return the row of a config.json's type. Raises UserError when the type is unknown."""
+    """Return the record of a config.json's model type. Raises UserError when the type is unknown."""
     name = config.get("model_type")
     row = records().get(str(name))
     if row is None:
@@ -135,9 +139,9 @@ def record_of(config: Config) -> TypeRecord:
 
 
 def read(config: Config, row: TypeRecord | None = None) -> Traits:
-    """Return the traits of a model by its config.json; row: its type's, else the admitted one.
+    """Return the traits of a model by its config.json; `row` is the record of its type, None looks it up.
 
-    Raises UserError for an unknown type, and for windows of which only layer_types would tell.
+    Raises UserError for an unknown type, and for sliding windows that only a missing layer_types would tell.
     """
     row = row or record_of(config)
     # A number of experts has several names, of which config.json has one.
@@ -181,7 +185,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
 
 
 def _symbols(known: Config) -> dict[str, int]:
-    """Return the number that each symbol of TypeRecord's sizes stands for, and of a, g: heads, and those of keys."""
+    """Return {symbol of TypeRecord's sizes: number}, with a: heads, g: key-value heads, s: width of shared experts."""
     heads, hidden = int(known["num_attention_heads"]), int(known["hidden_size"])
     groups = int(known.get("num_key_value_heads") or heads)
     head = int(known.get("head_dim") or hidden // heads)
@@ -199,14 +203,14 @@ def _symbols(known: Config) -> dict[str, int]:
 
 
 def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
-    """Return the widths of latent attention; None for attention without."""
+    """Return the widths of latent attention; None when the model has no latent attention."""
     if not known.get("kv_lora_rank"):
         return None
     return Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"])
 
 
 def _dense_layers(known: Config) -> list[int]:
-    """Return the numbers of the layers that have no experts, in a model of experts."""
+    """Return the indices of the layers that have no experts, in a model of experts."""
     layers = range(int(known["num_hidden_layers"]))
     if (kinds := known.get("mlp_layer_types")) is not None:
         return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
@@ -223,9 +227,10 @@ def evaluate(size: str, symbols: Mapping[str, int]) -> int:
 
 
 def _windows(known: Config, pattern: int) -> Sizes:
-    """Return the window of every layer that has one, in order; () without windows.
+    """Return the window in tokens of every layer that has a sliding window, in order; () without windows.
 
-    pattern: TypeRecord.pattern, for a config.json without one. Raises UserError where only layer_types would tell.
+    `pattern` is TypeRecord.pattern, for a config.json without its own. Raises UserError where only a missing
+    layer_types would tell.
     """
     window, layers = known.get("sliding_window"), int(known["num_hidden_layers"])
     if "sliding_window" not in known or not window:
@@ -244,21 +249,21 @@ def _windows(known: Config, pattern: int) -> Sizes:
 
 
 def ropes(config: Config) -> list[Config]:
-    """Return RoPE's parameters: one mapping, or one for each kind of layer."""
+    """Return RoPE's parameters: one mapping, or one for each kind of layer; [{}] if config.json has none."""
     found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     inner: list[Config] = [value for value in found.values() if isinstance(value, dict)]
     return inner or [found]
 
 
 def rope_kind(rope: Config) -> Any:
-    """Return what RoPE's parameters say of its kind: "default" where nothing, which need be no text."""
+    """Return rope_type of RoPE's parameters, "default" if missing; it is not checked and may be of any type."""
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rope_theta(config: Config) -> float:
-    """Return RoPE's base; where kinds of layers differ, that of those that see all before.
+    """Return RoPE's base; where kinds of layers differ, that of layers with full attention.
 
-    Raises UserError for an unknown type.
+    Raises UserError for an unknown model type.
     """
     found = config.get("rope_parameters") or {}
     found = found.get("full_attention") or found
@@ -266,7 +271,7 @@ def rope_theta(config: Config) -> float:
 
 
 def with_rope_theta(config: Config, theta: float) -> Config:
-    """Return config.json with another base of RoPE, for layers that are all of one kind."""
+    """Return a copy of config.json with another base of RoPE, for layers that are all of one kind."""
     former = {key: value for key, value in ropes(config)[0].items() if key != "type"}
     kind = rope_kind(ropes(config)[0])
     left = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
@@ -274,19 +279,19 @@ def with_rope_theta(config: Config, theta: float) -> Config:
 
 
 def dropouts(config: Config) -> Config:
-    """Return the keys of a config.json that set a decoder's dropout, which finlm trains without."""
+    """Return {key: value} of the keys of a config.json that set a decoder's dropout, which finlm trains without."""
     return {
         key: value for key, value in config.items() if key.endswith(DROPOUT) and value and not key.startswith("classif")
     }
 
 
 def without_dropout(config: Config) -> Config:
-    """Return config.json with every dropout 0."""
+    """Return a copy of config.json with every dropout 0."""
     return {**config, **dict.fromkeys(dropouts(config), 0.0)}
 
 
 def head_of(config: Config, row: TypeRecord | None = None) -> tuple[float, float | None]:
-    """Return (factor, soft cap or None) of the logits; row: the type's, else the admitted one, if any."""
+    """Return (factor, soft cap or None) of the logits; `row` is the record of the type, None looks it up."""
     row = row or records().get(str(config.get("model_type")))
     scales = SCALES | (row.scales if row else {})
     factor = math.prod(float(config.get(key) or 1.0) ** power for key, power in scales.items())
