@@ -3,12 +3,13 @@
 A filter takes a normalised text and returns None, or the reason why the document is dropped; counts by reason and
 samples are kept by the documents step. Filters judge the form of a document, never its subject, and pass documents of
 fewer than 50 characters. Broken mark-up goes first, since every later rule counts characters. `clean: none` makes only
-the one spelling of normalize.py. Perplexity and duplicates have steps of their own.
+the uniform spelling of normalize.py. Perplexity and duplicates have steps of their own.
 
-Many texts are cleaned at once: a few passes over all of them name the texts that a rule may concern, and it sees only
-those. The patterns run in pyarrow's RE2, at 0.5 GB/s where Python's take 0.1, and tables of bytes count the kinds of
-characters. Each names at least the texts that its rule changes or drops, so the result is that of cleaning text by
-text; a text that one rule has changed goes through all that follow, and a rule without a pattern sees all texts.
+Many texts are cleaned at once: a few passes over all of them name the texts that a rule may concern, and the rule is
+applied only to those. The patterns run in pyarrow's RE2, at 0.5 GB/s where Python's take 0.1, and tables of bytes count
+the kinds of characters. Each pattern matches at least the texts that its rule changes or drops, so the result is that
+of cleaning text by text; a text that a rule has changed goes through all that follow, and a rule without a pattern sees
+all texts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ _MOJIBAKE = re.compile("\ufffd|锟斤拷|烫烫烫|屯屯屯|ï»¿|ï¿½|[ÃÂ
 
 
 def garbled(text: str) -> str | None:
-    """Return "garbled" for text whose encoding was lost: more than one replacement sequence in 200 characters."""
+    """Return "garbled" if the text's encoding was lost, else None.
+
+    It was lost if there are more than two replacement sequences, and more than one in 200 characters.
+    """
     if _SUSPECT.search(text):
         lost = len(_MOJIBAKE.findall(text))
         if lost > 2 and 200 * lost > len(text):
@@ -57,7 +61,10 @@ def garbled(text: str) -> str | None:
 
 
 def numeric_table(most: float) -> Filter:
-    """Return a filter of documents with more than this share of digits and no names: tables that lost their words."""
+    """Return a filter that drops texts with more than the share `most` of digits, and no words that name the numbers.
+
+    Texts of fewer than 50 characters pass. The share is of visible characters.
+    """
 
     def check(text: str) -> str | None:
         """Return "numeric_table" for a text to drop, else None."""
@@ -72,8 +79,8 @@ def numeric_table(most: float) -> Filter:
 def _names_numbers(text: str, digits: int) -> bool:
     """Return whether words name a table's numbers.
 
-    Where half of its lines have a word, there must be enough of them for the digits; else one of the first three lines
-    must have two words, as a head of columns has.
+    If at least half of its lines have a word, there must be a word for 200 digits; else one of the first three lines
+    must have two words, as a table's header has.
     """
     words = [len(_LETTERS.findall(line)) for line in text.split("\n") if line]
     named = sum(map(bool, words))
@@ -83,7 +90,10 @@ def _names_numbers(text: str, digits: int) -> bool:
 
 
 def symbols(most: float) -> Filter:
-    """Return a filter of documents whose punctuation and symbols are more than this share."""
+    """Return a filter that drops texts with more than the share `most` of punctuation and symbols.
+
+    Texts of fewer than 50 characters pass. The share is of visible characters.
+    """
 
     def check(text: str) -> str | None:
         """Return "symbols" for a text to drop, else None."""
@@ -96,9 +106,9 @@ def symbols(most: float) -> Filter:
 
 
 def language(least: float) -> Filter:
-    """Return a filter of documents whose letters are Chinese in less than this share.
+    """Return a filter that drops texts with less than the share `least` of Chinese among their letters.
 
-    Other letters count in words of three and more, and from 50 on: formulas and tables are of no language.
+    Other letters count only in words of three or more, and only if there are 50 of them: formulas and tables pass.
     """
 
     def check(text: str) -> str | None:
@@ -113,9 +123,9 @@ def language(least: float) -> Filter:
 
 
 def short_lines(most: float) -> Filter:
-    """Return a filter of documents of ten lines or more with more than this share of short lines: menus, tag clouds.
+    """Return a filter that drops texts of ten or more lines with more than the share `most` of short lines, as menus.
 
-    A short line has fewer than 10 characters, and no figures, columns or colon, which tables and lists have.
+    A short line has fewer than 10 characters, and no digit, tab, space, | or colon, which tables and lists have.
     """
 
     def check(text: str) -> str | None:
@@ -130,7 +140,7 @@ def short_lines(most: float) -> Filter:
 
 
 def bad_keywords(words: frozenset[str], limit: int) -> Filter:
-    """Return a filter of documents with at least `limit` different words of the list (Aho-Corasick, one pass)."""
+    """Return a filter that drops texts with at least `limit` different words of the list (Aho-Corasick, one pass)."""
     import ahocorasick  # only recipes with a list
 
     automaton: Any = ahocorasick.Automaton()
@@ -200,11 +210,11 @@ class Cleaner:
         return frozenset(name for name, _ in (*self._changes, *self._filters))
 
     def spell(self, text: str) -> str:
-        """Return the text without HTML, where the settings say so, and in its normal spelling."""
+        """Return the text in its normal spelling (normalise), without HTML if the settings say so."""
         return normalise(normalize.strip_html(text) if self.settings.html else text)
 
     def finish(self, spelled: str, rules: Rules) -> tuple[str, str | None]:
-        """Apply to a spelled text those of the rules that are named; all that follow once one has changed the text.
+        """Apply the named rules to a text from spell(), and all later rules once a rule has changed it.
 
         Returns (clean text, None), or ("", reason) for a document to drop.
         """
@@ -271,7 +281,7 @@ def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
 
 
 def _keywords(path: str) -> frozenset[str]:
-    """Read the list of data.clean.bad_keywords. Raises UserError for a file without words."""
+    """Return the words of the list data.clean.bad_keywords. Raises UserError if it cannot be read or has no words."""
     return read_keywords(Path(path).expanduser(), "data.clean.bad_keywords")
 
 
@@ -282,7 +292,7 @@ Cleaned = tuple[str, str | None]  # (clean text, None), or ("", reason)
 
 
 def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
-    """Return what cleaner(text) returns for each text, faster than one by one; UTF-8 must be able to write them."""
+    """Return cleaner(text) for each text, faster than a call for each; texts must be encodable as UTF-8."""
     if not texts or sum(map(len, texts)) < _FEW:
         return [cleaner(text) for text in texts]
     block = _Block(texts)
@@ -318,7 +328,7 @@ class _Block:
         self.lengths = np.array([len(text) for text in texts], dtype=np.int64)
 
     def matches(self, pattern: str) -> Bools:
-        """Return, as bool [texts], which texts hold a match of a pattern of RE2."""
+        """Return bool [texts]: whether the text holds a match of the RE2 pattern."""
         import pyarrow.compute as compute
 
         found: Bools = compute.match_substring_regex(self._array, pattern).to_numpy(zero_copy_only=False)
@@ -326,7 +336,7 @@ class _Block:
 
 
 def _find_concerned(block: _Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
-    """Yield (rule, bool [texts]: which texts it may change or drop) for each of the cleaner's rules."""
+    """Yield (rule, bool [texts]: which texts it may change or drop) for each rule of the cleaner, some twice."""
     rules, settings = cleaner.rules, cleaner.settings
     kinds = _Kinds(block)
     patterns = {
@@ -363,24 +373,24 @@ def _find_concerned(block: _Block, cleaner: Cleaner) -> Iterator[tuple[str, Bool
 
 
 class _Kinds:
-    """The kinds of all characters of a block (normalize.shape)."""
+    """The class bytes of all characters of a block (see normalize.shape)."""
 
     def __init__(self, block: _Block) -> None:
         self.kinds = np.frombuffer(normalize.shape.of_bytes(block.data), dtype=np.uint8)
         self._limits = np.concatenate(([0], np.cumsum(block.lengths)))
 
     def count(self, kind: str) -> npt.NDArray[np.int64]:
-        """Return how many characters of a kind each text has: [texts]."""
+        """Return how many characters of a class each text has: int64 [texts]."""
         return np.diff(np.searchsorted(np.flatnonzero(self.kinds == ord(kind)), self._limits))
 
     def holding(self, begins: Bools) -> Bools:
-        """Return, as bool [texts], in which texts one of the characters is marked: bool [characters]."""
+        """Return bool [texts]: whether `begins`, bool [characters], marks a character of the text."""
         found: Bools = np.diff(np.searchsorted(np.flatnonzero(begins), self._limits)) > 0
         return found
 
 
 def _in_a_row(marked: Bools, count: int) -> Bools:
-    """Return where `count` marked characters in a row begin, also across texts: bool [characters]."""
+    """Return bool [characters]: where `count` consecutive marked characters begin, also across texts."""
     begins = marked.copy()
     for back in range(1, count):
         begins[:-back] &= marked[back:]
@@ -389,7 +399,7 @@ def _in_a_row(marked: Bools, count: int) -> Bools:
 
 
 def _long_numbers(kinds: _Kinds) -> Bools:
-    """Return where four digits and three more begin, with nothing or one character between: bool [characters]."""
+    """Return bool [characters]: where four digits begin that three more follow, directly or after another character."""
     is_digit = kinds.kinds == ord("0")
     four, three = _in_a_row(is_digit, 4), _in_a_row(is_digit, 3)
     after = np.zeros_like(three)

@@ -77,9 +77,9 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
 
 
 def read_csv(path: Path, columns: Sequence[str], fix: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield (line number, row by lower-case column names) of a CSV file of questions.
+    """Yield (line number, {lower-case column name: value}) for each row of a CSV file of questions.
 
-    Raises UserError for a file that cannot be read, and with `fix` for one that lacks a column.
+    Raises UserError for a file that cannot be read, and with `fix` for a file that lacks one of the `columns`.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -95,7 +95,7 @@ def read_csv(path: Path, columns: Sequence[str], fix: str) -> Iterator[tuple[int
 
 
 def question(file: str, line: int, row: dict[str, str]) -> Question:
-    """Build a question from a row's columns: question, and options a to f where it has them."""
+    """Return the Question of a row's columns: question, and options a to f where it has them."""
     options = " ".join(f"{name} {_normalise_question(row[name])}" for name in _OPTIONS if row.get(name))
     return Question(file, line, _normalise_question(row.get("question", "")), options)
 
@@ -109,7 +109,10 @@ class Index:
     """The n-grams of all questions, for finding them in many documents at once."""
 
     def __init__(self, hashes: npt.NDArray[np.uint64], part: npt.NDArray[np.int32], total: npt.NDArray[np.int64]):
-        """Index n-gram hashes (ascending), the part of a question each belongs to, and the n-grams of each part."""
+        """Index the n-gram hashes, ascending; `part` has the question part of each, `total` the n-grams of each part.
+
+        Part 2 i is what question i asks, part 2 i + 1 its options.
+        """
         self.hashes = hashes  # [entries], ascending; a gram of two questions is there twice
         self.part = part  # [entries]: 2 i what question i asks, 2 i + 1 its options
         self.total = total  # [parts], different grams of each
@@ -121,7 +124,7 @@ class Index:
 
     @classmethod
     def of(cls, questions: Sequence[Question]) -> Index:
-        """Build the index of these questions; a question shorter than an n-gram is not looked for."""
+        """Return the index of these questions; a question shorter than an n-gram is never a hit."""
         stems = _gram_records([question.stem for question in questions])
         _, of_gram, askers = np.unique(stems["hash"], return_inverse=True, return_counts=True)
         own_grams = np.bincount(stems["question"][askers[of_gram] <= _WORDING], minlength=len(questions))
@@ -145,10 +148,11 @@ class Index:
             return cls(arrays["hashes"], arrays["part"], arrays["total"])
 
     def find(self, data: bytes, ends: npt.NDArray[np.integer]) -> list[Hit]:
-        """Return the questions contained in each of the documents that end at these bytes of UTF-8 data, sorted by
-        document.
+        """Return the questions that each document contains, as hits sorted by document and question.
 
-        A question that spans two documents in a row is a hit in both.
+        A document contains a question if it has at least the share SHARE of its n-grams. `data` is UTF-8 documents end
+        to end, `ends` [documents] the byte offset of each end. A question that spans two documents in a row is a hit in
+        both.
         """
         document, place = self._look_up(data, ends)
         alone = self._shares(document, place)
@@ -167,9 +171,9 @@ class Index:
     def _look_up(
         self, data: bytes, ends: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-        """Return (document, place among the unique n-grams) of every n-gram of the data that a question has, in order.
+        """Return (document, index into `unique`) of every n-gram of the data that a question has, in order.
 
-        Half of each sum and a table tell first which may be one: 3 to 8 in 100.
+        Half of each sum and a bit table tell first which n-grams may be among them: 3 to 8 in 100.
         """
         numbers, places = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.intp)]
         for first, here, limits in ngrams.blocks(data, ends):
@@ -187,10 +191,10 @@ class Index:
         return np.concatenate(numbers), np.concatenate(places)
 
     def _shares(self, document: npt.NDArray[np.int64], place: npt.NDArray[np.intp]) -> dict[tuple[int, int], float]:
-        """Return {(document, question): share of its n-grams that the document has}, where it is at least 15 %.
+        """Return {(document, question): share of the question's n-grams in the document}, where it is at least 15 %.
 
-        document, place: the n-grams as _look_up returns them. With the question's options in the document, two fifths
-        of the stem are enough: the share is then raised to SHARE.
+        `document` and `place` are what _look_up returns. If the document also has the question's options, two fifths of
+        the stem are enough: the share is then raised to SHARE.
         """
         # Each gram once a document, then once for each part that has it.
         seen = np.unique(document * len(self.unique) + place)
@@ -210,14 +214,17 @@ class Index:
 
 
 def _places(sums: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-    """Return (byte of the table, bit in it) of n-grams, from the lower halves of their sums."""
+    """Return (byte index in the bit table, bit mask) of n-grams, from the lower halves of their sums."""
     spread = sums * np.uint32(_SPREAD)
     bit = (spread >> np.uint32(32 - _TABLE_BITS - 3)).astype(np.uint8) & np.uint8(7)
     return spread >> np.uint32(32 - _TABLE_BITS), np.uint8(1) << bit
 
 
 def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
-    """Return records (hash, question) of the different n-grams of each text, sorted by hash."""
+    """Return records (hash, question) of the distinct n-grams of each text, sorted by hash.
+
+    `question` is the index of the text.
+    """
     encoded = [text.encode() for text in texts]
     text = ngrams.characters(b"".join(encoded), np.cumsum([len(item) for item in encoded], dtype=np.int64))
     grams = ngrams.hash_grams(ngrams.words_only(text), GRAM)
@@ -241,7 +248,7 @@ class Found:
 
 
 def find_hits(task: ChunkTask) -> list[Found]:
-    """Return the hits in a chunk, found with the index beside it. Runs in a worker."""
+    """Return the hits in a chunk, with the first 120 characters of their documents. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
     bounds = [0, *ends.tolist()]
     hits = []
@@ -267,15 +274,16 @@ _SAMPLES = 50  # hits a source kept in contaminated.jsonl
 
 
 def check_benchmarks(context: Context) -> None:
-    """Raise UserError for a benchmark file that does not exist; without effect where the cache may not build."""
+    """Raise UserError if a pattern of data.decontaminate matches no file; do nothing if the cache may not build."""
     if context.cache.build:
         _find_files(context, context.data.decontaminate)
 
 
 def find_contaminated(context: Context, read: Documents) -> Step | None:
-    """Run the step `contamination`, which writes documents.npy and samples; None where the recipe names no benchmark.
+    """Run the step `contamination`, which writes documents.npy and samples; None if data.decontaminate is empty.
 
-    Raises UserError for benchmark files that cannot be read or changed since they were hashed.
+    Prints the counts. Raises UserError for benchmark files that cannot be read or changed since they were hashed,
+    NotPrepared if the step is missing and the cache may not build.
     """
     patterns = context.data.decontaminate
     if not patterns:
@@ -326,14 +334,14 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
 
 
 def contaminated_documents(step: Step | None) -> npt.NDArray[np.int64]:
-    """Return the numbers of the contaminated documents, ascending; none without a step."""
+    """Return the indexes of the contaminated documents, int64, ascending; empty without a step."""
     return np.empty(0, dtype=np.int64) if step is None else np.load(step.path / "documents.npy")
 
 
 def _find_files(context: Context, patterns: Sequence[str]) -> list[Path]:
-    """Return the files of these patterns, each once.
+    """Return the files that match these patterns, each once.
 
-    Raises UserError for a pattern without files, NotPrepared when the cache may not build.
+    Raises UserError for a pattern without files, or NotPrepared if the cache may not build.
     """
     paths: list[Path] = []
     for pattern in patterns:

@@ -1,14 +1,11 @@
-"""Turn rows into clean documents, in chunks that worker processes write to the cache under keys of their content.
+"""Turn rows into clean documents, in chunks that worker processes write to the cache.
 
-The parent reads blocks of rows (read/readers.py), small ones of several files together, and workers parse, clean and
-hash them: <chunk>.txt, the documents' UTF-8 end to end; <chunk>.npy, a record per document (INDEX); last <chunk>.json,
-its counts (Parsed). A chunk is kept under a key of its bytes and the rules, so a source that is added, renamed or
-changed in one place costs its own chunks only, and a killed run loses only the chunks that were under way. A file's
-chunks are listed under its hash: a known file is not read again. Memory is a few blocks per worker. selection.py
-decides afterwards which documents are used.
+The parent reads blocks of rows (read/readers.py). Workers parse, clean and hash them into three files: <chunk>.txt has
+the documents' UTF-8 text end to end, <chunk>.npy a record per document (INDEX), and <chunk>.json, written last, the
+counts (Parsed). The cache key of a chunk is a hash of its rows and the cleaning rules, so a changed source redoes only
+its changed chunks. A file with a known hash is not read again. selection.py decides later which documents are used.
 
-A row that cannot be read is set aside with its file, line and reason in broken.jsonl; of those that cleaning drops, all
-are counted and the first of each reason are kept in dropped.jsonl.
+broken.jsonl lists the rows that cannot be read, dropped.jsonl the first that cleaning dropped for each reason.
 """
 
 from __future__ import annotations
@@ -61,17 +58,17 @@ class Task:
     kept: Parsed | None = None  # its record, for a host that does not have its files
 
     def writes(self) -> tuple[Path, ...]:
-        """Return the files of the chunk, in the order in which they are written; none where it is kept."""
+        """Return the chunk's .txt, .npy and .json in the order they are written; empty if the cache has them."""
         return tuple(self.chunk.with_suffix(suffix) for suffix in (".txt", ".npy", ".json")) if self.blocks else ()
 
     def __str__(self) -> str:
-        """Return the file and line of its first row."""
+        """Return FILE:LINE of the first row of the chunk."""
         return f"{self.where[0][0]}:{self.where[0][1]}"
 
 
 @dataclass
 class Parsed:
-    """The counts and set-aside rows of a chunk, as its .json holds them."""
+    """The counts, broken rows and samples of dropped rows of a chunk, as its .json stores them."""
 
     number: int = 0  # of the input
     where: Where = ()
@@ -88,7 +85,7 @@ class Parsed:
 
     @classmethod
     def load(cls, chunk: Path) -> Parsed | None:
-        """Return the chunk's record from its .json, or None unless all its files have the recorded sizes."""
+        """Return the record in <chunk>.json; None if it is missing or invalid, or the .txt or .npy has another size."""
         try:
             kept = cls(**json.loads(chunk.with_suffix(".json").read_bytes()))
             suffixes = (".txt", ".npy") if kept.documents else ()
@@ -101,13 +98,13 @@ class Parsed:
         return kept
 
     def locate(self, rows: Sequence[KeptRow]) -> list[parsing.BrokenRow]:
-        """Return rows of this chunk as (file, line, reason, first characters)."""
+        """Return `rows`, which store part and line offset, as (file, line number, reason, first characters)."""
         return [(self.where[part][0], self.where[part][1] + line, why, start) for part, line, why, start in rows]
 
 
 @dataclass(frozen=True)
 class InputRead(parsing.RowCounts):
-    """The counts of an input's rows, as the documents step's manifest has them."""
+    """The counts and file hashes of an input, as the manifest of the documents step stores them."""
 
     split: Split = "share"
     file: str = ""  # its name, or how many there are
@@ -131,13 +128,13 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """The cache key of its content."""
+        """The cache key of the chunk: a hash of its rows and the cleaning rules."""
         return self.path.stem
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A documents step: its inputs, and its chunks in order."""
+    """The result of a documents step: the counts of its inputs, and its chunks in order."""
 
     inputs: tuple[InputRead, ...]
     chunks: tuple[Chunk, ...]
@@ -147,11 +144,11 @@ class Documents:
 
     @property
     def count(self) -> int:
-        """Number of documents of all inputs."""
+        """The number of documents of all inputs."""
         return sum(item.documents for item in self.inputs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of manifest.json."""
+        """Return the content of the step's manifest.json, which of() reads."""
         names = "input", "file", "documents"
         rows = ((c.input, "/".join(c.path.parts[-4:]), c.rows.stop - c.rows.start) for c in self.chunks)
         about = {"chunks": [dict(zip(names, row, strict=True)) for row in rows], "content": self.content}
@@ -159,14 +156,14 @@ class Documents:
 
     @classmethod
     def of(cls, step: Step) -> Documents:
-        """Read the manifest of a finished documents step."""
+        """Return the Documents that the manifest of a finished documents step describes."""
         about, inputs = step.manifest, tuple(InputRead(**item) for item in step.manifest["inputs"])
         listed = [(row["input"], step.path.parent / row["file"], row["documents"]) for row in about["chunks"]]
         return cls(inputs, _number_chunks(inputs, listed), about["kept_bytes"], about["content"], step.key)
 
 
 def _number_chunks(inputs: Sequence[InputRead], listed: Sequence[tuple[int, Path, int]]) -> tuple[Chunk, ...]:
-    """Build Chunks from rows of (input, file, documents), each with the range of its documents among all."""
+    """Return a Chunk for each (input number, path, documents), with the range of its documents among all."""
     ends = list(itertools.accumulate(count for _, _, count in listed))
     return tuple(
         Chunk(number, inputs[number].source, path, slice(end - count, end))
@@ -177,7 +174,11 @@ def _number_chunks(inputs: Sequence[InputRead], listed: Sequence[tuple[int, Path
 def write(
     directory: Path, inputs: Sequence[Input], rules: Clean, engine: Engine, max_broken_fraction: float, keep: Path
 ) -> Documents:
-    """Write chunks to the cache `keep`, rows left out to directory. Raises UserError for too many broken rows."""
+    """Parse and clean all rows; write chunks to the cache `keep`, and broken.jsonl and dropped.jsonl to `directory`.
+
+    Reuses chunks in the cache. Raises UserError if a source has no row, or its broken rows exceed the share
+    `max_broken_fraction`; these are then also in keep/broken-<source>.jsonl.
+    """
     parsing.check_first_rows(inputs, max_broken_fraction)
     tallies = [_Tally(item) for item in inputs]
     written: list[tuple[int, Path, int]] = []
@@ -210,7 +211,7 @@ def write(
 
 
 def _content_key(inputs: Sequence[Input], chunks: Sequence[Chunk]) -> str:
-    """Return a key of each input's split and texts in order, whatever the names and chunks are."""
+    """Return a hash of each input's split and texts in order, independent of source names and of chunk limits."""
     digests = [hashlib.sha256() for _ in inputs]
     for chunk in chunks:
         digests[chunk.input].update(read_index(chunk.path)["hash"].tobytes())
@@ -226,7 +227,7 @@ class _Store:
     rules_key: Mapping[str, Any]
 
     def chunk(self, digest: str, item: Input) -> Path:
-        """Return the path, without suffix, of the chunk of the input's rows that have this digest."""
+        """Return the cache path, without suffix, of the chunk for rows of this digest, read as `item` says."""
         return self.cache.chunk("documents", files.sha256_json([VERSION, self.rules_key, _settings(item), digest]))
 
 
@@ -241,7 +242,7 @@ class _Span(NamedTuple):
 
 
 def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
-    """Group each input's files into spans of BLOCK_BYTES, with their known chunks if the cache has all of them."""
+    """Yield each input's files in groups that close at BLOCK_BYTES; `known` lists the chunks if the cache has all."""
     for number, item in enumerate(inputs):
         hashed, first, size = list(item.files_with_hashes()), 0, 0
         for last, (path, _) in enumerate(hashed, 1):
@@ -266,7 +267,10 @@ def _settings(item: Input) -> list[Any]:
 
 
 def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task]:
-    """Yield a span's tasks in order; list the chunks of hashed files that are read now in the span's record."""
+    """Yield a span's tasks in order: reads the files unless `known`, and records the chunks of hashed files.
+
+    Raises UserError if a known chunk is no longer in the cache.
+    """
     how = replace(span.item, paths=(), sha256=())  # 100 bytes a file, in every task
     paths = span.item.paths
     numbers = {path: number for number, path in enumerate(paths)}
@@ -291,7 +295,7 @@ def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task
 
 
 def _bundles(blocks: Iterator[Block]) -> Iterator[tuple[Block, ...]]:
-    """Yield groups of blocks of about BLOCK_BYTES: a large block alone, or several small ones together."""
+    """Yield the blocks in groups of at most BLOCK_BYTES bytes; a larger block is a group by itself."""
     waiting, size = list[Block](), 0
     for block in blocks:
         length = sum(len(data) for _, data in block.data) if isinstance(block.data, tuple) else len(block.data)
@@ -310,7 +314,7 @@ def _parts(block: Block) -> list[tuple[File, int]]:
 
 
 def _digest(blocks: Sequence[Block]) -> str:
-    """Return the SHA-256 of what decides the documents of blocks: contents and kinds, not names and lines."""
+    """Return the hex SHA-256 of the blocks' contents, kinds and cut reasons, without file names and line numbers."""
     digest = hashlib.sha256()  # twice as fast as blake2b where the processor knows it
     for block in blocks:
         for data in [data for _, data in block.data] if isinstance(block.data, tuple) else [block.data]:
@@ -331,7 +335,7 @@ class _Tally:
         self.values: Values = {name: Counter() for name in item.meta}
 
     def add(self, parsed: Parsed) -> Iterator[str]:
-        """Add a chunk's counts; yield the lines of dropped.jsonl for its samples, the first 20 of each reason."""
+        """Add a chunk's counts, then yield the dropped.jsonl lines of its samples, at most 20 per reason and input."""
         counts = (parsed.rows, len(parsed.broken), parsed.cut, parsed.documents, parsed.text_bytes)
         for name, count in zip(self.counts, counts, strict=True):
             self.counts[name] += int(count)
@@ -345,7 +349,7 @@ class _Tally:
                 yield parsing.json_line(self.item.source, row)
 
     def summarize(self) -> InputRead:
-        """Return the manifest's entry of the input; of each counted field it has the 20 most frequent values."""
+        """Return the input's manifest entry, with the 20 most frequent values of fields with at most 10,000 values."""
         listed = self.item.file_entries()
         alone = len(listed) == 1
         return InputRead(
@@ -366,12 +370,12 @@ class _Tally:
 
 
 def parse(task: Task) -> Parsed:
-    """Parse and clean a task's rows into its chunk, unless it is kept; return its record. Runs in a worker."""
+    """Parse and clean a task's rows into chunk files, unless cached; return the record. Runs in a worker."""
     return replace(task.kept or _parse(task), number=task.number, where=task.where)
 
 
 def _parse(task: Task) -> Parsed:
-    """Parse, clean and hash the task's rows; write the chunk's .txt, .npy and last .json, and return its counts."""
+    """Parse, clean and hash the rows; write .txt and .npy if any document is left, then .json; return the record."""
     result = Parsed(values={name: Counter() for name in task.item.meta})
     rows = _read_rows(task, result)
     texts, characters, sides = [], [], list[tuple[int, int]]()
@@ -409,7 +413,7 @@ def _parse(task: Task) -> Parsed:
 
 
 def _read_rows(task: Task, result: Parsed) -> list[tuple[int, int, parsing.Row]]:
-    """Return (part, line after its first, row) of rows that can be read; count all in result, set broken ones aside."""
+    """Return (part, line offset, row) of each readable row; add counts and the broken rows to `result`."""
     rows, part = list[tuple[int, int, parsing.Row]](), 0
     for block in task.blocks:
         for row in parsing.parse_block(block, task.item):
@@ -424,13 +428,13 @@ def _read_rows(task: Task, result: Parsed) -> list[tuple[int, int, parsing.Row]]
 
 
 def read_index(path: Path) -> npt.NDArray[Any]:
-    """Return a chunk's records: INDEX [documents], or SIDES where the recipe holds out by a field."""
+    """Return the records in the chunk's .npy: INDEX [documents], or SIDES if a field decides what is held out."""
     index: npt.NDArray[Any] = np.load(path.with_suffix(".npy"))
     return index
 
 
 def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
-    """Return the wanted documents of a chunk as UTF-8; wanted is bool [documents]."""
+    """Return the UTF-8 bytes of the chunk's documents where `wanted`, bool [documents], is True."""
     ends = read_index(path)["end"].astype(np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     data = path.read_bytes()
@@ -438,5 +442,5 @@ def read_bytes(path: Path, wanted: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def read_texts(path: Path, wanted: npt.NDArray[np.bool_]) -> Iterator[str]:
-    """Yield the wanted documents of a chunk as strings; wanted is bool [documents]."""
+    """Yield the texts of the chunk's documents where `wanted`, bool [documents], is True."""
     return (text.decode("utf-8") for text in read_bytes(path, wanted))

@@ -43,7 +43,7 @@ _SAMPLED = 64  # one document of so many is encoded by both encoders, and the fi
 
 
 class Disagreement(Exception):
-    """gigatoken gave other ids than the tokenizer's library; says for which text."""
+    """The error that gigatoken gave other ids than the tokenizer's library; names the text."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Task:
     encoder: str  # "gigatoken", or the name of the library that defines the ids
 
     def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that it needs."""
+        """Return the files that the task needs: the chunk's, and all files beside the tokenizer."""
         beside = sorted(path for path in self.tokenizer.parent.iterdir() if path.is_file())
         return (*ChunkTask(self.chunk).reads(), *beside)
 
     def key(self) -> str:
-        """Return a key of all that the result depends on; the text enters by the name of its chunk."""
+        """Return a hash of all that the result depends on; the chunk's name, itself a hash, stands for its text."""
         used = np.select([self.decisions == code for code in SPLITS.values()], list(SPLITS.values()), 255)
         digest = hashlib.blake2b(used.astype(np.uint8).tobytes(), digest_size=16).hexdigest()
         how = [self.tokenizer_sha256, self.special, self.dtype, self.encoder]
@@ -81,9 +81,10 @@ class Encoded(NamedTuple):
 
 
 def encode_chunk(task: Task) -> Arrays:
-    """Encode a chunk's documents by split into the arrays of Encoded, named <split>.<array>. Runs in a worker.
+    """Return a chunk's encoded documents: the arrays of Encoded by the names <split>.<array>. Runs in a worker.
 
-    Raises Disagreement when gigatoken and the library differ on a sampled document.
+    A split without documents has no arrays. Raises Disagreement when gigatoken and the library differ on a sampled
+    document.
     """
     encoder = _load_encoder(task.tokenizer, task.encoder)
     result: Arrays = {}
@@ -101,20 +102,21 @@ def encode_chunk(task: Task) -> Arrays:
 
 @cache
 def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
-    """Return the named encoder of a tokenizer, loaded once per process; the file never changes."""
+    """Return gigatoken's encoder if `name` is gigatoken, else the library's; loaded once per process."""
     return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.reference(tokenizer)
 
 
 @cache
 def _cuts(tokenizer: Path) -> encoders.Cuts:
-    """Return how texts are cut for encoding with this tokenizer, loaded once per process."""
+    """Return the object that cuts long texts for this tokenizer (encoders.cuts), loaded once per process."""
     return encoders.cuts(tokenizer)
 
 
 def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-    """Raise Disagreement when the library gives other ids than these for a sampled document; of a long one its start.
+    """Raise Disagreement if the library gives other ids for a sampled document, which is every 64th.
 
-    ids hold all texts end to end, lengths [texts] how many each has.
+    `ids` holds all texts end to end, `lengths` [texts] the number of ids of each. Of a document over 256 KiB only the
+    start is compared.
     """
     reference, encoder = _load_encoder(task.tokenizer, ""), _load_encoder(task.tokenizer, task.encoder)
     long = [text[:_COMPARED] for text in texts[::_SAMPLED] if len(text) > _COMPARED]
@@ -146,9 +148,10 @@ def _join(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], texts: Sequence
 
 
 def write_shards(context: Context, directory: Path, tasks: Sequence[Task], text_bytes: int) -> list[ShardEntry]:
-    """Encode all chunks and write the shards below directory; return their manifest entries, by split and source.
+    """Encode all chunks and write the shards below `directory`; return their manifest entries, by split and source.
 
-    Raises Disagreement, and leaves an unfinished directory.
+    `text_bytes` is the size of all texts, for the progress bar. Raises Disagreement, and then leaves an unfinished
+    directory.
     """
     for split in SPLITS:
         (directory / split).mkdir()
@@ -185,7 +188,10 @@ class _Stream:
         self._shard: _Shard | None = None
 
     def add(self, encoded: Encoded) -> None:
-        """Append documents; a document that does not fit opens a new shard, one longer than a shard has its own."""
+        """Append documents; a document that does not fit opens a new shard.
+
+        A document longer than a shard gets a shard alone.
+        """
         ends = np.cumsum(encoded.lengths)
         for first, last in self._cuts(ends):
             if self._shard is None:
@@ -197,7 +203,10 @@ class _Stream:
             )
 
     def _cuts(self, ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Yield ranges (first, last) of documents that fit the open shard; closes a shard that has no room left."""
+        """Yield ranges first:last of documents that fit the open shard; closes a shard that has no room left.
+
+        `ends` [documents] counts the tokens up to the end of each document.
+        """
         first = 0
         while first < len(ends):
             used = self._shard.tokens if self._shard else 0
@@ -211,7 +220,7 @@ class _Stream:
             first = last
 
     def close(self) -> None:
-        """Finish the open shard, if any, and list its entry."""
+        """Close the open shard, if any, and append its entry to `entries`."""
         if self._shard is not None:
             self.entries.append(self._shard.close())
             self._shard = None
@@ -232,7 +241,7 @@ class _Shard:
         self._file = self.path.open("wb")
 
     def append(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]) -> None:
-        """Write the ids of documents and remember their lengths."""
+        """Write the ids of documents to the .bin and remember their lengths."""
         data = ids.tobytes()
         self._file.write(data)
         self._sha256.update(data)
@@ -241,7 +250,7 @@ class _Shard:
         self._lengths.append(lengths)
 
     def close(self) -> ShardEntry:
-        """Flush the .bin to disk, write the .idx, and return the manifest entry."""
+        """Flush and close the .bin, write the .idx, and return the manifest entry."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -261,9 +270,10 @@ class _Shard:
 
 
 def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer: Step) -> Step:
-    """Run the step `shards`, which writes the shards directory.
+    """Run the step `shards`, which writes the shards with tokenizer and documents.json, and print the token counts.
 
-    Raises UserError for settings the tokenizer does not fit.
+    Raises UserError if data.token_dtype, data.encoder or the special tokens of the recipe do not suit the tokenizer,
+    NotPrepared if the step is missing and the cache may not build.
     """
     dtype = _choose_dtype(context, tokenizer.manifest["vocab_size"])
     model = tokenizer_file(tokenizer.path)
@@ -324,7 +334,8 @@ def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer:
 def _choose_special_ids(context: Context, tokenizer: Step, model: Path) -> tuple[bool, int, int]:
     """Return (whether documents begin with a token, its id or -1, the id of the token that ends them).
 
-    Raises UserError when tokenizer.add_bos asks for a <s> that the tokenizer does not have.
+    Raises UserError for a token that the tokenizer does not have: <s> of tokenizer.add_bos, document_begin or
+    document_end.
     """
     begin, end = vocabulary.special_ids(context, model)
     made, asked = tokenizer.manifest, context.recipe.tokenizer.add_bos
@@ -335,7 +346,10 @@ def _choose_special_ids(context: Context, tokenizer: Step, model: Path) -> tuple
 
 
 def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: Path, dtype: str) -> int:
-    """Return the bytes of disk for shards and their chunks; measures a given tokenizer on held-out documents now."""
+    """Return the bytes of disk for the shards and their chunks.
+
+    Encodes sample documents now if the tokenizer's manifest has no measured compression.
+    """
     measured = [(row.bytes, list(row.tokens.values())[-1]) for row in vocabulary.compressions(tokenizer).values()]
     if not measured:
         texts = [text.encode() for _, text in vocabulary.sample_texts(read, chosen.decisions())]
@@ -345,9 +359,10 @@ def _estimate_space(read: Documents, chosen: Selection, tokenizer: Step, model: 
 
 
 def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], dtype: str) -> int:
-    """Return the disk space for the shards in bytes: a fifth more than the measured pairs (bytes, tokens) give.
+    """Return the disk space for the shards in bytes, for a fifth more tokens than measured.
 
-    total: the selection's counts. dtype: of the ids.
+    `measured` has (text bytes, tokens) of samples; without tokens, 2 bytes a token are assumed. `total` has the
+    selection's counts, and `dtype` is the type of the ids.
     """
     tokens = 1.2 * sum(count for _, count in measured)
     bytes_a_token = sum(size for size, _ in measured) / tokens if tokens else 2
@@ -359,10 +374,10 @@ def needed_bytes(measured: Sequence[tuple[int, int]], total: Mapping[str, int], 
 def _encode_documents(
     context: Context, directory: Path, tasks: Sequence[Task], model: Path, text_bytes: int
 ) -> tuple[str, list[ShardEntry]]:
-    """Encode with gigatoken, or from the beginning with the library where gigatoken differs.
+    """Write the shards with gigatoken; if its ids differ, write them again with the tokenizer's library.
 
-    Returns (name of the encoder that wrote the shards, their entries). Raises UserError where the recipe insists on
-    gigatoken.
+    Returns (name of the encoder that wrote the shards, their entries). Prints a notice when it starts again. Raises
+    UserError if data.encoder is gigatoken and its ids differ.
     """
 
     def write(encoder: str) -> list[ShardEntry]:
@@ -380,7 +395,10 @@ def _encode_documents(
 
 
 def _choose_encoder(context: Context, model: Path) -> str:
-    """Return the encoder to begin with. Raises UserError when the recipe insists on an encoder that cannot be used."""
+    """Return the name of the encoder to try first: gigatoken, or the library if data.encoder or a test demands it.
+
+    Prints a notice if the test fails. Raises UserError when data.encoder names an encoder that cannot be used.
+    """
     library, wanted = encoders.reference(model).name, context.data.encoder
     if wanted == library:
         return library
@@ -396,7 +414,7 @@ def _choose_encoder(context: Context, model: Path) -> str:
 
 
 def _refuse_or_say(context: Context, library: str, different: str) -> None:
-    """Raise UserError when the recipe insists on gigatoken, else print that the library is used instead."""
+    """Raise UserError if data.encoder is gigatoken, else print that `library` is used; `different` tells why."""
     if context.data.encoder == "gigatoken":
         raise UserError(
             f"gigatoken does not give {library}'s ids with this tokenizer",
@@ -408,7 +426,10 @@ def _refuse_or_say(context: Context, library: str, different: str) -> None:
 
 
 def _choose_dtype(context: Context, vocab_size: int) -> str:
-    """Return the shards' integer type. Raises UserError when data.token_dtype is too small for the tokenizer."""
+    """Return the type of the shards' ids, uint16 or uint32; auto means uint16 up to 65,536 pieces.
+
+    Raises UserError when data.token_dtype is too small for the tokenizer.
+    """
     wanted = context.data.token_dtype
     if wanted == "uint16" and vocab_size > 65536:
         raise UserError(

@@ -1,16 +1,16 @@
 """Find near-duplicates from MinHash signatures: candidates of equal bands are verified and dropped for a kept document.
 
-Documents that agree in a band stand in one run of its sorted keys. The first of a run is compared with the others;
-those that are no duplicates of it make a new run with a leader of their own, so work grows with the number of different
-texts in a run, not with its square. The signatures' estimate goes first; what it lets pass is compared by the exact
-Jaccard similarity of the texts' 5-grams, 3 microseconds a pair of 460 characters.
+Documents that agree in a band stand in a run of its sorted keys. The first of a run is its leader and is compared with
+the others. Those that do not duplicate it form a new run with a new leader, so work grows with the number of different
+texts in a run, not with its square. Pairs with a high estimated similarity are then compared by the exact Jaccard
+similarity of their 5-grams, which takes 3 microseconds for a pair of 460 characters.
 
-A document is dropped only for a document before it that is kept, is as similar as the threshold, and has all of its
-figures, dates and names (find_facts): announcements of one form, and news that differ in a number, all stay. Documents
-of the held-out world come before all others.
+A document is dropped only for a kept document before it that is at least as similar as the threshold and has all of its
+figures, dates and names (find_facts). So announcements of the same form, and news that differ in a number, all stay.
+Documents of the held-out world come before all others.
 
-Memory is bounded by parts: keys lie on disk, a file per band, and are sorted a few million at a time; n-grams and
-refused pairs are kept as far as 64 and 32 MB go. Beyond that a document takes 40 bytes: 511 MiB in all for 12 million.
+Memory is bounded: keys lie on disk, a file per band, and are sorted a few million at a time; caches of n-grams and
+refused pairs take at most 64 and 32 MB. Beyond that a document takes 40 bytes: 511 MiB for 12 million.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LEADERS = 32  # leaders a run has at most; a run of more different texts is a f
 
 
 def find_likes(table: ngrams.Table, ranks: Ids, wanted: npt.NDArray[np.bool_], verify: Verify) -> tuple[Labels, int]:
-    """Return (per document the number of the kept document it is dropped for, else its own; pairs compared).
+    """Find near-duplicates; return (like, the number of pairs compared).
 
-    ranks and wanted are [documents]: the order of preference, lowest first, and which take part. verify(left, right)
-    tells for each pair whether the right document says nothing that the left does not. The result depends on nothing
-    else.
+    like, uint32 [documents], has the index of the kept document that a document duplicates, else its own index. `ranks`
+    [documents] is the order of preference, lowest first; `wanted` [documents] selects documents. verify(left, right)
+    returns for each pair whether the right document adds nothing to the left one.
     """
     numbers = np.arange(table.documents, dtype=np.uint32)
     order = np.argsort(ranks, kind="stable").astype(np.uint32)
@@ -74,9 +74,10 @@ def find_likes(table: ngrams.Table, ranks: Ids, wanted: npt.NDArray[np.bool_], v
 def _runs(
     table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, order: npt.NDArray[np.uint32]
 ) -> Iterator[tuple[Ids, Ids]]:
-    """Yield (documents by rank, start of each run) of the wanted documents that share a band's key with another.
+    """Yield (documents, start of each run): documents that share this band's key with another lie in the same run.
 
-    Reads and sorts a part of the key space at a time.
+    `wanted` selects documents; `ranks` has each document's rank and `order` the document of each rank. A run is sorted
+    by rank. Only a part of the keys is read and sorted at a time, to save memory.
     """
     if not wanted.any():
         return
@@ -93,9 +94,9 @@ def _runs(
 def _by_part(
     table: ngrams.Table, band: int, wanted: npt.NDArray[np.bool_], ranks: Ids, parts: int
 ) -> Iterator[npt.NDArray[np.uint64]]:
-    """Yield a band's keys of the wanted documents part by part of the key space, as key << 32 | rank, unsorted.
+    """Yield the band's keys of the wanted documents as key << 32 | rank, uint64, unsorted, in `parts` arrays.
 
-    Reads the band once: splits it into temporary files beside the table, and removes each after yielding it.
+    Splits the band by key into temporary files in the table's directory, and deletes each file after yielding it.
     """
     paths = [table.directory / f"part-{part}.u64" for part in range(parts)]
     for first, keys in table.keys(band):
@@ -113,7 +114,10 @@ def _by_part(
 
 
 def _drop_members(runs: tuple[Ids, Ids], like: Labels, is_open: npt.NDArray[np.bool_], verify: Verify) -> int:
-    """Write into `like` the open documents of each run that duplicate an earlier one; return the pairs compared."""
+    """Set like[d] to the leader for each open document d that duplicates a leader of its run.
+
+    Returns the number of pairs compared. `is_open` [documents] marks documents that may still be dropped.
+    """
     documents, starts = runs
     run = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(documents))))
     compared = 0
@@ -165,7 +169,7 @@ _SIGNS = {"-": "-", "－": "-", "−": "-", "+": "+", "＋": "+"}
 
 
 def find_facts(text: str) -> Facts:
-    """Return the facts of a text (numbers with direction, words, names; see above), each as a string."""
+    """Return the facts of a text as strings: numbers, signed if a direction stands before, Latin words and names."""
     facts = set[str]()
     for rose, fell, sign, number in _NUMBER.findall(text):
         plain = number.replace(",", "")
@@ -182,7 +186,7 @@ def find_facts(text: str) -> Facts:
 
 
 def covers(left: Facts, right: Facts) -> bool:
-    """Return whether left has all facts of right; a missing direction counts only if left has the opposite."""
+    """Return whether left has all facts of right; a missing sign (+ or -) counts only if left has the opposite sign."""
     missing = right - left
     return all(fact[0] in "+-" and ("-+"[fact[0] == "-"] + fact[1:]) not in left for fact in missing)
 
@@ -202,7 +206,7 @@ Grams = npt.NDArray[np.uint64]  # the different n-grams of one document, sorted
 
 
 class Verifier:
-    """Decides for arrays of pairs of documents, in any number and order, whether the right repeats the left.
+    """Callable that returns for pairs of document indexes, in any order, whether the right document repeats the left.
 
     Reads the texts from the chunks when needed, and keeps n-grams, facts and refused pairs in bounded caches.
     """
@@ -217,7 +221,8 @@ class Verifier:
     ) -> None:
         """Keep the signatures, the chunks with the texts, and the size of each text in bytes: [documents].
 
-        by_facts: refuse a pair whose right document has facts that the left lacks.
+        `threshold` is the least Jaccard similarity. With `by_facts`, the right document must have no fact that left
+        lacks.
         """
         self._by_facts = by_facts
         self._table = table
@@ -231,7 +236,10 @@ class Verifier:
         self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
 
     def __call__(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Return, as bool [pairs], whether right is as similar as the threshold and has no fact that left lacks."""
+        """Return bool [pairs]: whether right is at least as similar as the threshold and, if by_facts, adds no fact.
+
+        For texts over 4 MiB the estimated similarity is used, for others the exact similarity.
+        """
         same = np.zeros(len(left), dtype=np.bool_)
         for first in range(0, len(left), _PAIRS_AT_ONCE):
             here = slice(first, first + _PAIRS_AT_ONCE)
@@ -251,13 +259,13 @@ class Verifier:
         return same
 
     def _batches(self, pairs: Ids, left: Ids, right: Ids) -> Iterator[Ids]:
-        """Split the pair numbers into groups whose texts together have about 16 MiB."""
+        """Yield the indexes of pairs in groups whose texts together have about 16 MiB; yields nothing without pairs."""
         total = np.cumsum(self._bytes[left[pairs]].astype(np.int64) + self._bytes[right[pairs]])
         batch = total // _BYTES_AT_ONCE
         yield from np.split(pairs, np.flatnonzero(np.diff(batch)) + 1) if len(pairs) else ()
 
     def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Return, as bool [pairs], which pairs reach the exact threshold and pass _says_nothing_new."""
+        """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true."""
         ids = np.unique(np.concatenate((left, right)))
         if sum(map(len, self._grams.values())) > _KEPT_GRAMS:
             self._grams.clear()
@@ -276,7 +284,7 @@ class Verifier:
         return same
 
     def _says_nothing_new(self, left: int, right: int) -> bool:
-        """Return whether document left has all facts of document right; True where facts do not count."""
+        """Return whether document left has all facts of document right; True without by_facts."""
         if not self._by_facts:
             return True
         if len(self._facts) > _KEPT_FACTS:
@@ -287,7 +295,7 @@ class Verifier:
         return covers(self._facts[left], self._facts[right])
 
     def _read(self, ids: Ids) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """Return the texts of documents end to end and where each ends (bytes); ids must ascend."""
+        """Return (UTF-8 texts end to end, byte offset of the end of each); `ids` must ascend."""
         parts: list[bytes] = []
         numbers = np.searchsorted(self._first, ids, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -300,7 +308,7 @@ class Verifier:
 
 
 def distinct_grams(grams: ngrams.Grams) -> list[Grams]:
-    """Return the distinct n-gram hashes of each document, sorted, cut to 40 bits."""
+    """Return the distinct n-gram hashes of each document, sorted, cut to their upper 40 bits: uint64."""
     # A document's number in the upper 24 bits and 40 bits of the hash: one sort of integers groups and orders both.
     packed = (grams.document.astype(np.uint64) << np.uint64(40)) | (grams.hashes >> np.uint64(24))
     packed.sort()
@@ -311,9 +319,9 @@ def distinct_grams(grams: ngrams.Grams) -> list[Grams]:
 
 
 def are_similar(first: Grams, others: Sequence[Grams], threshold: float) -> npt.NDArray[np.bool_]:
-    """Return, as bool [others], whether each other set has at least this exact Jaccard similarity to the first.
+    """Return bool [others]: whether the Jaccard similarity of each set to `first` is at least `threshold`.
 
-    With four others or more, the low bits of the hashes first give an upper bound of the common n-grams.
+    Sets are sorted distinct hashes. With four others or more, a bound from the low bits of the hashes is tested first.
     """
     lengths = np.array([len(other) for other in others])
     same = np.ones(len(others), dtype=np.bool_)
@@ -336,9 +344,10 @@ VERSION = 2
 def find_near_duplicates(
     context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
 ) -> Step | None:
-    """Run the step `near_duplicates`, which writes like.npy (find_likes); None where data.dedup.method is not near.
+    """Run the step `near_duplicates`, which writes like.npy (see find_likes); None if data.dedup.method is not near.
 
-    settle computes the decisions so far (selection.settle), which depend on `others`.
+    settle() returns the decisions of selection.settle, which depend on `others`; it is called only if the step is not
+    in the cache. Prints the counts. Raises NotPrepared if the step is missing and the cache may not build.
     """
     settings = context.data.dedup
     if settings.method != "near":
@@ -374,15 +383,16 @@ def find_near_duplicates(
 def count_leak(
     context: Context, directory: Path, read: Documents, table: selection.Table, decision: selection.Decisions
 ) -> dict[str, int]:
-    """Return how many training documents are as similar as the threshold to one held out, whatever their figures.
+    """Return how many training documents are as similar to a held-out one as the threshold, whatever their facts.
 
-    {"documents": of training, "held_out": held-out documents that one of them resembles most}.
+    Returns {"documents": such training documents, "held_out": the distinct held-out documents that they match}. Writes
+    temporary signature files into `directory`.
     """
     signatures, held_out = _sign(context, directory, read.chunks), decision == selection.HELD_OUT
     compare = Verifier(signatures, read.chunks, table.text_bytes, context.data.dedup.threshold, by_facts=False)
 
     def verify(left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Compare the pairs of a held-out document with one of training."""
+        """Return bool [pairs]: whether left is held out, right is not, and both are similar."""
         same: npt.NDArray[np.bool_] = held_out[left] & ~held_out[right]
         same[same] = compare(left[same], right[same])
         return same
@@ -397,12 +407,12 @@ def count_leak(
 
 
 def read_likes(step: Step | None) -> npt.NDArray[np.uint32] | None:
-    """Return the step's like.npy, uint32 [documents]; None without a step."""
+    """Return the like.npy of a near_duplicates step, uint32 [documents]; None without a step."""
     return None if step is None else np.load(step.path / "like.npy")
 
 
 def _sign(context: Context, directory: Path, chunks: Sequence[documents.Chunk]) -> ngrams.Table:
-    """Write the signatures of all chunks to files in directory, computed by the workers, and return their table."""
+    """Compute the signatures of all chunks in workers, write them to files in `directory`, and return their table."""
     version = ngrams.SIGNATURE_VERSION
     tasks = [(files.sha256_json([version, chunk.key]), ChunkTask(chunk.path)) for chunk in chunks]
     writer = ngrams.Writer(directory)
@@ -418,7 +428,7 @@ def _sign_chunk(task: ChunkTask) -> Arrays:
 
 
 def _find_signed(table: ngrams.Table) -> npt.NDArray[np.bool_]:
-    """Return, as bool [documents], which documents have a signature."""
+    """Return bool [documents]: whether the document has a signature, that is at least one 5-gram."""
 
     def blocks() -> Iterator[npt.NDArray[np.bool_]]:
         for first in range(0, table.documents, 2**18):

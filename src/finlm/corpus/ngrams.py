@@ -39,7 +39,7 @@ class Characters:
 
 
 def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
-    """Decode UTF-8 data of documents that end at these bytes."""
+    """Return the code points of UTF-8 documents laid end to end; `ends` [documents] has the byte offset of each end."""
     codes = np.frombuffer(data.decode("utf-8").encode("utf-32-le"), dtype="<u4")
     # A byte of the form 10xxxxxx, -128 to -65, continues a character. Searching takes a tenth of summing up.
     first = np.flatnonzero(np.frombuffer(data, dtype=np.int8) >= -64)
@@ -47,7 +47,7 @@ def characters(data: bytes, ends: npt.NDArray[np.integer]) -> Characters:
 
 
 def words_only(text: Characters) -> Characters:
-    """Return the documents with letters and digits alone, in lower case; other characters beyond U+FFFF stay too."""
+    """Return only the letters and digits of the documents, in lower case; keep all characters above U+FFFF too."""
     folded = np.take(_letters(), text.codes, mode="clip")  # uint16, the code points beyond as the last
     if len(text.codes) and text.codes.max() >= _BMP:
         folded = folded.astype(np.uint32)
@@ -67,14 +67,14 @@ class Grams:
 
 
 def hash_grams(text: Characters, n: int) -> Grams:
-    """Return the hashes of all windows of n characters that lie inside one document."""
+    """Return the hashes of all windows of n characters that lie inside a single document."""
     count = np.maximum(np.diff(text.starts) - n + 1, 0)
     document = np.repeat(np.arange(len(count), dtype=np.int32), count)
     return Grams(windows(text.codes, n)[starts(text, n)], document, count)
 
 
 def starts(text: Characters, n: int) -> npt.NDArray[np.int64]:
-    """Return the positions where the windows of n characters begin that lie inside one document, ascending."""
+    """Return the ascending start positions, int64, of all windows of n characters that lie inside a single document."""
     lengths = np.diff(text.starts)
     inside = np.ones(len(text.codes), dtype=np.bool_)
     for back in range(1, n):  # the last n - 1 characters of a document begin none
@@ -83,14 +83,15 @@ def starts(text: Characters, n: int) -> npt.NDArray[np.int64]:
 
 
 def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
-    """Return the hash of every n characters in a row, across documents: uint64 [characters - n + 1]."""
+    """Return the hash of every n consecutive characters, also across documents: uint64 [characters - n + 1]."""
     return mix(sums(codes.astype(np.uint64), n))
 
 
 def sums(codes: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
-    """Return the polynomial in GOLDEN of every n codes in a row, in the codes' unsigned type: [codes - n + 1].
+    """Return the polynomial in GOLDEN of every n consecutive codes, in their unsigned type: [codes - n + 1].
 
-    The sum of n codes is made of two of half as many: three multiplications for five or six.
+    Empty for fewer than n codes. The sum of n codes is made of two of half as many: three multiplications for n of 5 or
+    6.
     """
     if len(codes) < n:
         return codes[:0]
@@ -107,7 +108,7 @@ def sums(codes: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
 
 
 def hash_at(codes: npt.NDArray[np.uint32], places: npt.NDArray[np.integer], n: int) -> npt.NDArray[np.uint64]:
-    """Return the hashes, as windows() has them, of the n characters from each of these places on."""
+    """Return the hash of the n characters from each position on, uint64 [places], equal to that of windows()."""
     total = np.zeros(len(places), dtype=np.uint64)
     for back in range(n):
         total *= GOLDEN
@@ -116,9 +117,9 @@ def hash_at(codes: npt.NDArray[np.uint32], places: npt.NDArray[np.integer], n: i
 
 
 def blocks(data: bytes, ends: npt.NDArray[np.integer]) -> Iterator[tuple[int, bytes, npt.NDArray[np.int64]]]:
-    """Yield (number of the first document, UTF-8, where each document ends in it) of data cut between documents.
+    """Yield (index of the first document, UTF-8 bytes, end of each document in them) of data cut between documents.
 
-    A block has at most 256 KiB; a longer document is a block alone.
+    A block has at most 256 KiB; a longer document is a block by itself.
     """
     limits = np.concatenate(([0], np.asarray(ends, dtype=np.int64)))
     first = 0
@@ -178,7 +179,7 @@ def has_signature(signatures: Signatures) -> npt.NDArray[np.bool_]:
 
 
 def band_keys(signatures: Signatures) -> Keys:
-    """Return a key per band and document, equal where the band's rows are equal: uint32 [BANDS, documents]."""
+    """Return a key per band and document, uint32 [BANDS, documents], equal if the band's signature values are equal."""
     total = np.zeros((len(signatures), BANDS), dtype=np.uint64)
     for row in range(ROWS):
         total *= GOLDEN
@@ -187,13 +188,19 @@ def band_keys(signatures: Signatures) -> Keys:
 
 
 def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float32]:
-    """Estimate the Jaccard similarity of rows: float32 [rows], standard error 0.035 at 0.8, more for short texts."""
+    """Return the estimated Jaccard similarity of each pair of rows: float32 [rows].
+
+    The standard error is 0.035 at a similarity of 0.8, and more for short texts.
+    """
     share: npt.NDArray[np.float32] = np.count_nonzero(left == right, axis=1).astype(np.float32) / np.float32(BINS)
     return share
 
 
 def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the minima (see _minima) of one document, piece by piece: 100 MB all at once would take 2 GB."""
+    """Return the smallest hash of each bin of a single document: uint32 [1, BINS].
+
+    Works piece by piece: 100 MB at once would take 2 GB of memory.
+    """
     minima = np.full((1, BINS), _EMPTY, dtype=np.uint32)
     before = np.empty(0, dtype=np.uint32)  # characters of 5-grams that end in the next piece
     start = 0
@@ -211,7 +218,10 @@ def _long_document_minima(data: bytes) -> npt.NDArray[np.uint32]:
 
 
 def _minima(hashes: npt.NDArray[np.uint64], document: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint32]:
-    """Return the smallest hash of each bin: uint32 [count, BINS], _EMPTY where a bin has no hash."""
+    """Return the smallest hash of each bin: uint32 [count, BINS], _EMPTY where a bin has no hash.
+
+    `document` [hashes] is the index, below `count`, of the document of each hash.
+    """
     minima = np.full(count * BINS, _EMPTY, dtype=np.uint32)
     bins = (hashes >> np.uint64(57)).astype(np.int64)
     bins += document.astype(np.int64) * BINS
@@ -220,7 +230,10 @@ def _minima(hashes: npt.NDArray[np.uint64], document: npt.NDArray[np.int32], cou
 
 
 def _densify(minima: npt.NDArray[np.uint32]) -> Signatures:
-    """Return signatures of 16 bits per bin; an empty bin takes the last full bin's value before it, else 0."""
+    """Return signatures of 16 bits per bin; an empty bin takes the value of the last full bin before it.
+
+    The bins count as a circle; without any full bin all values are 0.
+    """
     full = minima != _EMPTY
     values = minima.astype(np.uint64)
     values += np.arange(1, BINS + 1, dtype=np.uint64) << np.uint64(32)  # equal minima of different bins differ
@@ -264,7 +277,7 @@ class Table:
         return estimate
 
     def keys(self, band: int) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield (first document, keys) of a band, block by block."""
+        """Yield (index of the first document, keys uint32) of a band, in blocks of at most 2**20 documents."""
         path = self.directory / f"band-{band:02d}.u32"
         for first in range(0, self.documents, _READ_AT_ONCE):
             yield first, np.fromfile(path, dtype="<u4", count=_READ_AT_ONCE, offset=4 * first)
@@ -289,7 +302,7 @@ class Writer:
         self.documents = 0
 
     def append(self, signatures: Signatures, keys: Keys) -> None:
-        """Write the next block of documents."""
+        """Append the next block of documents: signatures [documents, BINS] and keys [BANDS, documents]."""
         self._signatures.write(signatures.astype("<u2", copy=False).tobytes())
         for file, band in zip(self._bands, keys, strict=True):
             file.write(band.astype("<u4", copy=False).tobytes())
@@ -302,7 +315,7 @@ class Writer:
 
 
 def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the values that rows.shards.mix maps to these."""
+    """Return the values that rows.shards.mix maps to these: its inverse, on uint64."""
     plain: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
     plain *= np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
     plain ^= (plain >> np.uint64(27)) ^ (plain >> np.uint64(54))

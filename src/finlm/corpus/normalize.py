@@ -42,7 +42,7 @@ _BLANK_LINES = re.compile("\n{3,}")
 
 
 def normalise(text: str) -> str:
-    """Return the text in its normal spelling (see the module); "" when it has no visible character."""
+    """Return the text with uniform newlines, spaces and widths (see the module); "" if nothing visible is left."""
     text = text.replace("\u3000", " ")  # common, and ten times as fast as the search
     if _ANY.search(text):  # one pass that most documents end with
         text = _INVISIBLES.sub("", text)
@@ -57,10 +57,10 @@ def normalise(text: str) -> str:
 
 
 class _Shape:
-    """Maps a text to the kinds of its characters; remembers the last text, as rule after rule asks for it."""
+    """Maps a text to a class byte per character; remembers the last text, as several rules ask for the same text."""
 
     def __init__(self) -> None:
-        """Build the table from bytes of UTF-8 to kinds."""
+        """Build the table from bytes of UTF-8 to classes."""
         kinds = bytearray(b"s" * 256)
         for code in range(128):
             letter = chr(code)
@@ -71,17 +71,17 @@ class _Shape:
         self._last = ("", b"")
 
     def __call__(self, text: str) -> bytes:
-        """Return a byte per character of the text (3 ns each): its kind.
+        """Return a byte per character that tells its class: b"0" is a digit, b"a" an ASCII letter or _.
 
-        The kinds: 0 a digit, a letter of ASCII, space a blank, c Chinese, s a symbol or anything else. All symbols are
-        s, but not every s is a symbol: rules look here first, and at the text only where it may concern them.
+        b" " is a blank or control character, b"c" is Chinese, b"s" is a symbol or anything else. Every symbol is b"s",
+        but not every b"s" is a symbol: rules look here first, and at the text only where it may concern them.
         """
         if text is not self._last[0]:
             self._last = text, self.of_bytes(text.encode("utf-8", "surrogatepass"))
         return self._last[1]
 
     def of_bytes(self, data: bytes) -> bytes:
-        """Return the kinds of the characters of UTF-8."""
+        """Return a class byte per character of UTF-8 data, as __call__ does for a text."""
         return data.translate(self._kinds, self._inner)
 
 
@@ -112,10 +112,10 @@ _ENTITY = re.compile(r"&(?:[a-zA-Z]{2,8}|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
 
 
 def strip_html(text: str) -> str:
-    """Return the text without HTML: scripts, comments removed, block tags to newlines, entities decoded.
+    """Return the text without HTML: drops scripts, styles and comments, makes block tags newlines, decodes entities.
 
-    A table's row is one line, its cells are separated by tabs, whatever lines and tags the source has within them.
-    Only HTML's own tag names count: <N>, a placeholder of FinCUGE's finre, and a < b stay.
+    A table row becomes a line with tab-separated cells, unless the table lays out a page. Only names of HTML tags
+    count: <N>, a placeholder of FinCUGE's finre, and a < b stay.
     """
     if "<" in text:
         for start, end in _HIDDEN.items():
@@ -130,7 +130,10 @@ def strip_html(text: str) -> str:
 
 
 def _join_cells(row: re.Match[str]) -> str:
-    """Return a table's row as a line, its cells separated by tabs; unchanged where the table lays out a page."""
+    """Return the matched table row as a line of tab-separated cells; as matched if the table lays out a page.
+
+    It does if a cell has over 1000 characters, or the row is a single cell with block tags.
+    """
     parts = _CELL.split(row[1])
     cells = [_GAP.sub(" ", _CELL_TAG.sub("", _BLOCK_TAG.sub(" ", part))).strip() for part in parts]
     cells = cells if cells[0] else cells[1:]
@@ -141,9 +144,9 @@ def _join_cells(row: re.Match[str]) -> str:
 
 
 def _remove_parts(text: str, start: str, end: str) -> str:
-    """Remove every part from `start` to the next `end`, ignoring case; an unclosed part stays.
+    """Return the text without its parts from `start` to the next `end` (in lower case), matched in any case.
 
-    Linear, unlike a pattern.
+    A part without `end` stays. Takes linear time, unlike a regular expression.
     """
     folded = text.lower()
     if start not in folded or len(folded) != len(text):  # a few letters have a longer lower case
@@ -260,9 +263,10 @@ MAY_HAVE_BOILERPLATE = (
 
 
 def drop_boilerplate(text: str) -> str:
-    """Remove the lines that are only a web page's frame: editors, sources, QR codes, navigation, copyright.
+    """Return the text without lines of web page boilerplate: editors, sources, QR codes, navigation, copyright.
 
-    A line goes only when a pattern matches all of it, so a sentence about copyright stays. A text of one line stays.
+    A line is dropped only if a pattern matches all of it and it has at most 160 characters, so a sentence about
+    copyright stays. A text of a single line is returned as given.
     """
     if "\n" not in text:  # a document of one line is its own content
         return text
@@ -330,7 +334,7 @@ _BEFORE = 48
 
 
 def make_masker(kinds: Collection[str]) -> Callable[[str], str]:
-    """Return a function that replaces the personal numbers of these kinds (of KINDS) in a text by placeholders."""
+    """Return a function that replaces personal numbers of these kinds (see KINDS) in a text with placeholders."""
     pattern = re.compile("|".join(part for kind in KINDS if kind in kinds for part in _PATTERNS[kind]), re.IGNORECASE)
 
     def mask(text: str) -> str:
@@ -362,10 +366,9 @@ def _replace(match: re.Match[str]) -> str:
 
 
 def _is_id_card(number: str, before: str, after: str) -> bool:
-    """Check an identity card's number (GB 11643-1999): its last character is the ISO 7064 MOD 11-2 check of the others.
+    """Return whether a number is an identity card's (GB 11643-1999): 18 characters with a valid ISO 7064 check digit.
 
-    A number after words about identity papers passes whatever its check, and is all that lets 15 digits (before 1999)
-    pass.
+    After words about identity papers any number passes; without them, the 15 digits used before 1999 do not.
     """
     plain = re.sub("[ -]", "", number)
     if _ABOUT_IDENTITY.search(before[-24:]):
@@ -375,10 +378,10 @@ def _is_id_card(number: str, before: str, after: str) -> bool:
 
 
 def _is_bank_card(number: str, before: str, after: str) -> bool:
-    """Check a bank card's number (ISO/IEC 7812): 16 to 19 digits, Luhn's check; UnionPay's prefix 62, or card words
-    before.
+    """Return whether a number is a bank card's: it follows 卡号, or passes the tests below.
 
-    A number that 卡号 names is a card whatever its check.
+    The Luhn check (ISO/IEC 7812) must hold and no unit may follow. Also, a card word stands within 24 characters
+    before, or the number begins with 62 (UnionPay) and follows no amount word.
     """
     if _CARD_NUMBER.search(before):
         return True
@@ -390,7 +393,11 @@ def _is_bank_card(number: str, before: str, after: str) -> bool:
 
 
 def _is_mobile(number: str, before: str, after: str) -> bool:
-    """Return whether a number is a mobile telephone's, by the words and numbers around it."""
+    """Return whether a number is a mobile phone number, by the words and numbers around it.
+
+    A unit behind or a word such as 编号 before it means no. Then +86 or blanks in it mean yes, an amount word after any
+    phone word no, and a phone word yes; else _is_in_a_row() must be false.
+    """
     if _UNIT.match(after) or _NOT_A_PHONE.search(before):
         return False
     if len(number) > 11:  # +86, or in groups: no amount is written so
@@ -402,13 +409,17 @@ def _is_mobile(number: str, before: str, after: str) -> bool:
 
 
 def _is_amount(before: str) -> bool:
-    """Return whether the last word before a number is about an amount."""
+    """Return whether the last word in the text `before` a number is about an amount."""
     last = max((word.end() for word in _AMOUNT_WORD.finditer(before)), default=0)
     return bool(last) and _BETWEEN.match(before, last) is not None
 
 
 def _is_in_a_row(before: str, after: str) -> bool:
-    """Return whether a number stands beside another of a table: after blanks any, after a comma any but a mobile's."""
+    """Return whether a number belongs to a range or table row, or stands alone in brackets.
+
+    A neighbour is joined by a comma, semicolon or slash and is no mobile number, or is separated by blanks and, if it
+    stands behind, is not a short integer.
+    """
     if _RANGE.match(after) or (_OPENED.search(before) and after[:1] in {")", "）"}):
         return True
     left, right = _NUMBER_BEFORE.search(before), _NUMBER_AFTER.match(after)
@@ -421,7 +432,10 @@ def _is_in_a_row(before: str, after: str) -> bool:
 
 
 def _is_landline(number: str, before: str, after: str) -> bool:
-    """Return whether a number is a landline's: clear by its brackets or hyphen, or named by a word before it."""
+    """Return whether a number is a landline's, by brackets, a hyphen, or a telephone word before it.
+
+    Brackets must be balanced. A hyphen before a date such as 20240131 does not count.
+    """
     opened, closed = number[0] in "(（", set(number) & set(")）")
     is_clear = bool(closed) or (re.search("[-—－]", number) and not _A_DATE.search(number))
     return opened == bool(closed) and bool(is_clear or _PHONE_WORD.search(before))

@@ -51,7 +51,7 @@ class Table:
 
     @classmethod
     def of(cls, hashes: Hashes, values: npt.NDArray[np.floating]) -> Table:
-        """Build the table; the hashes must differ."""
+        """Return the table that maps these hashes, which must differ, to the values."""
         order = np.argsort(hashes)
         bits = max(4, int(2 * len(hashes)).bit_length())
         home = (hashes[order] >> np.uint64(64 - bits)).astype(np.int64)
@@ -63,7 +63,7 @@ class Table:
         return cls(slots, kept, bits)
 
     def look_up(self, hashes: Hashes, missing: float) -> Floats:
-        """Return the value of each hash, `missing` for a hash that the table does not have."""
+        """Return the value of each hash as float32, `missing` for a hash that the table does not have."""
         values = np.full(len(hashes), missing, dtype=np.float32)
         place = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
         waiting: npt.NDArray[np.intp] | slice = slice(None)
@@ -81,16 +81,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Model:
-    """p(c | h) = grams[c after h] + left[h] * p(c | shorter h), from single characters up."""
+    """A character n-gram model: p(c | h) = grams[c after h] + left[h] * p(c | shorter h), from single characters up."""
 
     order: int
     grams: list[Table]  # one an order, from 1
     left: list[Table]  # one an order, from 2
 
     def log_perplexity(self, text: ngrams.Characters) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Return (mean of -ln p per character, number of characters judged) of each document.
+        """Return (mean -ln p per character, number of characters scored) of each document; folds the text first.
 
-        Judged are the characters with a whole context before them; the mean of a document without any is 0.
+        Characters with fewer than order - 1 characters before them are not scored; a document with none scored gets
+        mean 0.
         """
         text = fold_characters(text)
         whole = ngrams.starts(text, self.order)
@@ -110,7 +111,7 @@ class Model:
 
     @property
     def _unknown(self) -> np.float32:
-        """Probability mass that the single characters' discount leaves for the uniform distribution."""
+        """The probability that the single characters' discount leaves for characters that are not in the table."""
         return np.float32(max(1e-6, 1 - float(self.grams[0].values.astype(np.float64).sum())))
 
     def save(self, path: Path) -> None:
@@ -136,7 +137,7 @@ class Model:
 
 
 def train_model(text: ngrams.Characters, order: int) -> Model:
-    """Train the model of this order on these documents. Needs about 60 bytes of memory per character."""
+    """Return a model of this order, trained on these documents. Needs about 60 bytes of memory per character."""
     text = fold_characters(text)
     grams, left = [], []
     for size, (count, hashes, contexts) in _counts(text, order):
@@ -154,10 +155,10 @@ def train_model(text: ngrams.Characters, order: int) -> Model:
 
 
 def _counts(text: ngrams.Characters, order: int) -> Iterator[tuple[int, tuple[npt.NDArray[np.int64], Hashes, Hashes]]]:
-    """Yield (n, (count, hash, hash of all but the last character)) of every different n-gram, n from the order down to
-    1.
+    """Yield (n, (counts, hashes, context hashes)) of the distinct n-grams, for n from `order` down to 1.
 
-    The longest are counted as they occur, shorter ones by how many different characters stand before them.
+    The context is all but the last character. The longest n-grams are counted as they occur, shorter ones by how many
+    different characters stand before them.
     """
     place = ngrams.starts(text, order)
     for size in range(order, 0, -1):
@@ -184,15 +185,16 @@ _LEAST_HELD_OUT = 20
 
 
 def check_clean_set(context: Context) -> None:
-    """Raise UserError for a clean set whose files do not exist; without effect where the cache may not build."""
+    """Raise UserError if files of the clean set do not exist; do nothing without one, or if the cache may not build."""
     if context.cache.build and context.data.clean.perplexity is not None:
         _find_files(context, context.data.clean.perplexity)
 
 
 def measure_perplexity(context: Context, read: Documents) -> Step | None:
-    """Run the step `perplexity`: ln perplexity of each document, in log.npy; None where the recipe does not ask.
+    """Run the step `perplexity`, which writes the ln perplexity of each document to log.npy.
 
-    Raises UserError for a clean set that cannot be used.
+    Returns None if the recipe has no data.clean.perplexity. Also runs the step `language_model`, and prints the limit.
+    Raises UserError for a clean set that cannot be used, NotPrepared if a step is missing and the cache may not build.
     """
     settings = context.data.clean.perplexity
     if settings is None:
@@ -200,7 +202,7 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
     model = _make_model(context, settings)
 
     def make(directory: Path) -> dict[str, float]:
-        """Write log.npy into directory; return what is usual in the clean set."""
+        """Write log.npy into directory; return mean and deviation of the clean set's ln perplexity."""
         beside, key = (model.path / "model.npz",), [VERSION, model.key]
         tasks = [(files.sha256_json([*key, each.key]), ChunkTask(each.path, beside)) for each in read.chunks]
         made = context.map_kept("perplexity", _measure_chunk, tasks)
@@ -215,7 +217,10 @@ def measure_perplexity(context: Context, read: Documents) -> Step | None:
 
 
 def limit(settings: Clean, step: Step) -> float:
-    """Return the ln perplexity above which a document is dropped."""
+    """Return the ln perplexity above which a document is dropped.
+
+    It is that of max_perplexity, or if this is auto, mean + sigmas * deviation of the clean set.
+    """
     assert settings.perplexity is not None  # else there is no step
     if settings.perplexity.max_perplexity != "auto":
         return math.log(settings.perplexity.max_perplexity)
@@ -223,13 +228,13 @@ def limit(settings: Clean, step: Step) -> float:
 
 
 def surprising_documents(step: Step, settings: Clean) -> npt.NDArray[np.bool_]:
-    """Return the documents to drop: bool [documents]."""
+    """Return bool [documents]: whether the document's ln perplexity is above limit(), so that it is dropped."""
     log: npt.NDArray[np.float32] = np.load(step.path / "log.npy")
     return log > np.float32(limit(settings, step))
 
 
 def _measure_chunk(task: ChunkTask) -> Arrays:
-    """Return the ln perplexity of each document, 0 when fewer than 50 characters can be judged. Runs in a worker."""
+    """Return {"log": ln perplexity of each document, 0 if fewer than 50 characters are scored}. Runs in a worker."""
     text = ngrams.characters(task.chunk.read_bytes(), documents.read_index(task.chunk)["end"])
     log, count = _load_model(*task.beside).log_perplexity(text)
     return {"log": np.where(count >= _ENOUGH, log, 0).astype(np.float32)}
@@ -241,7 +246,10 @@ def _load_model(path: Path) -> Model:
 
 
 def _make_model(context: Context, settings: Perplexity) -> Step:
-    """Run the step `language_model`, which trains the model on the clean set."""
+    """Run the step `language_model`, which trains the model on the clean set and writes model.npz.
+
+    Prints its size and perplexity. Raises UserError for a clean set that cannot be used.
+    """
     rules = context.data.clean.model_copy(update={"perplexity": None})
     inputs = _find_inputs(context, settings)
 
@@ -275,9 +283,9 @@ def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
 
 
 def _find_files(context: Context, settings: Perplexity) -> list[Input]:
-    """Return the inputs of the clean set.
+    """Return the inputs of the clean set, without hashes.
 
-    Raises UserError for a missing file, NotPrepared if the cache may not build.
+    Raises UserError for a missing file, or NotPrepared if the cache may not build.
     """
     key = "data.clean.perplexity.clean_set"
     inputs: list[Input] = []
@@ -289,10 +297,10 @@ def _find_files(context: Context, settings: Perplexity) -> list[Input]:
 
 
 def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int) -> list[tuple[str, bytes]]:
-    """Choose about wanted_bytes of different documents of the clean set, cleaned by the rules: (source, text).
+    """Return about wanted_bytes of distinct cleaned documents of the clean set, as (source, UTF-8 text).
 
-    Those of the lowest hashes, in the order of their hashes: every document is as likely as the other, so each file
-    gives in proportion to its text, wherever it stands. Only what may still be among them is cleaned.
+    Takes those with the lowest hashes, in that order. Every document is equally likely, so each file gives in
+    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned.
     """
     cleaner, total = clean.Cleaner(rules), 0
     chosen: list[tuple[int, str, bytes]] = []  # a heap, the highest hash first
@@ -323,7 +331,7 @@ def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int
 
 @dataclass(frozen=True)
 class Usual:
-    """What a model was trained on, and ln perplexity of the documents held out of that."""
+    """What a model was trained on, and ln perplexity of the documents held out of that: mean and deviation."""
 
     used: dict[str, int]  # bytes by source
     held_out: int
@@ -332,9 +340,9 @@ class Usual:
 
 
 def _train(directory: Path, chosen: Sequence[tuple[str, bytes]], order: int) -> Usual:
-    """Train the model on nine tenths of the texts, write model.npz, and measure it on the other tenth.
+    """Train the model on nine tenths of the texts, write model.npz, and return its perplexity on the other tenth.
 
-    Raises UserError when too few of the held-out texts are long enough.
+    Raises UserError when fewer than 20 of the held-out texts are long enough.
     """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     used = Counter[str]()

@@ -1,14 +1,14 @@
 """Run the chunk tasks of `finlm prepare` as Ray tasks on other hosts: `data.engine: ray`.
 
-The launching host reads the sources, hands blocks of rows to the workers and puts results together, as with processes
-of its own, so the shards have the same bytes. Workers import the launching host's finlm: Ray carries it to them. Before
-work begins every host is held to the launching host's Python and packages and to the files that tasks read outside the
-cache. Where data.cache_dir is one shared directory, chunks are written there; a host that does not share it works in
-its own directory of the same path, is sent what it lacks and sends back what it makes, by key.
+The launching host reads the sources, sends blocks of rows to the workers and puts the results together, as with local
+processes, so the shards have the same bytes. Workers import the launching host's finlm: Ray carries it to them. Before
+work begins, every host is checked for the launching host's Python and packages, and for the files outside the cache
+that tasks read. If data.cache_dir is a shared directory, chunks are written there. A host that does not share it works
+in a directory of the same path, receives the files it lacks, and sends back those it makes.
 
-Ray does a task again whose worker or host died, three times; a chunk is whole or absent, so doing it twice changes
-nothing. An exception of a task comes back as it is. The launching host is never replaced: the next run takes up the
-chunks that were finished.
+Ray runs a task again whose worker or host died, three times; a chunk is whole or absent, so running it twice changes
+nothing. An exception of a task comes back as it is. The launching host is never replaced: the next run continues with
+the chunks that were finished.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _LOOK_SECONDS = 5.0  # between two looks at the hosts while a result is waited f
 
 
 def check_installed() -> None:
-    """Raise UserError where the package ray is missing."""
+    """Raise UserError if the package ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("data.engine ray needs the package ray, which is not installed", fix=INSTALL)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a host has to have: packages and files as (name, version) and (path, sha256); `token` names a shared cache.
+    """What a host must have: `packages` as (name, version) and `files` as (path, sha256).
 
-    seen_from: the launching host's name.
+    `token` names a file that shows whether the cache is shared; `seen_from` is the launching host's name.
     """
 
     seen_from: str
@@ -61,12 +61,15 @@ class Expected:
 
     @property
     def token_file(self) -> Path:
-        """The file of the cache that a host sees when it shares the cache; removed with what a killed run leaves."""
+        """The file in the cache that a host sees if it shares the cache.
+
+        It ends in .tmp, so that it is removed with what a killed run leaves.
+        """
         return self.cache / f".ray-{self.token}.tmp"
 
 
 def list_packages() -> tuple[tuple[str, str], ...]:
-    """Return (name, version) of Python and of each package that decides bytes, "missing" for one that is not here."""
+    """Return (name, version) of Python and of each package that decides bytes; "missing" if it is not installed."""
     found = [("python", platform.python_version())]
     for name in _DECIDING:
         try:
@@ -77,17 +80,17 @@ def list_packages() -> tuple[tuple[str, str], ...]:
 
 
 def check_host(expected: Expected) -> bool:
-    """Return whether this host shares the launching host's cache; looked at once per worker process.
+    """Return whether this host shares the launching host's cache; checked once per worker process.
 
-    Raises UserError, naming the host, for other packages, for a file that is missing or another one, and for a cache
-    directory that cannot be written.
+    Raises UserError, naming the host, for other packages, for a file that is missing or different, and for a cache
+    directory that cannot be written; makes that directory if it is missing.
     """
     return _check_once(expected)
 
 
 @lru_cache(maxsize=4)
 def _check_once(expected: Expected) -> bool:
-    """Return and raise what check_host does, once for equal arguments."""
+    """Do what check_host does, once per process for equal arguments."""
     host = os.uname().nodename
     here = dict(list_packages())
     other = [f"{name}: {here[name]}, there {version}" for name, version in expected.packages if here[name] != version]
@@ -118,7 +121,7 @@ def _check_once(expected: Expected) -> bool:
 
 
 class Answer(NamedTuple):
-    """What a task gave, on which host, and the files it made there where the cache is not shared."""
+    """A task's result, the host that ran it, and the files it wrote there if the cache is not shared."""
 
     host: str
     value: Any
@@ -127,7 +130,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Order(Generic[Task]):
-    """A call for a worker, with the files of the cache that it reads and may write."""
+    """A call for a worker, with the cache files that it reads and those that it may write."""
 
     function: Callable[[Task], Any]
     task: Task
@@ -136,10 +139,10 @@ class Order(Generic[Task]):
 
 
 def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
-    """Do an order in a Ray worker and return its Answer.
+    """Run an order in a Ray worker and return its Answer, after check_host().
 
-    store: handle of the launching host's Store, for a host without the shared cache. Raises UserError for a full disk,
-    and what the function raises; each names the host.
+    A host without the shared cache first fetches missing files from `store`, a handle of the launching host's Store.
+    Raises UserError for a full disk, and what the function raises; each error names the host.
     """
     host, is_shared = os.uname().nodename, check_host(expected)
     try:
@@ -165,20 +168,21 @@ def work(order: Order[Task], expected: Expected, store: Any) -> Answer:
 
 
 class Store:
-    """An actor on the launching host that hands out files of its cache."""
+    """An actor on the launching host that returns files of its cache."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
 
     def read(self, path: Path) -> bytes:
-        """Return a file's bytes. Raises ValueError for one that is not in the cache."""
+        """Return a file's bytes. Raises ValueError if it is not in the cache."""
         return files.within(self._cache, path.relative_to(self._cache).as_posix()).read_bytes()
 
 
 class RayEngine:
-    """Ray workers on all hosts of a cluster, from their first use to the end of the block; see Engine.
+    """Ray workers on all hosts of a cluster; see Engine. They start at the first use and end with the block.
 
-    open_cluster: starts or finds a cluster and yields its address. reads: files outside the cache that tasks read.
+    open_cluster() starts or finds a cluster and yields its address. `reads` lists files outside the cache that tasks
+    read; every host must have them.
     """
 
     def __init__(
@@ -196,12 +200,15 @@ class RayEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the cluster; it ends where it was started for this engine."""
+        """Leave the cluster, and end it if it was started for this engine."""
         self._held.close()
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Yield the Mapper of the cluster's workers; of this process where one worker is enough. See Engine.start."""
+        """Yield the Mapper of the cluster's workers, or of this process if at_most is 1 or less. See Engine.start.
+
+        The first call connects to the cluster; raises UserError if it or a host cannot be used.
+        """
         if at_most <= 1:
             yield partial(workers.map_in_order, None, 1)
             return
@@ -213,9 +220,9 @@ class RayEngine:
 
 @contextmanager
 def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
-    """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each one did.
+    """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each host did.
 
-    Raises UserError for a cluster or a host that cannot be used.
+    Stdout is redirected inside the block. Raises UserError for a cluster or a host that cannot be used.
     """
     import ray
 
@@ -254,17 +261,17 @@ def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) 
 
 
 class _RaysWords(io.TextIOBase):
-    """What Ray prints on stdout, where only a command's result belongs: of pages about a lost worker one line."""
+    """A stream in place of stdout, to which Ray prints pages about a lost worker; prints a line on stderr instead."""
 
     def write(self, text: str, /) -> int:
-        """Print a line for a task that Ray does again, and nothing for the rest."""
+        """Print a line on stderr for each task that Ray does again, and nothing else; return the length of the text."""
         for left in re.findall(r"There are (\d+) retries remaining", text):
             screen.say(f"a worker was lost; its chunk is done again ({left} more times at most)")
         return len(text)
 
 
 class _Connection:
-    """A Pool of a Ray cluster's workers."""
+    """A Pool of the workers of a Ray cluster."""
 
     def __init__(self, expected: Expected, num_proc: int) -> None:
         import ray
@@ -275,9 +282,9 @@ class _Connection:
         self._work = ray.remote(num_cpus=1, max_retries=RETRIES)(work)
 
     def check_hosts(self) -> None:
-        """Check every host with workers against this one, print the workers, and start the Store if a host needs it.
+        """Check every host with workers by check_host, print the workers, and start the Store if a host needs it.
 
-        A host needs it that does not share data.cache_dir. Raises UserError for a host that cannot be used.
+        A host needs it if it does not share data.cache_dir. Raises UserError for a host that cannot be used.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -301,13 +308,13 @@ class _Connection:
 
     @property
     def count(self) -> int:
-        """Workers there are now: one a CPU of the cluster, data.num_proc a host at most."""
+        """The number of workers now: one per CPU of the cluster, at most data.num_proc per host."""
         return sum(min(self._num_proc, cores) for _, cores in self._find_nodes().values())
 
     def _find_nodes(self) -> dict[str, tuple[str, int]]:
-        """Return {id: (name, CPUs)} of the hosts with workers that are alive; print those lost since the last call.
+        """Return {id: (name, CPUs)} of the hosts with workers that are alive.
 
-        Raises UserError when none is left.
+        Prints the hosts that were lost since the last call. Raises UserError when none is left.
         """
         import ray
 
@@ -326,16 +333,19 @@ class _Connection:
         return alive
 
     def map_in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield function(task) for every task, in order; twice as many are in flight as there are workers."""
+        """Yield function(task) for every task, in order, with about twice as many in flight as there are workers."""
         return workers.map_in_order(self, 2 * self.count, function, tasks)
 
     def submit(self, function: Callable[[Task], Result], task: Task, /) -> _Pending[Result]:
-        """Have a worker call function(task), and return the pending task."""
+        """Have a worker call function(task), and return the Pending to wait for."""
         order = Order(function, task, workers.files_read(task), workers.files_written(task))
         return _Pending(self, self._work.remote(order, self._expected, self._store), task)
 
     def receive(self, reference: Any, task: object) -> Any:
-        """Wait for a task, write the files that it sends, and return what its function gave. Raises as _get does."""
+        """Wait for a task, save the files that it sent, and return its function's result.
+
+        Raises as _get and _find_nodes do.
+        """
         import ray
 
         while not ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
@@ -348,21 +358,21 @@ class _Connection:
 
 
 class _Pending(Generic[Result]):
-    """A task that Ray has."""
+    """A task that was submitted to Ray."""
 
     def __init__(self, connection: _Connection, reference: Any, task: object) -> None:
         self._connection, self._reference, self._task = connection, reference, task
 
     def result(self) -> Result:
-        """Wait for the task and return what it gave, or raise what it raised."""
+        """Wait for the task and return its result, or raise its exception."""
         value: Result = self._connection.receive(self._reference, self._task)
         return value
 
 
 def _get(reference: Any, place: str, host: str = "") -> Any:
-    """Return a task's result. Raises what it raised, or UserError when Ray could not do it; both say the place.
+    """Return a task's result. Raises what it raised, or UserError when Ray could not run it; both name the `place`.
 
-    host: the only host that may do it, "" for any; an import that fails there is then a UserError about it.
+    `host` is the only host that may run it, "" for any. For a given host, an ImportError there is a UserError too.
     """
     import ray
 
@@ -387,7 +397,7 @@ def _get(reference: Any, place: str, host: str = "") -> Any:
 
 
 def _unfit_error(host: str, error: Exception) -> UserError:
-    """Return the UserError for a host on which no worker starts."""
+    """Return the UserError for a host on which no worker can start."""
     return UserError(
         f"{host} belongs to the Ray cluster and cannot run finlm's workers",
         evidence=f"{type(error).__name__}: {str(error).strip()[:400]}",

@@ -1,15 +1,15 @@
-"""Decide which documents are used and which are held out: one reason a document, after everything is read.
+"""Decide which documents are used and which are held out: a reason per document, after everything is read.
 
 Exact duplicates are found over all sources by the 128-bit hash of the normalised text, near-duplicates by near.py; the
-first in the sources' order stays. Held out of a file source is a share of what is then left, chosen by hash; the
-embedded corpus brings its own. No training document equals a held-out one, whatever the settings, or says nothing that
-one does not say where near-duplicates are looked for.
+first in the sources' order stays. Of what is then left of a file source, a share chosen by hash is held out; the
+embedded corpus has a held-out split already. No training document equals a held-out one, whatever the settings; with
+dedup near, none repeats a held-out one either.
 
 The lowest hashes would move with the size of a source, and documents that were held out of a small one would be trained
 on in a large one. So the whole share is kept out of training, and beyond held_out_documents it is only reserved.
 
-Samples of what is left out are kept for people to look at, and documents.json says lengths, reasons and frequent
-origins of the prepared data. In memory: about 80 bytes a document, 1 GB for 12 million.
+Samples of dropped documents are kept for people to look at, and documents.json lists lengths, reasons and frequent
+values of the prepared data. Memory: about 80 bytes a document, 1 GB for 12 million.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Table:
 
     @classmethod
     def read(cls, chunks: Sequence[documents.Chunk]) -> Table:
-        """Read the index of every chunk."""
+        """Return the table of all documents of the chunks, read from their .npy files."""
         indexes = [documents.read_index(chunk.path) for chunk in chunks] or [np.empty(0, dtype=documents.INDEX)]
         counts = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
         is_sided = [index.dtype == documents.SIDES for index in indexes]
@@ -98,17 +98,17 @@ class Table:
         )
 
     def rows_of(self, number: int) -> slice:
-        """Return the range of an input's documents."""
+        """Return the slice of the documents of input `number`."""
         return slice(*np.searchsorted(self.source, [number, number + 1]).tolist())
 
 
 def decide(
     table: Table, splits: Sequence[str], settings: Data, prompts: npt.NDArray[np.uint64] | None = None
 ) -> Decisions:
-    """Return a code (TRAIN, HELD_OUT, ...) per document, where neither near-duplicates nor other steps decide about it.
+    """Return a decision code (TRAIN, HELD_OUT, ...) per document, without near-duplicates and the other filters.
 
-    `splits` has the split of each input; `prompts` [documents, 2] are hashes of the part that training and held-out
-    rows may not share, None where that is the whole text.
+    `splits` has the split of each input. `prompts` [documents, 2] are hashes of the part that training and held-out
+    documents may not share; None means the whole text.
     """
     return hold_out(table, splits, settings, settle(table, splits, settings, prompts=prompts), prompts=prompts)
 
@@ -120,10 +120,11 @@ def settle(
     dropped: Decisions | None = None,
     prompts: npt.NDArray[np.uint64] | None = None,
 ) -> Decisions:
-    """Return the decisions before near-duplicates are looked for: TRAIN and HELD_OUT for documents still in use.
+    """Return the decision code of each document before near-duplicates are dropped, uint8 [documents].
 
-    `dropped` [documents] holds PERPLEXITY or CONTAMINATED for documents that other steps refuse, else TRAIN; splits and
-    prompts are those of decide().
+    Documents that are still in use get TRAIN, or HELD_OUT in an input whose split is held_out. `dropped` [documents]
+    holds PERPLEXITY or CONTAMINATED for documents that other steps drop, else TRAIN. `splits` and `prompts` are those
+    of decide().
     """
     decision = np.full(len(table.source), TRAIN, dtype=np.uint8)
     is_world = np.array([split == "held_out" for split in splits], dtype=np.bool_)[table.source]
@@ -148,9 +149,11 @@ def hold_out(
     like: npt.NDArray[np.uint32] | None = None,
     prompts: npt.NDArray[np.uint64] | None = None,
 ) -> Decisions:
-    """Return the settled decisions less near-duplicates, with a share of each source held out whose split is "share".
+    """Return a copy of `settled` without near-duplicates, and with documents held out of the inputs with split "share".
 
-    `like` [documents] is the document in whose favour a near-duplicate is dropped, else its own number (near.py).
+    `like` [documents] has the index of the document that a near-duplicate repeats, else its own index
+    (near.find_likes); None skips near-duplicates. A training document that shares its text or prompt with a held-out or
+    reserved one becomes EQUALS_HELD_OUT.
     """
     decision, equal = settled.copy(), equal_texts(table.hash)
     together, hashes = (equal, table.hash) if prompts is None else (equal_texts(prompts), prompts)
@@ -175,10 +178,10 @@ def hold_out(
 
 
 def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | None:
-    """Return which documents are kept out of training by a field: bool [documents]; None where no field decides.
+    """Return which documents a field keeps out of training, bool [documents]; None if the recipe names no such field.
 
-    By held_out_by those whose value's hash is in the lowest held_out_fraction, of two values at least one and never
-    all; by held_out_from those of that day and later.
+    With held_out_by, these are documents whose field value hashes into the lowest held_out_fraction: of two values or
+    more at least one value, and never all. With held_out_from, these are documents of that day or later.
     """
     if table.group is None or table.day is None:
         return None
@@ -193,9 +196,9 @@ def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | 
 
 
 def equal_texts(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Return the number of the first document with the same hash as each: [documents].
+    """Return for each document the index of the first document with the same hash, uint32 [documents].
 
-    `hashes` is [documents, 2]. Of many, a 64th is sorted at a time.
+    `hashes` is [documents, 2]. Above 2**20 documents, sorts them in 64 parts to save memory.
     """
     first = np.empty(len(hashes), dtype=np.uint32)
     part = (hashes[:, 0] >> np.uint64(58)).astype(np.uint8)
@@ -240,7 +243,10 @@ class Selection:
 
 
 def count_decisions(table: Table, decision: Decisions, inputs: Sequence[documents.InputRead]) -> SourceCounts:
-    """Return {source: {rows, broken, cleaned, a count for each of NAMES, bytes, held_out_bytes}}."""
+    """Return {source: {rows, broken, cleaned, a count for each of NAMES, bytes, held_out_bytes}}.
+
+    `cleaned` counts rows dropped by cleaning, `bytes` the text of the training documents.
+    """
     counts: dict[str, dict[str, int]] = {}
     for number, item in enumerate(inputs):
         here = table.rows_of(number)
@@ -256,10 +262,9 @@ def count_decisions(table: Table, decision: Decisions, inputs: Sequence[document
 
 
 def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping[str, str]) -> list[str]:
-    """Return the sources that have nothing left to train on; `entries` is {source: its place in the recipe}.
+    """Return the sources that have no document to train on; `entries` maps each source to its recipe key.
 
-    One of several files of an entry may be empty, or repeat the others. Raises UserError for an entry whose sources are
-    all empty.
+    Some sources of an entry may be empty. Raises UserError for an entry whose sources are all empty.
     """
     empty = [source for source, row in counts.items() if row["kept"] == 0]
     used = {entries[source] for source, row in counts.items() if row["kept"]}
@@ -276,7 +281,7 @@ def find_empty_sources(counts: Mapping[str, Mapping[str, int]], entries: Mapping
 
 
 def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Return {name: sum over all sources} of the counts."""
+    """Return {name: sum over all sources} of the counts; there must be at least one source."""
     rows = list(counts.values())
     return {name: sum(row[name] for row in rows) for name in rows[0]}
 
@@ -284,7 +289,8 @@ def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
 def _find_repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
     """Return which documents still in use repeat another of their group: bool [documents].
 
-    In each group the first held-out document stays, or the first of all when none is held out.
+    `group` [documents] is what equal_texts returns. In each group the first held-out document stays, or the first of
+    all when none is held out.
     """
     number = np.arange(len(group), dtype=np.uint64)
     order = number + (np.uint64(2**32) * (decision != HELD_OUT))
@@ -296,7 +302,7 @@ def _find_repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
 
 
 def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
-    """Return which documents share a group with a chosen document: bool [documents]."""
+    """Return bool [documents]: whether a document of the same group is `chosen`."""
     groups = np.zeros(len(group), dtype=np.bool_)
     groups[group[chosen]] = True
     return groups[group]
@@ -305,10 +311,10 @@ def _in_group_of(group: npt.NDArray[np.uint32], chosen: Bools) -> Bools:
 def _split_source(texts: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], settings: Data) -> Decisions:
     """Return TRAIN, HELD_OUT or RESERVED for each document of a source, in order.
 
-    texts numbers equal documents alike; hashes [documents] is of the part that they may not share with training (text
-    or prompt). Documents with hashes in the lowest held_out_fraction of all hashes are kept out of training, of every
-    source with two different hashes at least one and never all. Those with the lowest hashes, held_out_documents at
-    most, are held out; of equal documents (dedup: none) the first.
+    `texts` is equal for equal documents. `hashes` [documents] is of the part (text or prompt) that held-out and
+    training documents may not share. Documents with hashes in the lowest held_out_fraction are kept out of training; if
+    there are two different hashes, at least one and never all. Of these, at most held_out_documents with the lowest
+    hashes are HELD_OUT, the others RESERVED. Of equal documents the first is HELD_OUT and the others stay TRAIN.
     """
     decision = np.full(len(hashes), TRAIN, dtype=np.uint8)
     lowest, place = np.unique(hashes, return_inverse=True)
@@ -352,7 +358,10 @@ class ShardEntry:
 
 
 def totals(entries: Sequence[ShardEntry]) -> dict[str, SourceCounts]:
-    """Return {split: {source: {tokens, documents, text_bytes, and of dialogues learnt}}}."""
+    """Return the sums over shards as {split: {source: {tokens, documents, text_bytes, learnt}}}.
+
+    `learnt`, the tokens that are learnt from, is there only for dialogues.
+    """
     sums: dict[str, SourceCounts] = {split: {} for split in SPLITS}
     for entry in entries:
         counts = {name: getattr(entry, name) for name in ("tokens", "documents", "text_bytes", "learnt")}
@@ -390,7 +399,7 @@ class Lengths:
 
 
 def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator[tuple[str, Lengths]]:
-    """Yield (source, lengths of its training documents) from the shards' .idx files, for each source that has any."""
+    """Yield (source, lengths of its training documents) from the .idx files, for each source with train shards."""
     by_source: dict[str, list[Path]] = {}
     for entry in entries:
         if entry.split == "train":
@@ -406,7 +415,7 @@ def _measure_lengths(directory: Path, entries: Sequence[ShardEntry]) -> Iterator
 
 
 def sum_by_source(counted: Iterable[tuple[str, Mapping[str, int]]]) -> SourceCounts:
-    """Return {source: summed counts} of pairs (source, counts), without sources that have none."""
+    """Return {source: summed counts} of (source, counts) pairs, without sources whose counts are empty."""
     sums: dict[str, Counter[str]] = {}
     for source, counts in counted:
         sums.setdefault(source, Counter()).update(counts)

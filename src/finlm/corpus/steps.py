@@ -46,10 +46,10 @@ class _Part(NamedTuple):
 
 
 def list_inputs(context: Context) -> list[Input]:
-    """Return every file of every source as an Input with hashes, in the recipe's order; generates the embedded corpus.
+    """Return the inputs of all sources with file hashes, in the recipe's order; generates a missing embedded corpus.
 
-    Raises UserError, also for weights of an unknown source, and NotPrepared for missing files if the cache may not
-    build.
+    Raises UserError for files that cannot be used and for weights of an unknown source; NotPrepared for missing files
+    if the cache may not build.
     """
     inputs: list[Input] = []
     for number, source in enumerate(context.data.sources):
@@ -71,7 +71,10 @@ def list_inputs(context: Context) -> list[Input]:
 
 
 def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input]:
-    """Return the inputs with the fields by which the recipe holds out. Raises UserError for text files."""
+    """Return copies of the inputs with `sides`, the fields that decide what is held out.
+
+    Raises UserError for text files if sides is not empty, as text has no fields.
+    """
     for item in inputs:
         if sides and item.format in ("txt", "lines"):
             raise UserError(
@@ -83,7 +86,7 @@ def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input
 
 
 def _has_files(source: Source) -> bool:
-    """Return whether the files of a source can be found on this machine."""
+    """Return whether files match the source's path on this machine; False if they cannot be listed."""
     try:
         return bool(sources.find_files(str(source.path), source.split))
     except UserError:  # a disk that is not mounted here
@@ -91,7 +94,7 @@ def _has_files(source: Source) -> bool:
 
 
 def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
-    """Raise UserError for a weight that names no source; which sources have no text is known only when read."""
+    """Raise UserError if tokenizer.sample_weights or data.mixture has a weight for a source that is not in `names`."""
     weights = {"tokenizer.sample_weights": recipe.tokenizer.sample_weights}
     for number, stage in enumerate(recipe.data.mixture):
         weights |= {f"data.mixture[{number}].{name}": getattr(stage, name) for name in ("weights", "to", "tokens")}
@@ -100,7 +103,10 @@ def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
 
 
 def make_synthetic(context: Context, settings: Synthetic) -> Step:
-    """Run the step `synthetic`, which writes the embedded corpus: documents, dialogues, exams or preference pairs."""
+    """Run the step `synthetic`, which writes the embedded corpus: documents, dialogues, preference pairs or questions.
+
+    Prints its size and seed. Raises NotPrepared if the step is missing and the cache may not build.
+    """
     kind = "dialogues" if settings.dialogues else "documents"
     if context.recipe.stage in parents.PREFERENCE:
         kind = "pairs"
@@ -140,13 +146,13 @@ def make_synthetic(context: Context, settings: Synthetic) -> Step:
 
 
 def generator_files() -> list[Path]:
-    """Return the files that the embedded corpus is made by: code, phrases and names."""
+    """Return the sorted files that the embedded corpus depends on: code, phrases and names in finlm/world."""
     world = Path(__file__).parents[1] / "world"
     return sorted(path for path in world.rglob("*") if path.suffix in (".py", ".txt", ".toml"))
 
 
 def _generate_file(part: _Part) -> str:
-    """Generate a file of the embedded corpus and return its name. Runs in a worker."""
+    """Write a file of the embedded corpus and return its name. Runs in a worker."""
     from finlm.world import post, writer
 
     write_part = writer.write_part if part.source in writer.SOURCES else post.write_part
@@ -154,9 +160,10 @@ def _generate_file(part: _Part) -> str:
 
 
 def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
-    """Run the step `documents`, which cleans all inputs. Raises UserError when too many rows of a source are broken.
+    """Run the step `documents`, which cleans all inputs, and print its counts.
 
-    Raises NotPrepared for a missing keyword list when the cache may not build.
+    Raises UserError when too many rows of a source are broken, or disk or memory will not suffice; NotPrepared if the
+    step or the keyword list is missing and the cache may not build.
     """
     allowed, keep = context.data.max_broken_fraction, context.cache.directory
 
@@ -193,21 +200,24 @@ def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
 
 
 def list_cut_files(directory: Path, inputs: Sequence[documents.InputRead]) -> list[str]:
-    """Return the names of files that end too early, from the broken.jsonl in directory."""
+    """Return the names of files that are cut short or damaged, from the broken.jsonl in `directory`."""
     if not any(item.cut for item in inputs):
         return []
     return [row["file"] for row in files.read_json_lines(directory / "broken.jsonl") if readers.is_cut(row["reason"])]
 
 
 class _Sample(NamedTuple):
-    """Shares of text in the first rows of the inputs, as an estimate for all rows."""
+    """The share of text, and the size of a document, in the first rows of the inputs, as an estimate for all rows."""
 
     text_share: float  # of a file's bytes once it is unpacked, at most 1
     text_bytes: float  # of a document
 
 
 def _sample_rows(inputs: Sequence[Input]) -> _Sample:
-    """Measure the first 200 rows of up to 31 inputs, evenly spread."""
+    """Return the share of text and the mean document size in the first 200 rows of up to 31 inputs, evenly spread.
+
+    Without any text, assumes a share of 1 and documents of 100 bytes.
+    """
     raw = text = rows = 0
     for item in inputs[:: max(1, len(inputs) // 16)]:
         block = next(readers.blocks(item, step_cache.ignore_progress), None)
@@ -217,7 +227,10 @@ def _sample_rows(inputs: Sequence[Input]) -> _Sample:
 
 
 def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
-    """Raise UserError for too little disk or memory for any later step, before hours of reading."""
+    """Raise UserError if disk or memory will not suffice for the steps up to the shards.
+
+    Estimates the need from file sizes and sample rows, before hours of reading.
+    """
     settings, sample = context.recipe.tokenizer, _sample_rows(inputs)
     text_bytes = int(readers.estimate_bytes(inputs, packed=3) * sample.text_share)
     count = int(text_bytes / sample.text_bytes)
@@ -234,16 +247,17 @@ def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
 
 
 def select_documents(context: Context, read: Documents, inputs: Sequence[Input]) -> Selection:
-    """Run the step `selection` (and those it needs): a decision per document, in decisions.npy.
+    """Run the step `selection` and those that it needs, and print the counts; decisions.npy has a code per document.
 
-    Raises UserError for an entry of data.sources that has nothing left to train on.
+    Raises UserError for an entry of data.sources that has nothing left to train on, or a field that holds out nothing;
+    NotPrepared if a step is missing and the cache may not build.
     """
     contamination_step = contamination.find_contaminated(context, read)
     perplexity_step = perplexity.measure_perplexity(context, read)
     splits = [item.split for item in read.inputs]
 
     def settle() -> selection.Decisions:
-        """Return the decisions before near-duplicates are looked for."""
+        """Return the decision codes before near-duplicates are dropped (selection.settle)."""
         table = selection.Table.read(read.chunks)
         dropped = np.full(len(table.source), selection.TRAIN, dtype=np.uint8)
         if perplexity_step is not None:
@@ -292,9 +306,9 @@ def select_documents(context: Context, read: Documents, inputs: Sequence[Input])
 
 
 def _say_selection(context: Context, step: Step, chosen: Selection, sides: Mapping[str, tuple[str, Any]]) -> None:
-    """Print what is dropped, held out and kept. Raises UserError where a field holds out nothing.
+    """Print what is dropped, held out and kept, and the leak if a field decides what is held out.
 
-    sides: the field and the setting of each key of Data.sides.
+    `sides` maps each key of Data.sides to (field, setting). Raises UserError if such a field holds out nothing.
     """
     total = chosen.total
     dropped = ", ".join(f"{total[name]:,} {name.replace('_', ' ')}" for name in selection.NAMES[2:] if total[name])
@@ -327,9 +341,10 @@ def _write_samples(
     decision: selection.Decisions,
     like: npt.NDArray[np.uint32] | None,
 ) -> None:
-    """Write samples of the documents left out: JSON lines {source, reason, document, start}.
+    """Write the first 20 dropped documents of each source and reason as JSON lines {source, reason, document, start}.
 
-    Near-duplicates also have {like, like_start}, the document that they were dropped for.
+    Near-duplicates also have {like, like_start}, the document that they were dropped for. `document` and `like` are
+    indexes among all documents, `start` the first 120 characters.
     """
     samples = list(_samples(chunks, decision, like))
     wanted = np.unique(
@@ -356,7 +371,7 @@ class _Dropped(NamedTuple):
 def _samples(
     chunks: Sequence[documents.Chunk], decision: selection.Decisions, like: npt.NDArray[np.uint32] | None
 ) -> Iterator[_Dropped]:
-    """Yield the first 20 left-out documents of each source and reason, and of near-duplicates the kept one."""
+    """Yield the first 20 dropped documents of each source and reason; `like` is what a near-duplicate repeats."""
     taken: dict[tuple[str, int], int] = {}
     for chunk in chunks:
         here = decision[chunk.rows]
@@ -370,7 +385,7 @@ def _samples(
 
 
 def _read_starts(chunks: Sequence[documents.Chunk], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
-    """Yield (number, first 120 characters) of the documents with these ascending numbers."""
+    """Yield (index, first 120 characters) of the documents with these indexes, which must ascend."""
     for chunk in chunks:
         here = numbers[slice(*np.searchsorted(numbers, [chunk.rows.start, chunk.rows.stop]))]
         if len(here):

@@ -44,10 +44,11 @@ def choose_sample(
     sample_bytes: int,
     weights: Mapping[str, float] | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """Choose the training documents to learn from: bool [documents]. `sources` names the source of each input.
+    """Return which training documents the tokenizer learns from: bool [documents].
 
-    Chosen by the second half of the hash; the first half chose the held-out documents. Raises UserError when the sample
-    would not fit in memory, and for weights of an unknown source.
+    `sources` names the source of each input. Takes about sample_bytes of text, by source in proportion to `weights`, or
+    to the text if None. Documents are ordered by the second half of their hash; the first half chose the held-out
+    documents. Raises UserError when the sample would not fit in memory, and for weights of an unknown source.
     """
     is_train = decision == TRAIN
     names = list(dict.fromkeys(sources))
@@ -72,7 +73,7 @@ def choose_sample(
 
 
 def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, float] | None) -> dict[str, int]:
-    """Return the bytes to take of each source, `wanted` in all or everything there is.
+    """Return {source: bytes to take}, together `wanted` or everything that is available.
 
     In proportion to the weights (0 for a source without weight), or to the text when weights is None. A source with
     less text than its share gives all of it, and the others share the rest.
@@ -93,7 +94,7 @@ def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, floa
 
 
 def lines(texts: Iterable[str], longest: int = sys.maxsize) -> Iterator[str]:
-    """Yield documents as the lines that sentencepiece learns from; cuts a long line, which splits a word now and then.
+    """Yield the lines of documents for sentencepiece; a line over 1000 characters is cut, which may split a word.
 
     Of a document of more than `longest` bytes only the beginning is used.
     """
@@ -106,7 +107,7 @@ def lines(texts: Iterable[str], longest: int = sys.maxsize) -> Iterator[str]:
 
 
 def check_memory(sample_bytes: int) -> None:
-    """Raise UserError when training a tokenizer on so much text does not fit in memory."""
+    """Raise UserError when training a tokenizer on this many bytes of text does not fit in memory."""
     needed, available = _MEMORY_PER_SAMPLE_BYTE * sample_bytes, units.available_bytes()
     if needed > available:
         raise UserError(
@@ -139,7 +140,7 @@ def sample_texts(read: Documents, decision: selection.Decisions) -> Iterator[tup
 
 @dataclass
 class Compression:
-    """How many tokens each tokenizer makes of some text of a source."""
+    """How many tokens each tokenizer needs for some text of a source."""
 
     tokens: dict[str, int]  # by the tokenizer's name
     documents: int = 0
@@ -148,7 +149,7 @@ class Compression:
 
 
 def measure_compression(tokenizers: Mapping[str, Path], texts: Iterable[tuple[str, str]]) -> dict[str, Compression]:
-    """Encode pairs (source, text) with each tokenizer and return the sums by source."""
+    """Encode every (source, text) with each tokenizer, given as {name: file}, and return the sums by source."""
     encode = {name: encoders.reference(path) for name, path in tokenizers.items()}
     sums: dict[str, Compression] = {}
     for source, text in texts:
@@ -162,12 +163,12 @@ def measure_compression(tokenizers: Mapping[str, Path], texts: Iterable[tuple[st
 
 
 def compressions(tokenizer: Step) -> dict[str, Compression]:
-    """Return the compression in the tokenizer's manifest by source; empty for a tokenizer that was given."""
+    """Return {source: Compression} from the tokenizer's manifest; empty for a tokenizer that was only copied."""
     return {source: Compression(**row) for source, row in tokenizer.manifest.get("compression", {}).items()}
 
 
 def compression_table(measured: Mapping[str, Compression]) -> list[str]:
-    """Return the measurement as aligned lines: source, bytes and characters per token, tokenizers joined by ->."""
+    """Return aligned lines of source, bytes per token and characters per token; joins several tokenizers by ->."""
     rows: list[tuple[str, ...]] = [("source", "bytes a token", "characters a token")]
     for source, row in measured.items():
         sizes = (row.bytes, row.characters)
@@ -178,7 +179,11 @@ def compression_table(measured: Mapping[str, Compression]) -> list[str]:
 
 
 def check_file(context: Context, file: Path | None) -> None:
-    """Raise UserError for an existing tokenizer that cannot be used; without effect where the cache may not build."""
+    """Raise UserError if the tokenizer `file` cannot be used; do nothing if it is None or the cache may not build.
+
+    It cannot if it is unreadable, not fit for extend_to, larger than model.vocab_size, or lacks document_begin or
+    document_end.
+    """
     if context.cache.build and file is not None:
         if context.recipe.tokenizer.extend_to is not None:
             (tokenizer_json if encoders.is_json(file) else vocab).load_base(file)
@@ -194,7 +199,7 @@ def check_file(context: Context, file: Path | None) -> None:
 
 
 def special_ids(context: Context, file: Path) -> tuple[int | None, int | None]:
-    """Return the ids of tokenizer.document_begin and document_end, None where the recipe leaves them to the tokenizer.
+    """Return the ids of tokenizer.document_begin and document_end; None for a key that the recipe does not set.
 
     Raises UserError for a token that the tokenizer does not have.
     """
@@ -243,7 +248,7 @@ def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: P
 
 
 def _copy_tokenizer(context: Context, path: Path) -> Step:
-    """Run the step that copies an existing tokenizer. Raises UserError when it cannot be loaded."""
+    """Run the step `tokenizer` that copies an existing tokenizer. Raises UserError when it cannot be loaded."""
     kind = tokenizer_json if encoders.is_json(path) else vocab
     kind.load(path)
     depends_on = {"version": kind.VERSION, "sha256": kind.fingerprint(path)}
@@ -251,7 +256,10 @@ def _copy_tokenizer(context: Context, path: Path) -> Step:
 
 
 def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> Step:
-    """Run the step that trains a sentencepiece model on the sample."""
+    """Run the step `tokenizer` that trains a sentencepiece model on the sample.
+
+    Raises UserError if it cannot be trained.
+    """
     settings = context.recipe.tokenizer
     assert settings.vocab_size is not None  # recipe.rules asks for a path or a size
     vocab_size = settings.vocab_size
@@ -265,7 +273,10 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
 
 
 def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path: Path) -> Step:
-    """Run the step that extends a tokenizer by pieces of the sample, and checks that old texts encode alike."""
+    """Run the step `tokenizer` that extends a tokenizer by pieces of the sample.
+
+    Checks that text without Chinese is encoded as before. Raises UserError when it cannot be extended.
+    """
     settings, is_json = context.recipe.tokenizer, encoders.is_json(path)
     assert settings.extend_to is not None
     size, how = settings.extend_to, (settings.extend_longest, settings.character_coverage)
@@ -300,7 +311,7 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
 
 
 def _depends_on(context: Context, chosen: Selection) -> dict[str, Any]:
-    """Return the settings that a trained or extended tokenizer depends on, for its step key."""
+    """Return the settings and versions that a trained or extended tokenizer depends on, for its step key."""
     settings = context.recipe.tokenizer
     return {
         "version": vocab.VERSION,
@@ -315,7 +326,7 @@ def _depends_on(context: Context, chosen: Selection) -> dict[str, Any]:
 
 
 def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iterator[str]:
-    """Choose the sample, print its size, and return its lines."""
+    """Choose the sample, print its size, and return its lines as an iterator."""
     settings = context.recipe.tokenizer
     table, sources = selection.Table.read(read.chunks), [item.source for item in read.inputs]
     wanted = choose_sample(table, chosen.decisions(), sources, settings.sample_bytes, settings.sample_weights)
@@ -328,6 +339,6 @@ def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iter
 
 
 def _compression_entry(tokenizers: Mapping[str, Path], read: Documents, chosen: Selection) -> dict[str, dict[str, Any]]:
-    """Return the manifest's entry `compression` of these tokenizers."""
+    """Return {"compression": {source: counts}} for the manifest, measured with these tokenizers on sample texts."""
     measured = measure_compression(tokenizers, sample_texts(read, chosen.decisions()))
     return {"compression": {source: asdict(row) for source, row in measured.items()}}

@@ -49,9 +49,9 @@ _FILES_IN_RESERVE = 24  # queues, the step's own files, modules being imported
 
 
 def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
-    """Return how many workers to use, at least 1, and a sentence on the binding limit ("" when `asked` are used).
+    """Return the number of workers to use, at least 1, and a sentence on the limit that binds ("" if `asked` are used).
 
-    `limits` is {reason: workers at most}.
+    `limits` is {reason: largest number of workers}.
     """
     reason, limit = min(limits.items(), key=lambda item: item[1])
     used = max(1, min(asked, limit))
@@ -59,7 +59,7 @@ def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
 
 
 def limits(asked: int) -> dict[str, int]:
-    """Return {reason: workers at most} of this process now, by cores, memory and open files.
+    """Return {reason: largest number of workers} for this process now, by cores, memory and open files.
 
     Raises the soft limit of open files as far as the `asked` workers need.
     """
@@ -75,7 +75,7 @@ def limits(asked: int) -> dict[str, int]:
 
 
 def available_cores() -> int:
-    """Return the cores this process may use: its affinity, and the cgroup's CPU quota rounded down, at least 1."""
+    """Return how many cores this process may use: its affinity and the cgroup's CPU quota, rounded down, at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     for directory in _cgroups():
         quota = _read_words(directory / "cpu.max") or [
@@ -89,9 +89,9 @@ def available_cores() -> int:
 
 @contextmanager
 def open_pool(count: int) -> Iterator[Executor | None]:
-    """Start `count` spawned workers and end them after the block; yields None for a count of 1: work in this process.
+    """Yield a pool of `count` spawned processes, shut down after the block; yield None for 1, which needs no process.
 
-    Raises UserError when workers cannot be started, and when one is killed while the block runs.
+    Raises UserError when workers cannot be started, and when a worker is killed while the block runs.
     """
     if count == 1:
         yield None
@@ -121,20 +121,20 @@ class Pending(Protocol[Made]):
     """A task that was submitted, such as a Future."""
 
     def result(self) -> Made:
-        """Wait for the task and return what it gave, or raise what it raised."""
+        """Wait for the task and return its result, or raise its exception."""
 
 
 class Pool(Protocol):
     """Workers that take tasks, such as an Executor."""
 
     def submit(self, function: Callable[[Task], Result], task: Task, /) -> Pending[Result]:
-        """Have a worker call function(task)."""
+        """Have a worker call function(task), and return the Pending to wait for."""
 
 
 def map_in_order(
     executor: Pool | None, count: int, function: Callable[[Task], Result], tasks: Iterable[Task]
 ) -> Iterator[Result]:
-    """Yield function(task) for every task in order, at most count + 2 in flight; without executor in this process.
+    """Yield function(task) for every task in order, at most count + 2 in flight; in this process if executor is None.
 
     Raises what a task raises, and BrokenProcessPool when a worker dies.
     """
@@ -152,7 +152,7 @@ def map_in_order(
 def _submit(executor: Pool, function: Callable[[Task], Result], task: Task) -> Pending[Result]:
     """Submit a task and return the Pending to wait for.
 
-    Raises BrokenProcessPool also when a worker died while others still started.
+    Raises BrokenProcessPool if a worker has died, also while others were still starting.
     """
     try:
         return executor.submit(function, task)
@@ -175,7 +175,7 @@ def _prepare_worker() -> None:
 
 
 def _allow_open_files(wanted: int) -> int:
-    """Raise the soft limit of open files towards `wanted`, as far as the hard limit; return the limit now."""
+    """Raise the soft limit of open files to `wanted`, at most to the hard limit; return it, 2**20 if unlimited."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -188,7 +188,7 @@ def _count_open_files() -> int:
 
 
 def _cgroups() -> list[Path]:
-    """Return every directory of cgroup v1 and v2 that may limit this process, from its group up to the root."""
+    """Return the existing directories of cgroup v1 and v2 that may limit this process, from its group up to root."""
     root = Path("/sys/fs/cgroup")
     directories = []
     for line in _read_text(Path("/proc/self/cgroup")).splitlines():
@@ -204,7 +204,7 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text, "" when it cannot be read."""
+    """Return a file's text; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -230,14 +230,14 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Processes of this machine. asked: workers at most. is_shown: print the limit that binds."""
+    """Worker processes of this machine, at most `asked`. With is_shown, prints the limit that allows fewer."""
 
     def __init__(self, asked: int, *, is_shown: bool = False) -> None:
         self._asked, self._is_shown = asked, is_shown
 
     @cached_property
     def count(self) -> int:
-        """How many workers there may be; computed once, and prints the limit that binds."""
+        """The largest number of workers, computed once; prints the limit that binds if is_shown."""
         count, sentence = limit_workers(self._asked, limits(self._asked))
         if sentence and self._is_shown:
             screen.say(sentence)
@@ -245,7 +245,7 @@ class LocalEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Start the workers and yield their Mapper; they end with the block."""
+        """Start at most `at_most` workers, at least 1, and yield their Mapper; they end with the block."""
         used = max(1, min(self.count, at_most))
         with open_pool(used) as pool:
             yield partial(map_in_order, pool, used)
@@ -267,29 +267,29 @@ class Kept(Generic[Task]):
         return files_read(self.task)
 
     def writes(self) -> tuple[Path, ...]:
-        """Return the file that it makes."""
+        """Return the .npz file that the task writes, as a tuple."""
         return (self.path,)
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Work on the documents of a chunk (its .txt), with other files of the cache beside it."""
+    """Work on the documents of a chunk (its .txt), which also needs the cache files `beside`."""
 
     chunk: Path
     beside: tuple[Path, ...] = ()
 
     def reads(self) -> tuple[Path, ...]:
-        """Return the files of the cache that the work reads: texts, records, and those beside."""
+        """Return the cache files that the work reads: the chunk's .txt and .npy, and those in `beside`."""
         return self.chunk, self.chunk.with_suffix(".npy"), *self.beside
 
 
 def files_read(task: object) -> tuple[Path, ...]:
-    """Return the files of the cache that a task says it reads."""
+    """Return task.reads(), the cache files that it reads; empty if the task has no such method."""
     return tuple(task.reads()) if hasattr(task, "reads") else ()
 
 
 def files_written(task: object) -> tuple[Path, ...]:
-    """Return the files of the cache that a task says it may write."""
+    """Return task.writes(), the cache files that it may write; empty if the task has no such method."""
     return tuple(task.writes()) if hasattr(task, "writes") else ()
 
 
@@ -323,10 +323,10 @@ class Context:
         tasks: Sequence[tuple[str, Task]],
         at_most: int | None = None,
     ) -> Iterator[Arrays]:
-        """Yield the arrays that function makes of every (key, task), in order; those in the cache are not made again.
+        """Yield function(task), a dict of arrays, for every (key, task) in order; compute only what the cache lacks.
 
-        New arrays are written to the cache under `name` and the key. Prints how many there are to make when some are
-        kept.
+        New arrays are saved in the cache under `name` and the key by at most `at_most` workers; a damaged file is
+        computed again. Prints how many tasks are left if some are cached.
         """
         paths = [self.cache.chunk(name, key).with_suffix(".npz") for key, _ in tasks]
         missing = [not path.is_file() for path in paths]
@@ -346,6 +346,6 @@ class Context:
                     yield _load(each.path)
 
     def say(self, step: Step, text: str) -> None:
-        """Print a line about a step, unless the cache may not build (then steps are only looked up)."""
+        """Print `text` with the step's name on stderr; print nothing if the cache may not build."""
         if self.cache.build:
             screen.say(f"{step.manifest['step']}: {text}{' (reused)' if step.reused else ''}")

@@ -35,7 +35,7 @@ Row = dict[str, npt.NDArray[np.int64]]
 
 
 class Pair(TypedDict, total=False):
-    """A pair as trl's collator takes it; with the reference model's log-probabilities once they were computed."""
+    """A preference pair as trl's collator takes it; ref_*_logps are the reference model's, if computed."""
 
     prompt_ids: npt.NDArray[np.int64]
     chosen_ids: npt.NDArray[np.int64]
@@ -45,7 +45,10 @@ class Pair(TypedDict, total=False):
 
 
 def read_pairs(shards: Sequence[Shard]) -> Iterator[Pair]:
-    """Yield {prompt_ids, chosen_ids, rejected_ids} of every pair in order."""
+    """Yield {prompt_ids, chosen_ids, rejected_ids} of every pair in order.
+
+    The shards hold chosen and rejected documents in turn; raises ValueError if their number is odd.
+    """
     for shard in shards:
         documents = _read_documents(shard)
         for (prompt, chosen), (_, rejected) in zip(documents, documents, strict=True):  # two at a time
@@ -60,14 +63,14 @@ def read_prompts(shards: Sequence[Shard]) -> Iterator[Row]:
 
 
 def rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
-    """Return the pieces of rows of documents_a_row neighbouring documents each: a pair, or a prompt."""
+    """Return the pieces of rows that hold documents_a_row neighbouring documents each: pairs (2) or prompts (1)."""
     starts = document_bounds(shards)
     first = np.arange(0, len(starts), documents_a_row, dtype=np.int64)
     return Pieces(starts[:-1], np.diff(starts).astype(np.int32), first)
 
 
 def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield (ids before the mask, ids in it) of each document."""
+    """Yield (ids before the marked part, ids in it) of each document, int64; reads the shard's .mask."""
     mask = (
         np.memmap(shard.path.with_suffix(".mask"), dtype=np.uint8, mode="r") if shard.tokens else np.empty(0, np.uint8)
     )
@@ -79,7 +82,11 @@ def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.N
 
 
 class DialogueRows(PackedRows):
-    """Rows of sequence_length tokens with labels by mask; what is left of a row is filled with `padding`, if given."""
+    """Rows of sequence_length tokens whose labels count where a mask marks them.
+
+    `padding`, if given, is the input at the unused end of a row, and the label wherever no token of the same dialogue
+    follows; else these are 0 and -100.
+    """
 
     def __init__(self, shards: Sequence[Shard], index: Index, padding: int | None = None) -> None:
         super().__init__(shards, index)
@@ -92,7 +99,7 @@ class DialogueRows(PackedRows):
         return int(self._learnt_mask(self._batch(rows)).sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T]; -100 where nothing is learnt."""
+        """Return inputs and next-token labels, each int64 [len(rows), T]; the label is -100 where nothing is learnt."""
         batch = self._batch(rows)
         tokens, learnt = self._tokens(batch), self._learnt_mask(batch)
         labels = np.where(learnt, tokens[:, 1:], IGNORED)
@@ -103,19 +110,22 @@ class DialogueRows(PackedRows):
         return inputs, labels
 
     def _learnt_mask(self, batch: packing.Batch) -> npt.NDArray[np.bool_]:
-        """Return bool [rows, T]: whether the next token is of the same dialogue and marked."""
+        """Return bool [rows, T]: whether the next token belongs to the same dialogue and is marked."""
         marked = np.zeros(batch.filled.shape, dtype=bool)
         marked[batch.filled] = self._copy_pieces(batch, lambda shard: _mask(shard.path.with_suffix(".mask"))) == 1
         return marked[:, 1:] & packing.has_next_token(batch)
 
 
 def packing_of(recipe: Recipe) -> packing.Packing:
-    """Return the packing of a recipe's dialogues: best_fit, or single without sft.packing."""
+    """Return the packing of a recipe's dialogues: best_fit, or single (a dialogue a row) without sft.packing."""
     return "best_fit" if recipe.sft is not None and recipe.sft.packing else "single"
 
 
 def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
-    """Return the training rows of prepared shards: dialogues, preferences or documents; build a missing index."""
+    """Return the training rows of prepared shards: dialogues, preferences or documents.
+
+    Builds a missing index in the shards' directory. Raises UserError when it cannot be written.
+    """
     if is_dialogues(shards):
         return train_rows(shards, recipe)
     if "stage" in shards.manifest:
@@ -124,14 +134,14 @@ def open_rows(shards: Shards, recipe: Recipe) -> Rows | PackedRows:
 
 
 def train_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return the training rows of dialogues; their index is built where it is missing."""
+    """Return the training rows of dialogues; build a missing index. Raises UserError when it cannot be written."""
     parts = shards.split("train")
     rows = build_index(shards.directory, parts, packing_of(recipe), recipe.batch.sequence_length)
     return DialogueRows(parts, rows, shards.eos_id if recipe.sft and recipe.sft.pad_labels else None)
 
 
 def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
-    """Return rows of one pair each, or for grpo of one prompt."""
+    """Return the training rows of a preference stage: a pair a row, or a prompt for grpo."""
     parts = shards.split("train")
     together = recipe.sequences_per_row
     sources = tuple(
@@ -143,9 +153,9 @@ def _preference_rows(shards: Shards, recipe: Recipe) -> DialogueRows:
 
 
 def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
-    """Return a function that makes the rows of a source's held-out dialogues, filled as in training but not padded.
+    """Return a function (shards, sequence_length) -> rows of held-out dialogues, filled as in training but not padded.
 
-    They are small: their index is made in memory when they are asked for.
+    It makes the index in memory at each call, as these dialogues are few.
     """
 
     def rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
@@ -168,9 +178,9 @@ BLOCK_DOCUMENTS = 1000  # documents that the released code concatenates at once
 
 
 def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:
-    """Return the index of these training shards; build it in their directory, under a lock, where it is missing.
+    """Return the index of these training shards; build it in their directory, under a lock, if it is missing.
 
-    Raises UserError when it cannot be written.
+    Waits while another process holds the lock. Raises UserError when the index cannot be written.
     """
     path = index_path(directory, packing, sequence_length)
     try:
@@ -211,16 +221,19 @@ def make_index(shards: Sequence[Shard], packing: Packing, sequence_length: int) 
 
 
 def pieces(packing: Packing, bounds: Longs, sequence_length: int) -> Pieces:
-    """Return the rows of a source whose documents start at bounds [documents + 1]; `single` = one document a row."""
+    """Return the rows of a source; `bounds` [documents + 1] has the first token of each document, and the end.
+
+    The packing `single` gives each row a single document.
+    """
     if packing == "blocks":
         return cut_blocks(bounds, sequence_length)
     return best_fit(bounds, sequence_length, together=packing == "best_fit")
 
 
 def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
-    """Return rows of one piece of T tokens each, cut from groups of BLOCK_DOCUMENTS documents without their remainders.
+    """Return rows of a piece of T tokens each, cut from groups of BLOCK_DOCUMENTS documents without remainders.
 
-    bounds: where documents start, and the end, int64 [documents + 1].
+    `bounds`, int64 [documents + 1], has the first token of each document, and the end.
     """
     edges = np.unique(np.append(np.arange(0, len(bounds) - 1, BLOCK_DOCUMENTS), len(bounds) - 1))
     starts = bounds[edges[:-1]]
@@ -230,9 +243,10 @@ def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
 
 
 def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Pieces:
-    """Return rows so filled that no document of at most T + 1 tokens is cut.
+    """Return rows of at most T + 1 tokens, filled so that no document of that size or less is cut.
 
-    bounds: where documents start, and the end, int64 [documents + 1]. With together=False no two documents share a row.
+    `bounds`, int64 [documents + 1], has the first token of each document, and the end. With together=False no two
+    documents share a row.
     """
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.
@@ -258,7 +272,7 @@ def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Piec
 
 
 def assign(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.int32], int]:
-    """Return (row of each length, number of rows): best-fit-decreasing into rows of `room`, no length above it.
+    """Return (row of each length, number of rows): best-fit-decreasing into rows of `room`; no length may be larger.
 
     Equal lengths are placed together into the rows with the least room that takes them, so the work is over different
     lengths and rooms, not over documents.
@@ -271,7 +285,7 @@ def assign(lengths: npt.NDArray[np.int32], room: int) -> tuple[npt.NDArray[np.in
     count = 0
 
     def give(left: int, rows: npt.NDArray[np.int32]) -> None:
-        """Note that these rows have `left` tokens of room."""
+        """Record that these rows have `left` tokens of room."""
         nonlocal has_rows
         if left and len(rows):
             free[left].append(rows)
@@ -312,7 +326,7 @@ def join_pieces(parts: Sequence[Pieces]) -> Pieces:
 
 
 def document_bounds(shards: Sequence[Shard]) -> Longs:
-    """Return where each document starts, and the end, counted from the first shard: int64 [documents + 1]."""
+    """Return the first token of each document, and the end, counted from the first shard: int64 [documents + 1]."""
     bounds, offset = [np.zeros(1, dtype=np.int64)], 0
     for shard in shards:
         bounds.append(np.asarray(shard.offsets[1:], dtype=np.int64) + offset)
@@ -321,7 +335,10 @@ def document_bounds(shards: Sequence[Shard]) -> Longs:
 
 
 def prepare_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
-    """Return the training rows of prepared shards; `how` is data.packing, whose index is built where it is missing."""
+    """Return the training rows of prepared shards; `how` is data.packing, whose missing index is built.
+
+    Raises UserError when it cannot be written.
+    """
     if how != "concat":
         build_index(shards.directory, shards.split("train"), packing.kind_of(how), sequence_length)
     return packing.open_rows(shards, sequence_length, how)

@@ -36,7 +36,7 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of the streams of all shards laid end to end; row r has the pieces first[r] to first[r + 1]."""
+    """Stretches of the streams of all shards laid end to end; row r has the pieces first[r]:first[r + 1]."""
 
     start: Longs  # [pieces] first token, counted over all shards
     length: npt.NDArray[np.int32]  # [pieces] tokens
@@ -65,7 +65,10 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class Index:
-    """The rows of some shards, source after source. packing: a Packing, or empty for rows that are not filled."""
+    """The rows of some shards, source after source.
+
+    `packing` is a Packing, or "" for rows of pairs and prompts, which are not filled.
+    """
 
     pieces: Pieces
     packing: str
@@ -87,13 +90,13 @@ class Index:
 
 
 def index_path(shards_directory: Path, packing: Packing, sequence_length: int) -> Path:
-    """Return the directory of the index of the training shards' rows."""
+    """Return the directory of the row index of the training shards, which may not exist."""
     return shards_directory / "rows" / f"{packing}-{sequence_length}-v{VERSION}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The pieces of some rows, row by row; each array is int64 [pieces]."""
+    """The pieces of some rows, row by row; each array but `filled` is int64 [pieces]."""
 
     row: Longs  # within the batch
     start: Longs  # first token, counted over all shards
@@ -103,10 +106,10 @@ class Batch:
 
 
 class PackedRows:
-    """Rows of sequence_length tokens, each the pieces of an index. The methods are those of shards.Rows."""
+    """Rows of sequence_length tokens, each made of the pieces of an index. The methods are those of shards.Rows."""
 
     def __init__(self, shards: Sequence[Shard], index: Index) -> None:
-        """Set the shards that the index was made of, in its order."""
+        """Keep the shards that the index was made of, which must be in its order."""
         self.shards = list(shards)
         self.sequence_length = index.sequence_length
         self.sources = {source.source: source.rows for source in index.sources}
@@ -119,25 +122,28 @@ class PackedRows:
         return len(self._pieces.first) - 1
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows count (are not -100); reads no tokens."""
+        """Return how many labels of these rows count (are not -100); reads no tokens.
+
+        Raises IndexError for a row that does not exist, as the other methods do.
+        """
         batch = self._batch(rows)
         return int(batch.length.sum()) - len(batch.length)
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are tokens, not padding; reads none."""
+        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
         return int(self._batch(rows).filled[:, :-1].sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, int64 [len(rows), T]; -100 where the next token is another document's.
+        """Return inputs and next-token labels, each int64 [len(rows), T]; -100 if the next token is another document's.
 
-        What is left of a row is input 0 and label -100.
+        At the unused end of a row, inputs are 0 and labels -100.
         """
         batch = self._batch(rows)
         tokens = self._tokens(batch)
         return tokens[:, :-1].copy(), np.where(has_next_token(batch), tokens[:, 1:], IGNORED)
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the number of each input's document in its row: int32 [len(rows), T], 0, 1, ..., -1 past the last."""
+        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
         batch = self._batch(rows)
         begins = np.zeros(batch.filled.shape, dtype=np.int32)
         begins[batch.row, batch.column] = 1
@@ -148,7 +154,10 @@ class PackedRows:
         return np.where(batch.filled, np.cumsum(begins, axis=1, dtype=np.int32) - 1, np.int32(-1))[:, :-1]
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
-        """Return (shard, first token, tokens) of what fills a row. Raises IndexError for a row that does not exist."""
+        """Return (shard, first token, number of tokens) of each stretch that fills a row, in order.
+
+        Raises IndexError for a row that does not exist.
+        """
         (row,) = check_ids(np.array([row]), len(self)).tolist()
         part = slice(int(self._pieces.first[row]), int(self._pieces.first[row + 1]))
         stretches = []
@@ -157,7 +166,7 @@ class PackedRows:
         return stretches
 
     def source_ranges(self) -> dict[str, range]:
-        """Return the row ids of each source."""
+        """Return the range of row ids of each source."""
         ends = np.cumsum(list(self.sources.values())).tolist()
         return {name: range(end - rows, end) for (name, rows), end in zip(self.sources.items(), ends, strict=True)}
 
@@ -180,13 +189,13 @@ class PackedRows:
         return Batch(row, self._pieces.start[numbers], length, column, filled)
 
     def _tokens(self, batch: Batch) -> Ids:
-        """Return the tokens of the rows: int64 [rows, T + 1], 0 where a row has none."""
+        """Return the tokens of the rows: int64 [rows, T + 1], 0 for padding."""
         tokens = np.zeros(batch.filled.shape, dtype=np.int64)
         tokens[batch.filled] = self._copy_pieces(batch, lambda shard: shard.ids)
         return tokens
 
     def _copy_pieces(self, batch: Batch, stream: Callable[[Shard], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Return the pieces' values end to end; stream gives a shard's tokens, or another array of that length."""
+        """Return the pieces' values end to end; stream(shard) returns its tokens, or another array of that length."""
         of = cache(lambda number: stream(self.shards[number]))
         parts = [
             of(number)[inner : inner + count]
@@ -196,7 +205,7 @@ class PackedRows:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
 
     def _within(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard number, first token, tokens) of a stretch; under `blocks` it may run into the next shard."""
+        """Yield (shard index, first token, tokens) of a stretch; under `blocks` it may run into the next shard."""
         number = bisect_right(self._begins, start) - 1
         while length > 0:
             inner = start - self._begins[number]
@@ -205,7 +214,7 @@ class PackedRows:
             start, length, number = start + count, length - count, number + 1
 
     def _document_starts(self, start: int, length: int) -> list[int]:
-        """Return where documents begin in a stretch of tokens, relative to its start; always with 0."""
+        """Return the offsets in a stretch of tokens at which documents begin, ascending; 0 is always included."""
         starts = [0]
         number = bisect_right(self._begins, start) - 1
         while number < len(self.shards) and (base := self._begins[number]) < start + length:
@@ -217,14 +226,17 @@ class PackedRows:
 
 
 def has_next_token(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return bool [rows, T]: whether the next token is of the same piece."""
+    """Return bool [rows, T]: whether the next token belongs to the same piece."""
     followed = batch.filled.copy()
     followed[batch.row, batch.column + batch.length - 1] = False
     return followed[:, :-1]
 
 
 def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
-    """Return the training rows of prepared shards; `how` is data.packing, whose index must exist."""
+    """Return the training rows of prepared shards; `how` is data.packing, whose index must exist.
+
+    The packing concat needs no index.
+    """
     train = shards.split("train")
     if how == "concat":
         return Rows(train, sequence_length)
@@ -232,12 +244,15 @@ def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRo
 
 
 def kind_of(how: str) -> Packing:
-    """Return the packing of documents that data.packing (not concat) names."""
+    """Return the Packing of documents for a data.packing other than concat."""
     return "blocks" if how == "blocks" else "best_fit"
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function from ids to text. The ids are to be without control tokens, which it does not leave out."""
+    """Return a function from ids to text.
+
+    It does not leave out control tokens, so ids should be without them.
+    """
     if tokenizer.suffix == ".json":
         from tokenizers import Tokenizer
 
@@ -253,7 +268,7 @@ WORDS_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class NamedDocument:
-    """A document of a row: its number in its shard, its tokens inside the row, its first words."""
+    """A document of a row: its index in its shard, its number of tokens inside the row, its first words."""
 
     source: str
     shard: str
@@ -263,7 +278,7 @@ class NamedDocument:
 
 
 def name_documents(rows: Rows | PackedRows, shards: Shards, row_ids: Iterable[int]) -> Iterator[NamedDocument]:
-    """Yield every document in the rows, row by row."""
+    """Yield a NamedDocument for every document in the rows with these ids, row by row."""
     decode, around = _open_decoder(shards.tokenizer), (shards.bos_id, shards.eos_id)
     for row in row_ids:
         for shard, start, count in rows.pieces(int(row)):
@@ -288,7 +303,7 @@ class Sequencing(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Positions start to end of the run; rows of each source, in the order of the sources."""
+    """The positions from `start` to before `end` of the run, with the number of rows of each source, in their order."""
 
     start: int
     end: int
@@ -298,9 +313,10 @@ class Part:
 def order(
     ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int, seed: int
 ) -> Sequencing:
-    """Return the order in which a run of run_rows rows reads its rows; ranges are the row ids of each source.
+    """Return the order in which a run of run_rows rows reads its rows; `ranges` has the row ids of each source.
 
-    Without stages every row once an epoch (shards.Order). Raises UserError for a source that does not exist.
+    Without stages, every row is read once an epoch (shards.Order). Raises UserError for a stage whose source does not
+    exist or has no rows.
     """
     if not stages:
         return Order(sum(map(len, ranges.values())), seed)
@@ -311,7 +327,7 @@ class Mixture:
     """An endless order of row ids; past the run's end the last part is repeated with other rows."""
 
     def __init__(self, ranges: Mapping[str, range], parts: Sequence[Part], seed: int) -> None:
-        """Set the order of each source's rows, and of the sources within each part."""
+        """Keep the parts, and make the order of each source's rows and of the sources within each part."""
         self.parts = list(parts)
         self._first = np.array([rows.start for rows in ranges.values()], dtype=np.int64)
         self._orders = [
@@ -345,7 +361,10 @@ class Mixture:
 
 
 def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
-    """Return the parts of the run, each with whole numbers of rows. Raises UserError for a source without rows."""
+    """Return the run's parts in order, each with a whole number of rows per source; a stage with `to` has up to 16.
+
+    Raises UserError for a source that does not exist or has no rows.
+    """
     shares = _shares(stages, run_rows * sequence_length)
     slices: list[tuple[int, float, npt.NDArray[np.float64]]] = []
     for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):
@@ -372,7 +391,7 @@ def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, s
 
 
 def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
-    """Return the share of each stage in the run; stages without tokens or share divide what is left."""
+    """Return the share of each stage in the run; stages without tokens or share divide the rest equally."""
     given = [sum(stage.tokens.values()) / run_tokens if stage.tokens else stage.share for stage in stages]
     missing = given.count(None)
     rest = max(0.0, 1 - sum(share for share in given if share is not None))
@@ -380,16 +399,16 @@ def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
 
 
 def _normalise_weights(weights: Mapping[str, float], ranges: Mapping[str, range]) -> npt.NDArray[np.float64]:
-    """Return the weights of the sources, float64 [sources], with sum 1."""
+    """Return the weights of the sources, float64 [sources], with sum 1. Raises UserError as of_each does."""
     sizes = {name: len(rows) for name, rows in ranges.items()}
     values = np.array([*of_each(weights, sizes, "data.mixture").values()], dtype=np.float64)
     return np.asarray(values / values.sum())
 
 
 def of_each(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) -> dict[str, float]:
-    """Return the weight of each source; the sources that a glob matches share its weight by size.
+    """Return {source: weight}; the sources that match a glob share its weight by their `sizes`, others get 0.
 
-    Raises UserError, with the recipe's key of the weights, for a name or glob without text.
+    Raises UserError, naming the recipe key `key`, for a name or glob that matches no source with text.
     """
     weight_of = dict.fromkeys(sizes, 0.0)
     for pattern, weight in weights.items():
@@ -407,7 +426,7 @@ def of_each(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) ->
 
 
 def _apportion_rows(weights: npt.NDArray[np.float64], rows: int, owed: npt.NDArray[np.float64]) -> tuple[int, ...]:
-    """Return whole numbers of rows in proportion to the weights, by largest remainder.
+    """Return the number of rows of each source, in proportion to the weights, by largest remainder.
 
     `owed` [sources] is what the stage's earlier parts rounded away, so that a small weight is not lost in each of them.
     """

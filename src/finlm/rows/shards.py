@@ -30,7 +30,7 @@ IGNORED = -100  # the label that no loss counts, as in PyTorch's cross entropy
 
 @dataclass(frozen=True)
 class Shard:
-    """One stream of tokens of one source."""
+    """A stream of tokens of a source."""
 
     source: str
     path: Path
@@ -46,25 +46,34 @@ class Shard:
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.uint64]:
-        """Where each document starts, and the end: uint64 [documents + 1], memory-mapped."""
+        """The first token of each document, and the end: uint64 [documents + 1], memory-mapped."""
         index = self.path.with_suffix(".idx")
         return np.asarray(np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,)))
 
     def documents_before(self, places: npt.ArrayLike) -> Ids:
-        """Return how many documents begin before each of these tokens; also the number of the first that does not."""
+        """Return how many documents begin before each of these token positions.
+
+        This is also the index of the first document that does not.
+        """
         # In the index's own type: for any other integers numpy converts the whole index first, at every call (3.4 ms
         # instead of 7 microseconds in two million documents; a small model waited for it longer than for its GPU).
         return np.searchsorted(self.offsets, np.asarray(places).astype(self.offsets.dtype))
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """Return the path of tokenizer.json or tokenizer.model in a directory of `finlm prepare`: a step, or shards."""
+    """Return the path of tokenizer.json or tokenizer.model in a directory of `finlm prepare`: a step, or shards.
+
+    It is tokenizer/tokenizer.json if that exists, else tokenizer.model, which may be missing.
+    """
     file = directory / "tokenizer" / "tokenizer.json"
     return file if file.is_file() else directory / "tokenizer.model"
 
 
 class Shards:
-    """A directory of prepared shards. Raises UserError when it is not one, or when a file has not its recorded size."""
+    """A directory of prepared shards.
+
+    Raises UserError if it is not such a directory, or a file is missing or has another size than recorded.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         """Read the manifest and check the size of every file. Raises UserError for missing or damaged shards."""
@@ -99,14 +108,14 @@ class Shards:
         ]
 
     def by_source(self, name: Split) -> dict[str, list[Shard]]:
-        """Return the shards of a split by source."""
+        """Return {source: its shards of a split}; a source without shards in the split is left out."""
         shards: dict[str, list[Shard]] = {}
         for shard in self.split(name):
             shards.setdefault(shard.source, []).append(shard)
         return shards
 
     def _check_sizes(self) -> None:
-        """Raise UserError when a file is missing or has not its recorded size."""
+        """Raise UserError if a file is missing or has another size than the manifest says."""
         for item in self.manifest["shards"]:
             path = self.directory / item["file"]
             sizes = {path: item["tokens"] * self.dtype.itemsize, path.with_suffix(".idx"): 8 * (item["documents"] + 1)}
@@ -121,7 +130,7 @@ class Shards:
 
 
 class Rows:
-    """Rows of sequence_length tokens over shards: row r of a shard is tokens [r * T, r * T + T], labels one further."""
+    """Rows of T = sequence_length tokens: row r of a shard is tokens r * T to r * T + T, labels are the next tokens."""
 
     def __init__(self, shards: Sequence[Shard], sequence_length: int) -> None:
         self.shards = list(shards)
@@ -134,17 +143,20 @@ class Rows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def supervised(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many labels of these rows count (are not -100); reads no tokens."""
+        """Return how many labels of these rows count (are not -100); reads no tokens.
+
+        Raises IndexError for a row that does not exist, as the other methods do.
+        """
         shard, row = self._locate(rows)
         left = self._labels[shard] - row * self.sequence_length
         return int(np.minimum(left, self.sequence_length).sum())
 
     def tokens_read(self, rows: npt.NDArray[Any]) -> int:
-        """Return how many inputs of these rows are tokens, not padding; reads none."""
+        """Return how many inputs of these rows are tokens, not padding; reads no tokens."""
         return self.supervised(rows)
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, int64 [len(rows), T]; past a shard's last label input 0, label -100."""
+        """Return inputs and next-token labels, each int64 [len(rows), T]; past a shard's last label 0 and -100."""
         length = self.sequence_length
         inputs = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -156,7 +168,7 @@ class Rows:
         return inputs, labels
 
     def documents(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the number of each input's document in its row: int32 [len(rows), T], 0, 1, ..., -1 past the last."""
+        """Return the index of each input's document within its row, from 0: int32 [len(rows), T]; -1 for padding."""
         length = self.sequence_length
         shard, row = self._locate(rows)
         start = row * length
@@ -173,27 +185,30 @@ class Rows:
         return np.where(filled, np.cumsum(begins, axis=1, dtype=np.int32), np.int32(-1))
 
     def pieces(self, row: int) -> list[tuple[Shard, int, int]]:
-        """Return [(shard, first token, tokens)] of what fills a row."""
+        """Return [(shard, first token, number of tokens)] of the stretch that fills a row."""
         (shard,), (number,) = self._locate(np.array([row]))
         start = int(number) * self.sequence_length
         return [(self.shards[shard], start, min(self.sequence_length, int(self._labels[shard]) - start))]
 
     def source_ranges(self) -> dict[str, range]:
-        """Return the row ids of each source."""
+        """Return the range of row ids of each source."""
         ranges: dict[str, range] = {}
         for shard, end, begin in zip(self.shards, self._ends.tolist(), [0, *self._ends.tolist()], strict=False):
             ranges[shard.source] = range(ranges[shard.source].start if shard.source in ranges else begin, end)
         return ranges
 
     def _locate(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return (shard number, row within the shard) of each row id."""
+        """Return (shard index, row within the shard) of each row id.
+
+        Raises IndexError for a row that does not exist.
+        """
         ids = check_ids(rows, len(self))
         shard = np.searchsorted(self._ends, ids, side="right")
         return shard, ids - np.concatenate(([0], self._ends))[shard]
 
 
 def check_ids(rows: npt.NDArray[Any], count: int) -> Ids:
-    """Return the row ids as int64. Raises IndexError for one below 0 or not below count."""
+    """Return the row ids as int64. Raises IndexError for an id that is negative or not below count."""
     ids = np.asarray(rows).astype(np.int64)
     if len(ids) and not (ids.min() >= 0 and ids.max() < count):
         raise IndexError(f"row ids {ids.min()}..{ids.max()} of {count} rows")
@@ -206,7 +221,7 @@ class Order:
     A balanced Feistel network over the next even power of two, walked until it lands below count (Black and Rogaway,
     "Ciphers with Arbitrary Finite Domains", 2002): a bijection computed per index in constant time, so the order needs
     no table, no state and no agreement between ranks. A call takes 1 ms and half a microsecond an index. Its values are
-    frozen by a test.
+    frozen by a test. Raises ValueError for a count below 1.
     """
 
     ROUNDS = 8  # four make a bijection look random; small domains have short halves, and more rounds cost nothing here
@@ -231,7 +246,7 @@ class Order:
         return value.astype(np.int64).reshape(shape)
 
     def _permute(self, value: npt.NDArray[np.uint64], keys: list[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
-        """Return the values after a Feistel network with these keys: one to one on twice self._half_bits bits."""
+        """Return the values after a Feistel network with these keys: a bijection on twice self._half_bits bits."""
         mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
         left, right = value >> self._half_bits, value & mask
         for key in keys:
@@ -260,6 +275,6 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return each element's index in its stretch, for stretches of these lengths: 0, 1, ... counts[0] - 1, 0, 1, ..."""
+    """Return each element's index in its stretch, int64: 0 to counts[0] - 1, then 0 to counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
     return np.asarray(np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts), dtype=np.int64)

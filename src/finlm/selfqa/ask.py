@@ -1,9 +1,9 @@
-"""Run `finlm self-qa`: the recipe's documents to questions and answers for SFT, in the three stages of arXiv
-2305.11952.
+"""Run `finlm self-qa`: turn the recipe's documents into questions and answers for SFT, as in arXiv 2305.11952.
 
-Documents are what pretraining would read: cleaned, deduplicated, not held out, drawn by hash, so that asking about more
-of them keeps what was drawn before. Of each drawn document one passage is asked about, every question that passes the
-rules is answered from the passage, and what passes again is written as messages.
+Documents are what pretraining would read: cleaned, deduplicated, not held out. They are drawn by hash, so that asking
+about more of them keeps what was drawn before. Stage 1 asks for questions about a passage of each drawn document, stage
+2 for an answer from the passage to every question that passes the rules, and stage 3 writes the answers that pass the
+rules as messages.
 
 A finished document is a line in <output>.ledger, replies included, and is never paid for twice: a killed run goes on,
 and a changed rule is applied to what is there already. The output appears whole, after the last document. Changed
@@ -44,25 +44,25 @@ class Model(Protocol):
     """The model that is asked: endpoint.Endpoint, or a checkpoint on this machine."""
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the reply to messages."""
+        """Return the reply to the messages, of at most max_tokens tokens."""
 
 
 @dataclass
 class Pair:
-    """A question, and its answer where it passed the rules."""
+    """A question, and its answer if the question passed the rules."""
 
     question: str
     answer: str | None = None
     finish: str | None = None  # the server's finish_reason
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the pair as the ledger has it."""
+        """Return the pair as the ledger stores it."""
         return {"question": self.question} if self.answer is None else asdict(self)
 
 
 @dataclass
 class Asked:
-    """The questions and answers of a document, and what they cost."""
+    """The questions and answers of a document, and the requests and tokens that they took."""
 
     document: str
     source: str
@@ -77,27 +77,28 @@ class Asked:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Asked:
-        """Read a row of the ledger."""
+        """Return the Asked of a row of the ledger; unknown keys are left out."""
         known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
         return cls(**known | {"pairs": [Pair(**pair) for pair in row["pairs"]]})
 
     def to_json(self, key: str) -> Mapping[str, Any]:
-        """Return a row of the ledger."""
+        """Return the row of the ledger, under the key of the settings."""
         row = {"key": key, **asdict(self), "pairs": [pair.to_json() for pair in self.pairs]}
         del row["detail"]  # no document that failed is kept
         return row
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Prompt and completion tokens that the document cost."""
+        """The prompt and completion tokens that the document took."""
         return {name: getattr(self, name) for name in _TOKENS}
 
 
 def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = None) -> Path:
-    """Ask about every drawn document that the ledger does not have, and publish; return the output's path.
+    """Ask about every drawn document that the ledger lacks, and publish the pairs; return the output's path.
 
-    model: asked instead of the endpoint; fingerprint: of its weights, as its name says little. Raises UserError, with
-    all answers kept in the ledger.
+    Appends each answered document to <output>.ledger, writes the output and <output>.json, and prints counts and cost.
+    `model` is asked instead of the endpoint; `fingerprint` is that of its weights, as its name says little. Raises
+    UserError, with all answers kept in the ledger, when the ledger is locked, requests fail or no pair is left.
     """
     settings = _settings(recipe)
     asked: Model = Endpoint(settings) if model is None else model
@@ -130,7 +131,7 @@ def _settings(recipe: Recipe) -> SelfQA:
 
 
 def _key(settings: SelfQA, fingerprint: str | None) -> str:
-    """Return a key of the settings that replies depend on, without the address, the speed of asking and the filters."""
+    """Return a hash of the settings that replies depend on, without the address, the request rate and the filters."""
     names = ("model", "passage_characters", "questions", "language", "temperature", "max_answer_tokens", "seed")
     values = {name: getattr(settings, name) for name in names}
     if fingerprint is not None:
@@ -140,7 +141,7 @@ def _key(settings: SelfQA, fingerprint: str | None) -> str:
 
 @contextmanager
 def _lock_ledger(ledger: Path) -> Iterator[None]:
-    """Hold the ledger's lock inside the block. Raises UserError when another process holds it."""
+    """Lock the ledger inside the block, creating its directory. Raises UserError when another process has the lock."""
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.with_name(f".{ledger.name}.lock").open("w") as lock:
         try:
@@ -153,9 +154,10 @@ def _lock_ledger(ledger: Path) -> Iterator[None]:
 def _ask_passages(
     missing: list[Passage], settings: SelfQA, model: Model, ledger: Path, key: str, spent: Counter[str]
 ) -> Iterator[Asked]:
-    """Ask about each passage, `concurrency` at a time, and yield its result; writes what succeeds to the ledger first.
+    """Ask about each passage, `concurrency` at a time, and yield its result.
 
-    Ends early when max_cost is spent. Raises UserError after five documents in a row that failed.
+    A result that did not fail is appended to the ledger first; `spent` is updated. Ends early when max_cost is spent.
+    Raises UserError after five documents in a row that failed; an error stops the pool and the endpoint.
     """
     waiting = iter(missing)
     under_way: set[Future[Asked]] = set()
@@ -197,14 +199,14 @@ def _ask_passages(
 
 
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
-    """Ask for the questions of one passage and for the answers to those that pass the rules; return all of them.
+    """Ask for the questions of a passage and for the answers to those that pass the rules; return all of them.
 
-    A request that was refused or never answered is kept as `failed`. Raises UserError where no request can succeed.
+    If a request was refused or never answered, the result has `failed` set. Raises UserError if no request can succeed.
     """
     row = Asked(passage.document, passage.source, passage.text)
 
     def ask(prompt: str, temperature: float, tokens: int) -> Reply:
-        """Ask the model, and add the request and its tokens to the row."""
+        """Ask the model, add the request and its tokens to `row`, and return the reply."""
         row.requests += 1
         reply = model.ask([{"role": "user", "content": prompt}], temperature, tokens)
         row.uncounted += reply.prompt_tokens is None or reply.completion_tokens is None
@@ -230,7 +232,7 @@ def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
 
 
 def cost(settings: SelfQA, tokens: Counter[str]) -> float:
-    """Return what these tokens cost, in the currency of the recipe's prices."""
+    """Return what these tokens cost, in the currency of the recipe's prices per million tokens."""
     return (
         tokens["prompt_tokens"] * settings.input_price + tokens["completion_tokens"] * settings.output_price
     ) / 1_000_000
@@ -243,7 +245,7 @@ def _is_too_dear(settings: SelfQA, spent: Counter[str]) -> bool:
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:
     """Drop pairs by the rules, write the others to `output` and their counts and costs to <output>.json; print both.
 
-    Raises UserError when no pair is left.
+    Returns `output`. Raises UserError when no pair is left.
     """
     lines, reasons = _prune_pairs(rows, settings)
     total: Counter[str] = Counter()
@@ -282,7 +284,7 @@ def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retrie
 
 
 def _prune_pairs(rows: list[Asked], settings: SelfQA) -> tuple[list[Mapping[str, Any]], Counter[str]]:
-    """Return the messages that are kept, and how many pairs (or documents) each rule dropped."""
+    """Return (the messages that are kept, the number of pairs or documents that each rule dropped)."""
     kept, reasons, seen = list[Mapping[str, Any]](), Counter[str](), set()
     for row in rows:
         if row.failed:
@@ -316,7 +318,7 @@ _ENDS = "。！？!?\n"
 
 @dataclass(frozen=True)
 class Passage:
-    """The part of a document that is asked about; `document` is the hash of the whole document."""
+    """The part of a document that is asked about; `document` is the hex hash of the whole document."""
 
     document: str
     source: str
@@ -324,9 +326,10 @@ class Passage:
 
 
 def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
-    """Prepare the recipe's documents and return the drawn passages, in the order of the draw. Raises UserError.
+    """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
 
-    A larger self_qa.documents gives the same passages and further ones.
+    Builds missing steps in the cache, under its lock. A larger self_qa.documents gives the same passages and further
+    ones. Raises UserError if the documents cannot be prepared.
     """
     cache = Cache(Path(recipe.data.cache_dir), build=True)
     with cache.lock_cache():
@@ -352,9 +355,9 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
 
 
 def cut_passage(text: str, longest: int, draw: int) -> str:
-    """Return the text, or of one above `longest` characters a part, between ends of sentences where possible.
+    """Return the text, or a part of a text above `longest` characters, between ends of sentences where possible.
 
-    draw: a random number that decides where the part begins.
+    `draw` is a random number that decides where the part begins.
     """
     if len(text) <= longest:
         return text

@@ -62,12 +62,12 @@ _SHORTEST, _LONGEST = 6, 200  # characters of a question
 
 
 def question_prompt(passage: str, count: int, language: str) -> str:
-    """Return the prompt of stage 1, which asks for `count` questions about a passage."""
+    """Return the prompt of stage 1, which asks for `count` questions about a passage, in the language zh or en."""
     return str(_PROMPTS[language]["questions"].format(passage=passage, count=count))
 
 
 def answer_prompt(passage: str, question: str, language: str) -> str:
-    """Return the prompt of stage 2, which asks for the answer that the passage gives."""
+    """Return the prompt of stage 2, which asks for the answer that the passage gives to a question."""
     row = _PROMPTS[language]
     return str(row["answer"].format(passage=passage, question=question, unanswerable=row["unanswerable"]))
 
@@ -93,12 +93,12 @@ def split_questions(reply: str) -> list[str]:
 
 
 def normalise_question(text: str) -> str:
-    """Return the letters and digits of a text in one width and case, by which repeated questions are recognised."""
+    """Return the letters and digits of a text in uniform width and case, to recognise repeated questions."""
     return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
 
 
 def question_reason(question: str) -> str | None:
-    """Return why a question is dropped before it is answered, or None when it is kept."""
+    """Return why a question is dropped before it is answered; None if it is kept."""
     if not _SHORTEST <= len(question) <= _LONGEST:
         return "question length"
     if not _ASKS.search(question):
@@ -111,7 +111,10 @@ def question_reason(question: str) -> str | None:
 
 
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
-    """Return why a question and its answer are dropped, or None when they are kept. finish: the server's reason."""
+    """Return why a question and its answer are dropped; None if they are kept.
+
+    `finish` is the server's finish_reason; "length" means that the answer was cut off.
+    """
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
         return "answer cut off"
@@ -131,7 +134,10 @@ def answer_reason(passage: str, question: str, answer: str, finish: str | None, 
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """Yield every number as its digits: 1,234.50 and 1234.5 are equal. Numbering at the start of a line is skipped."""
+    """Yield every number of a text as its digits, so that 1,234.50 and 1234.5 are equal.
+
+    Skips the numbering at the start of a line.
+    """
     flat = unicodedata.normalize("NFKC", text)
     flat = re.sub(r"(?m)^\s*\(?\d{1,2}[.、)](?!\d)", "", flat)
     for number in _NUMBER.findall(flat):
@@ -141,7 +147,10 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def _repeats(text: str, width: int = 8) -> bool:
-    """Return whether more than half of the text's character n-grams occur before in it: generation in a circle."""
+    """Return whether over half of the text's n-grams of `width` characters repeat earlier ones, as in a loop.
+
+    Returns False for texts of up to about 4 * width n-grams.
+    """
     count = len(text) - width + 1
     return count > 4 * width and len({text[at : at + width] for at in range(count)}) < count / 2
 
@@ -153,16 +162,16 @@ Conversation = Sequence[dict[str, str]]
 
 
 class Refused(Exception):
-    """The server will not answer this request, however often it is asked."""
+    """The error that the server will never answer this request."""
 
 
 class NoAnswer(Exception):
-    """Every attempt failed; the last failure is the message."""
+    """The error that every attempt failed; its message is the last failure."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A model's reply. Tokens are None where the server does not count them."""
+    """A model's reply; tokens are None if the server does not count them."""
 
     text: str
     finish_reason: str | None
@@ -174,14 +183,17 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: a redirected POST would become a GET, and carry the key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Return None, which makes urllib raise the redirect as an HTTPError."""
+        """Return None, so that urllib raises the redirect as an HTTPError."""
 
 
 class Endpoint:
-    """One model at one address; its methods may be called from many threads."""
+    """A model at an address; its methods may be called from many threads."""
 
     def __init__(self, settings: SelfQA) -> None:
-        """Prepare requests by the recipe's settings. Raises UserError when the key's variable is not set."""
+        """Prepare requests by the recipe's settings.
+
+        Raises UserError when the key's environment variable is not set.
+        """
         assert settings.endpoint is not None
         self.url = settings.endpoint.rstrip("/") + "/chat/completions"
         self.model = settings.model
@@ -198,8 +210,8 @@ class Endpoint:
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
         """Send the messages and return the model's reply, with retries and within the rate limit.
 
-        Raises Refused, NoAnswer when every attempt failed or `stopped` is set, and UserError where no request can
-        succeed.
+        Raises Refused when the server will not answer this request, NoAnswer when every attempt failed or `stopped` is
+        set, and UserError if no request can succeed. Counts requests sent again in `retries`.
         """
         request = {
             "model": self.model,
@@ -228,7 +240,10 @@ class Endpoint:
         raise NoAnswer(failure)
 
     def _post(self, body: bytes) -> bytes:
-        """Send a request and return at most 16 MiB of the body."""
+        """Send a request and return at most 16 MiB of the body.
+
+        Raises HTTPError for another status than success, and OSError or HTTPException for a lost connection or timeout.
+        """
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -237,7 +252,10 @@ class Endpoint:
             return bytes(response.read(_REPLY_BYTES))
 
     def _explain_failure(self, error: urllib.error.HTTPError) -> str:
-        """Return the failure in words when another attempt may help. Raises Refused or UserError when none will."""
+        """Return a message about a failure that another attempt may mend, without the key.
+
+        Raises UserError for a wrong key, address or model, and Refused for any other failure that will stay.
+        """
         try:
             said = error.read(2000).decode(errors="replace").strip()
         except (OSError, HTTPException):
@@ -266,7 +284,7 @@ class Endpoint:
     def _wait_for_turn(self) -> None:
         """Wait until the rate limit lets the next request go, in the order of the calls.
 
-        Raises NoAnswer once stopped.
+        Raises NoAnswer once `stopped` is set.
         """
         with self._lock:
             turn = max(self._next, time.monotonic())
@@ -276,7 +294,10 @@ class Endpoint:
 
 
 def _read_key(variable: str | None) -> str | None:
-    """Return the key in the named environment variable; None without a name. Raises UserError when it is not set."""
+    """Return the key in the named environment variable; None if `variable` is None.
+
+    Raises UserError when the variable is not set or empty.
+    """
     if variable is None:
         return None
     value = os.environ.get(variable, "").strip()
@@ -290,7 +311,7 @@ def _read_key(variable: str | None) -> str | None:
 
 
 def _parse_reply(body: bytes) -> Reply:
-    """Return the reply in the server's JSON. Raises ValueError for anything else, which is retried."""
+    """Return the Reply in the server's JSON. Raises ValueError for anything else, which is retried."""
     try:
         document: Any = json.loads(body)
         choice = document["choices"][0]
@@ -307,7 +328,7 @@ def _parse_reply(body: bytes) -> Reply:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:
-    """Return the seconds that the server asks for, at most ten minutes; None when it asks for no pause."""
+    """Return the seconds of the Retry-After header, which may be a date, from 0 to 600; None without a valid header."""
     value = error.headers.get("Retry-After", "").strip()
     try:
         seconds = float(value)

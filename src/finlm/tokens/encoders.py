@@ -66,14 +66,14 @@ class Encode(Protocol):
     name: str
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, [texts] how many each has)."""
+        """Return (ids of all texts end to end, the number of ids of each text) for UTF-8 texts."""
 
 
 class Cuts:
     """Cuts long documents where that changes no id, because both encoders take 40 bytes of memory a character.
 
-    No piece of the tokenizer holds the character of the cut and another one, so no merge crosses it. The rest is
-    encoded behind that character, whose ids are then left out: the space that a document may begin with comes once.
+    A cut is at a character that no piece of the tokenizer holds together with another, so no merge crosses it. The rest
+    is encoded with that character before it, whose ids are then left out, so that a leading space is added only once.
     """
 
     def __init__(self, model: Path) -> None:
@@ -88,7 +88,10 @@ class Cuts:
         }
 
     def encode(self, encoder: Encode, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, [texts] how many each has), as the encoder gives for whole texts."""
+        """Return (ids of all texts end to end, the number of ids of each text), as the encoder gives for whole texts.
+
+        There must be at least one text.
+        """
         if max(map(len, texts)) <= _LONG:
             return encoder(texts)
         parts = [part for text in texts for part in self._parts(text)]
@@ -119,7 +122,7 @@ class Cuts:
 class LineCuts(Cuts):
     """Cuts long documents for a tokenizer.json: behind a line's end, where no id beside it changes.
 
-    What splits text into words does so there: a word that held a line's end and what follows would be noticed.
+    Encodes 256 bytes on both sides of a cut, joined and apart, to see whether an id changes.
     """
 
     def __init__(self, model: Path) -> None:
@@ -134,7 +137,7 @@ class LineCuts(Cuts):
         yield text[start:], 0, first
 
     def _line_end(self, text: bytes, start: int) -> int:
-        """Return the last place behind a line's end within _LONG bytes where a cut changes nothing; 0 without one."""
+        """Return the last byte offset behind a line's end within _LONG bytes where a cut changes no id, else 0."""
         at = text.rfind(b"\n", start, start + _LONG)
         while at > start:
             left = text[max(start, at + 1 - _BESIDE) : at + 1].decode(errors="ignore")
@@ -157,7 +160,7 @@ class Sentencepiece:
         self._processor = vocab.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, [texts] how many each has)."""
+        """Return (ids of all texts end to end, int32; the number of ids of each text)."""
         encoded = vocab.encode(self._processor, [text.decode("utf-8") for text in texts])
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         return np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int32), lengths
@@ -172,7 +175,7 @@ class Tokenizers:
         self._tokenizer = tokenizer_json.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, [texts] how many each has)."""
+        """Return (ids of all texts end to end, uint32; the number of ids of each text)."""
         # One text a call: a batch would start a thread a core in every worker, and hold all of its records.
         encoded = [
             np.array(self._tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)[0].ids, dtype="<u4")
@@ -183,7 +186,7 @@ class Tokenizers:
 
 
 def is_json(model: Path) -> bool:
-    """Return whether a tokenizer's file is read by tokenizers, not by sentencepiece."""
+    """Return whether a tokenizer's file is read by tokenizers (suffix .json), not by sentencepiece."""
     return model.suffix == ".json"
 
 
@@ -193,7 +196,7 @@ def reference(model: Path) -> Sentencepiece | Tokenizers:
 
 
 def cuts(model: Path) -> Cuts:
-    """Return the cutter of long documents for this tokenizer."""
+    """Return the object that cuts long documents for this tokenizer."""
     return LineCuts(model) if is_json(model) else Cuts(model)
 
 
@@ -207,7 +210,10 @@ class Gigatoken:
         self._build()
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, [texts] how many each has); may rebuild the tokenizer for memory."""
+        """Return (ids of all texts end to end, the number of ids of each text).
+
+        Builds the tokenizer anew if the process has grown by over 192 MiB, as its caches have no limit.
+        """
         import awkward
 
         encoded = self._tokenizer.encode_batch(list(texts), parallel=False)
@@ -218,7 +224,7 @@ class Gigatoken:
         return ids, lengths
 
     def _build(self) -> None:
-        """Make the tokenizer anew, and note at how much memory the next time comes."""
+        """Build the tokenizer, and set the memory size at which it is built again."""
         import gigatoken
 
         self._tokenizer: Any = None  # the old one goes before the new one comes
@@ -227,7 +233,10 @@ class Gigatoken:
 
 
 def find_disagreement(model: Path) -> str:
-    """Return "" when gigatoken and the library give equal ids for TRAPS and texts of the pieces, else what differs."""
+    """Return "" if gigatoken and the library give the same ids for test texts, else a sentence on what differs.
+
+    The texts are TRAPS and others made of the tokenizer's pieces. An error of gigatoken is returned as text too.
+    """
     try:
         fast = Gigatoken(model)
     except (ValueError, RuntimeError, ImportError) as error:
@@ -236,7 +245,10 @@ def find_disagreement(model: Path) -> str:
 
 
 def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
-    """Return "" when both give the same ids, else the first text with others, or a sentence where none does alone."""
+    """Return "" if both encoders give the same ids, else the start of the first text with different ids.
+
+    If no text differs when encoded alone, returns a sentence that says so.
+    """
     (ids, lengths), (expected, wanted_lengths) = fast(texts), reference(texts)
     if np.array_equal(lengths, wanted_lengths) and np.array_equal(ids, expected):
         return ""
@@ -247,7 +259,7 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 
 
 def _piece_traps(model: Path) -> Iterator[str]:
-    """Yield texts with every piece among others, and each user-defined or control piece in the middle of text."""
+    """Yield test texts: every piece among others, and each user-defined or control piece in the middle of text."""
     if is_json(model):
         loaded = tokenizer_json.load(model)
         added = tokenizer_json.added_tokens(model)
@@ -267,7 +279,7 @@ def _piece_traps(model: Path) -> Iterator[str]:
 
 
 def _settings(model: Path) -> str:
-    """Return gigatoken's settings of a tokenizer, as JSON, so that no text becomes a control piece.
+    """Return gigatoken's settings for a tokenizer, as JSON, without control pieces, so that no text becomes one.
 
     Raises ValueError for a sentencepiece model with unused pieces.
     """

@@ -2,9 +2,10 @@
 
 tokenizer.json goes through `tokenizers`, tokenizer.model through sentencepiece. Weights are not read here.
 
-Both give the place of every token in the text, from which the labels are made. Control tokens (<s>, </s>, <|im_end|>)
-are known in the text that a template wrote; sentencepiece knows none itself, so the text is cut at them, and only what
-stands at its very beginning gets sentencepiece's leading space, as in transformers' LlamaTokenizer with legacy=False.
+Both give the position of every token in the text, from which the labels are made. Control tokens (<s>, </s>,
+<|im_end|>) are known in the text that a template wrote. sentencepiece knows none of them, so the text is cut at them,
+and only what stands at its very beginning gets sentencepiece's leading space, as in transformers' LlamaTokenizer with
+legacy=False.
 """
 
 from __future__ import annotations
@@ -42,20 +43,23 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, place in the text where each begins); control tokens in the text become themselves."""
+        """Return (ids, index of the character at which each begins); control tokens in the text become their ids."""
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without control tokens, as in pretraining: with sentencepiece's leading space."""
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token or piece by its text, or None."""
+        """Return the id of a token or piece by its text; None if there is none."""
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids, control tokens by name."""
+        """Return the text of the ids, with control tokens by name."""
 
 
 def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
-    """Open the tokenizer of a model directory. Raises UserError where the library finds none, or one without an end."""
+    """Open the tokenizer of a model directory; `auto` prefers tokenizer.json. A few opened ones are cached.
+
+    Raises UserError if the directory has no tokenizer for the library, or it cannot be read or names no end of text.
+    """
     wanted = {"auto": ("tokenizer.json", "tokenizer.model"), "tokenizers": ("tokenizer.json",)}
     for name in wanted.get(library, ("tokenizer.model",)):
         if (directory / name).is_file():
@@ -68,7 +72,7 @@ def open_tokenizer(directory: Path, library: Library = "auto") -> Tokenizer:
 
 
 def copy_files(source: Path, directory: Path, names: Sequence[str] = COPIED) -> None:
-    """Copy those of the named files that exist in `source` to `directory`, which is made."""
+    """Copy the named files that exist in `source` to `directory`, and create that directory if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (source / name).is_file():
@@ -76,7 +80,7 @@ def copy_files(source: Path, directory: Path, names: Sequence[str] = COPIED) -> 
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    """Return the sha256 of each file that decides the ids and the template."""
+    """Return {name: sha256} of the files in the directory that decide the ids and the template."""
     return {name: files.sha256_file(directory / name) for name in FILES if (directory / name).is_file()}
 
 
@@ -97,7 +101,10 @@ class _About:
 
     @classmethod
     def read(cls, directory: Path) -> _About:
-        """Read tokenizer_config.json; bos and eos also from special_tokens_map.json; prefers chat_template.jinja."""
+        """Return the settings in tokenizer_config.json; bos and eos also from special_tokens_map.json.
+
+        A chat_template.jinja comes before the template in the config. Missing files and keys give None.
+        """
         path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = files.read_json(path) if path.is_file() else {}
         older = directory / "special_tokens_map.json"
@@ -116,7 +123,7 @@ class _Json:
     library = "tokenizers"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file. Raises UserError when no token is the end of text."""
+        """Open the file. Raises UserError when it cannot be read or no token is the end of text."""
         from tokenizers import Tokenizer as Fast
 
         try:
@@ -144,7 +151,7 @@ class _Json:
         return None if text is None or number is None else (text, number)
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, place in the text where each begins); control tokens in the text become themselves."""
+        """Return (ids, index of the character at which each begins); control tokens in the text become their ids."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
@@ -155,12 +162,12 @@ class _Json:
         return self.encode(text)[0]
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its text, or None."""
+        """Return the id of a token by its text; None if there is none."""
         number: int | None = self._fast.token_to_id(token)
         return number
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids, control tokens by name."""
+        """Return the text of the ids, with control tokens by name."""
         return str(self._fast.decode(ids, skip_special_tokens=False))
 
 
@@ -191,7 +198,7 @@ class _Pieces:
         self._cut = re.compile("(" + "|".join(map(re.escape, self.control)) + ")")
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids, place in the text where each begins); the text is cut at control tokens."""
+        """Return (ids, index of the character at which each begins); the text is cut at control tokens."""
         ids, starts, at = [], [], 0
         for part in self._cut.split(text):
             if part in self.control:
@@ -210,12 +217,12 @@ class _Pieces:
         return list(self._first.encode(text))
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a piece by its text, or None."""
+        """Return the id of a piece by its text; None if there is none."""
         number = int(self._first.piece_to_id(token))
         return number if self._first.id_to_piece(number) == token else None
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids, control tokens by name."""
+        """Return the text of the ids, with control tokens by name."""
         text, run = "", list[int]()
         names = {number: name for name, number in filter(None, (self.bos, self.eos))}
         for number in ids:
@@ -227,12 +234,12 @@ class _Pieces:
         return text + self._decode_run(run, text)
 
     def _decode_run(self, run: list[int], before: str) -> str:
-        """Return the text of pieces without control tokens; nothing in `before` drops sentencepiece's leading space."""
+        """Return the text of pieces without control tokens, without sentencepiece's leading space if `before` is ""."""
         return str((self._later if before else self._first).decode(run))
 
 
 def snapshot(identity: str, revision: str | None) -> Path:
-    """Fetch the tokenizer and config.json of a model of the Hub, and return their directory.
+    """Download the tokenizer and config.json of a model of the Hub, if not cached, and return their directory.
 
     Raises UserError when they cannot be fetched.
     """

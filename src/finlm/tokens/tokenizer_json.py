@@ -51,7 +51,7 @@ class Base:
         return 1 + int(max(*self.settings["model"]["vocab"].values(), *added))
 
     def tokenizer(self, settings: Mapping[str, Any] | None = None) -> tokenizers.Tokenizer:
-        """Return the tokenizer of `settings`, of the base's without any; it reads control tokens as text."""
+        """Return the tokenizer of `settings`, by default of the base's; it reads control tokens as text."""
         import tokenizers
 
         made = tokenizers.Tokenizer.from_str(json.dumps(settings or self.settings, ensure_ascii=False))
@@ -61,14 +61,14 @@ class Base:
 
 @dataclass
 class Added:
-    """New pieces in the order of their ids, and the merges that lead to them."""
+    """New pieces in the order of their ids, and the merges that make them."""
 
     known: set[str]
     pieces: list[str] = field(default_factory=list)
     merges: list[tuple[str, str]] = field(default_factory=list)
 
     def join(self, left: str, right: str) -> None:
-        """Add a merge of two neighbours; their sum is a new piece unless it is known."""
+        """Add a merge of two neighbours; the joined piece is new unless it is in `known`."""
         self.merges.append((left, right))
         if left + right not in self.known:
             self.known.add(left + right)
@@ -76,7 +76,7 @@ class Added:
 
 
 def load_base(path: Path) -> Base:
-    """Return the settings to extend. Raises UserError for a tokenizer.json that is not byte-level BPE."""
+    """Return a tokenizer.json that can be extended. Raises UserError if it is not a byte-level BPE tokenizer."""
     load(path)
     settings = files.read_json(path)
     kinds = {item["type"] for item in _flat(settings.get("pre_tokenizer")) if item}
@@ -94,7 +94,7 @@ def extend(
 ) -> Described:
     """Write directory/tokenizer with base's files and `size` ids; return its description for manifests.
 
-    The parameters are those of vocab.extend. Raises UserError for a size that adds nothing or is the number of the
+    The parameters are those of vocab.extend. Raises UserError for a size that adds nothing or equals the number of the
     model's rows, and when the sample has too few pieces.
     """
     if size <= base.size:
@@ -154,9 +154,9 @@ def enlarge(base: Base, added: Added) -> dict[str, Any]:
 
 
 def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
-    """Compare both tokenizers' ids of the old tokens and the texts, without their Chinese; return how many there were.
+    """Check that both tokenizers give the same ids for the old tokens and the texts, without their Chinese.
 
-    Raises RuntimeError where the ids differ, which is a bug here.
+    Returns the number of texts compared. Raises RuntimeError if the ids differ, which is a bug here.
     """
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
@@ -170,14 +170,14 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:
-    """Return whether a tokenizer.json has `size` ids and begins with the pieces and merges of `base`."""
+    """Return whether a tokenizer.json has `size` ids, and the pieces and first merges of `base`."""
     large, small = (files.read_json(path)["model"] for path in (extended, base))
     begins = large["merges"][: len(small["merges"])] == small["merges"]
     return load_base(extended).size == size and begins and small["vocab"].items() <= large["vocab"].items()
 
 
 def _flat(item: Any) -> Iterator[dict[str, Any]]:
-    """Yield a pre-tokenizer, or those of a sequence; {} for none."""
+    """Yield the settings of a pre-tokenizer, or of each in a sequence; {} if there is none."""
     if item and item.get("type") == "Sequence":
         for part in item["pretokenizers"]:
             yield from _flat(part)
@@ -186,17 +186,17 @@ def _flat(item: Any) -> Iterator[dict[str, Any]]:
 
 
 def _letters(text: str) -> str:
-    """Return the byte-level letters of a vocabulary that spell a text."""
+    """Return the byte-level letters that spell a text in a vocabulary."""
     return "".join(_LETTER_OF[byte] for byte in text.encode())
 
 
 def _text(piece: str) -> str:
-    """Return the text of byte-level letters; � for a part of a character."""
+    """Return the text of a piece of byte-level letters; � stands for a part of a character."""
     return bytes(_BYTE_OF[letter] for letter in piece).decode(errors="replace")
 
 
 def _alphabet() -> dict[int, str]:
-    """Return the letter of each byte, as GPT-2 drew them: printable bytes are themselves, others follow from 256."""
+    """Return {byte: letter} as GPT-2 drew it: printable bytes are themselves, the others follow from code point 256."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
@@ -207,7 +207,10 @@ _BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
 
 
 def _characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
-    """Return pieces for the missing characters, each merged from its old tokens from the left, `wanted` at most."""
+    """Return pieces for missing characters, each merged from its old tokens from the left, at most `wanted`.
+
+    Skips characters in `dropped`, and those whose merges could also occur in text that is not Chinese.
+    """
     vocab, encoder = base.settings["model"]["vocab"], base.tokenizer().model
     added = Added(set(vocab))
     for character in candidate_characters(sample, coverage, every=longest == 1):
@@ -225,7 +228,10 @@ def _characters(base: Base, sample: Sample, wanted: int, longest: int, coverage:
 
 
 def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: int, dropped: set[str]) -> None:
-    """Add the pieces of two or more ideographs in the order in which BPE merges them, up to `wanted` in all."""
+    """Add to `added` the pieces of two or more ideographs, in the order in which BPE merges them.
+
+    Stops at `wanted` pieces in all. A piece has at most `longest` characters and is not in `dropped`.
+    """
     encoder = base.tokenizer(enlarge(base, added)).model
     words, spelt_by = Counter[str](), dict[str, str]()  # what a letter, or letters merged, stand for
     for run, count in sample.runs.items():
@@ -257,7 +263,10 @@ def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: 
 
 
 def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
-    """Return the new pieces, from id `old` on, that no merges lead to when they stand alone; changes ignore_merges."""
+    """Return the new pieces, from id `old` on, that do not encode to themselves: no merges lead to them.
+
+    Sets ignore_merges of the tokenizer to False.
+    """
     extended.model.ignore_merges = False  # which would take any piece that is a whole word
     dead = set()
     for number, piece in enumerate(pieces, start=old):
@@ -271,7 +280,7 @@ def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) 
 
 
 def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
-    """Write base's files, the settings as tokenizer.json, and extension.json to a directory."""
+    """Write base's files, the settings as tokenizer.json, and extension.json (old numbers of ids and merges)."""
     pretrained.copy_files(base.path.parent, directory)
     text = json.dumps(settings, ensure_ascii=False, indent=2)
     files.write_text(directory / NAME, text)
@@ -280,7 +289,7 @@ def _write(base: Base, settings: Mapping[str, Any], directory: Path) -> None:
 
 
 def _is_chinese_only(begin: str) -> bool:
-    """Return whether every character that begins with these bytes is Chinese."""
+    """Return whether every character whose bytes begin with these byte-level letters is Chinese."""
     data = bytes(_BYTE_OF[letter] for letter in begin)
     length = 3 if data[0] < 0xF0 else 4
     rest = length - len(data)
@@ -292,12 +301,12 @@ NAME = "tokenizer.json"
 
 
 def library() -> str:
-    """Return the version of the library that defines the ids."""
+    """Return the version of the package tokenizers, which defines the ids."""
     return metadata.version("tokenizers")
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file; it reads control tokens as text. Raises UserError when it is not one."""
+    """Return the tokenizer of a file, which reads control tokens as text. Raises UserError when it cannot be read."""
     import tokenizers  # of the extra `data`, which planning does without
 
     try:
@@ -321,14 +330,20 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy the files beside tokenizer.json to directory/tokenizer and describe it. Raises UserError if unreadable."""
+    """Copy the tokenizer's files beside `path` to directory/tokenizer, and return its description.
+
+    Raises UserError when it cannot be read or names no end of text.
+    """
     described = describe(path)
     pretrained.copy_files(path.parent, directory / "tokenizer")
     return described
 
 
 def describe(path: Path) -> Described:
-    """Return size, special ids and hash for manifests; begins: whether a text begins with the bos token."""
+    """Return size, special ids and hash for manifests; `begins` tells whether a text begins with the bos token.
+
+    bos_id is -1 without a bos token. Raises UserError when the file cannot be read or names no end of text.
+    """
     load(path)
     opened = pretrained.open_tokenizer(path.parent, "tokenizers")
     return {
@@ -342,7 +357,7 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the tokens that are no pieces: control tokens, and those that users added."""
+    """Return the texts of the tokens outside the pieces: control tokens, and those that users added."""
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 

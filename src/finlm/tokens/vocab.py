@@ -41,7 +41,7 @@ UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 
 def find(named: Path) -> Path:
-    """Return tokenizer.json or else tokenizer.model of a model directory; a path that is no directory as it is.
+    """Return tokenizer.json, or else tokenizer.model, of a model directory; any path that is no directory as it is.
 
     Raises UserError when the directory has neither.
     """
@@ -58,7 +58,7 @@ def find(named: Path) -> Path:
 
 
 def load(path: Path) -> Any:
-    """Return the SentencePieceProcessor of a tokenizer.model. Raises UserError when it is not one."""
+    """Return the SentencePieceProcessor of a tokenizer.model. Raises UserError when the file is missing or invalid."""
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
@@ -76,7 +76,10 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy an existing model to directory/tokenizer.model and describe it. Raises UserError when it cannot be used."""
+    """Copy an existing model to directory/tokenizer.model and return its description.
+
+    Raises UserError when it cannot be read or has no </s>.
+    """
     processor = load(path)
     if processor.eos_id() < 0:
         raise UserError(f"{path} has no end-of-document piece (</s>)", fix="use a tokenizer with an eos id")
@@ -85,7 +88,7 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
-    """Train and write directory/tokenizer.model; return its description.
+    """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
 
     Raises UserError when the text does not suit vocab_size.
     """
@@ -118,7 +121,7 @@ def train(lines: Iterable[str], directory: Path, vocab_size: int, character_cove
 
 
 def describe(path: Path) -> Described:
-    """Return size, special ids and hash of a model, for manifests."""
+    """Return size, special ids and hash of a model, for manifests. Raises UserError when it is not a model."""
     processor = load(path)
     return {
         "vocab_size": processor.vocab_size(),
@@ -130,13 +133,16 @@ def describe(path: Path) -> Described:
 
 
 def encode(processor: Any, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of each text, without <s> and </s>; those names inside a text are plain text. One thread."""
+    """Return the ids of each text, int32, without <s> and </s>; their names inside a text are plain text.
+
+    Runs in a single thread.
+    """
     encoded: list[npt.NDArray[np.int32]] = processor.encode(list(texts), out_type="numpy", num_threads=1)
     return encoded
 
 
 def _explain_refusal(message: str, vocab_size: int) -> UserError:
-    """Return sentencepiece's error as a UserError that names the sizes that would do."""
+    """Return sentencepiece's error message as a UserError that names the sizes that would do."""
     if too_high := re.search(r"too high .*<= (\d+)", message):
         return UserError(
             f"tokenizer.vocab_size {vocab_size:,} is too large for this text",
@@ -169,7 +175,7 @@ class Sample:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Sample:
-        """Return the counts of the lines; 2.5 bytes of memory for each byte of 20 MB, less for more text."""
+        """Return the counts of the lines. Takes 2.5 bytes of memory for each byte of 20 MB, less for more text."""
         sample = cls(Counter(), Counter())
         for line in lines:
             sample.runs.update(_RUN.findall(line))
@@ -177,7 +183,7 @@ class Sample:
         return sample
 
     def characters(self) -> list[tuple[str, int]]:
-        """Return every Chinese character with its count, the most frequent first, equal ones in Unicode's order."""
+        """Return (character, count) of every Chinese character, by falling count, then in Unicode's order."""
         counts = Counter(self.marks)
         for run, count in self.runs.items():
             for character in run:
@@ -186,7 +192,10 @@ class Sample:
 
 
 def load_base(path: Path) -> Any:
-    """Return the ModelProto of a vocabulary that can be extended. Raises UserError for any other."""
+    """Return the ModelProto of a vocabulary that can be extended.
+
+    Raises UserError if the file is not BPE with byte fallback, or has no </s>.
+    """
     processor = load(path)
     model = ModelProto.FromString(path.read_bytes())
     if model.trainer_spec.model_type != TrainerSpec.BPE or not model.trainer_spec.byte_fallback:
@@ -206,8 +215,9 @@ def extend(
 ) -> Described:
     """Write directory/tokenizer.model with base's pieces and new ones, `size` in all; return its description.
 
-    New pieces have at most `longest` characters; the characters added cover that share of the sample's Chinese unless
-    longest is 1. Raises UserError for a size that adds nothing, and when the sample has too few pieces.
+    New pieces have at most `longest` characters; the characters added cover the share character_coverage of the
+    sample's Chinese, unless longest is 1. Raises UserError for a size that adds nothing, and when the sample has too
+    few pieces.
     """
     old = len(base.pieces)
     if size <= old:
@@ -239,7 +249,7 @@ def extend(
 
 
 def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
-    """Return base with the pieces added at its end, each with a score below all before it.
+    """Return a copy of base with the pieces added at its end, each with a score below all before it.
 
     trainer_spec.vocab_size is then the number of old pieces: train/model/causal_lm.py reads there which rows are new.
     """
@@ -252,9 +262,9 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
 
 
 def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Compare both processors' ids of old's pieces and the texts, all without Chinese; return how many there were.
+    """Check that both processors give the same ids for old's pieces and the texts, all without their Chinese.
 
-    Raises RuntimeError where the ids differ, which is a bug here.
+    Returns the number of texts compared. Raises RuntimeError if the ids differ, which is a bug here.
     """
     pieces = (old.id_to_piece(number).replace("▁", " ") for number in range(old.vocab_size()))
     count = 0
@@ -273,9 +283,10 @@ def is_extension(model: Path, base: Path, size: int) -> bool:
 
 
 def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[str]:
-    """Return the Chinese characters that an extension may add, in the order in which they are taken.
+    """Return the Chinese characters that an extension may add, in the order in which they are added.
 
-    Those that cover that share of the sample; every: all of it, and after those GB 2312's and Unicode's.
+    These are the most frequent, which make up the share `coverage` of the sample. With `every`, these are all of the
+    sample, then those of GB 2312, then U+4E00 to U+9FFF.
     """
     counted = sample.characters()
     if every:
@@ -287,7 +298,7 @@ def candidate_characters(sample: Sample, coverage: float, every: bool) -> list[s
 
 
 def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int, coverage: float) -> list[str]:
-    """Return new pieces in the order in which they are taken; more than `wanted` where the sample has them."""
+    """Return new pieces in the order in which they are added; more than `wanted` if the sample has them."""
     covering = candidate_characters(sample, coverage, every=longest == 1)
     characters = [character for character in covering if character not in known]
     if longest == 1:
@@ -299,7 +310,10 @@ def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int,
 
 
 def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
-    """Return about `wanted` pieces of two or more ideographs in the order in which BPE merges them."""
+    """Return about `wanted` pieces of two or more ideographs in the order in which BPE merges them.
+
+    `longest` is the largest number of characters of a piece.
+    """
     model = io.BytesIO()
     different = len(set().union(*runs))
     sentencepiece.SentencePieceTrainer.train(
@@ -320,7 +334,7 @@ def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
 
 
 def _keep_living(base: Any, candidates: list[str], wanted: int) -> tuple[list[str], set[str]]:
-    """Return the first `wanted` candidates that encode to themselves, and the set of those that do not."""
+    """Return (the first `wanted` candidates that encode to themselves, the set of those that do not)."""
     dropped: set[str] = set()
     while True:
         chosen = list(itertools.islice((piece for piece in candidates if piece not in dropped), wanted))

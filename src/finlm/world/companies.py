@@ -3,11 +3,11 @@
 The laws are what the train and the held-out half have in common, so that a model that has learnt them on one half can
 be examined on companies of the other: a code's first two digits name the exchange, the board and its daily price limit;
 an industry names the regulator, the income tax rate and the typical risk; a city lies in one province; the debt ratio
-decides the rating, rating and term the coupon. They stand in prose/world.toml; everything in it is invented.
+decides the rating; rating and term decide the coupon. They stand in prose/world.toml; everything in it is invented.
 
 Everything with a name (companies, people, products, codes) belongs to one split only: the characters and digits that
 names are built from are divided between the splits. All sums are integers in 万元, so every statement adds up exactly.
-A company takes about 60 microseconds to make and 5 KB to keep.
+A company takes about 60 microseconds to make and 5 KB of memory.
 
 It does not model an economy: no business cycle, no ties between companies, no prices that follow from anything.
 """
@@ -28,7 +28,7 @@ MAX_COMPANIES = 12_000  # codes of the largest board run out soon after
 
 
 class Dice:
-    """A random stream named by its arguments, the same on every machine.
+    """A random stream seeded by its arguments, the same on every machine.
 
     Only Random.random() is used: the only method whose results Python promises to keep from version to version.
     """
@@ -39,7 +39,7 @@ class Dice:
         self.random = Random(":".join(map(str, name))).random
 
     def pick(self, options: Sequence[T]) -> T:
-        """Return one of the options, all equally likely."""
+        """Return a random option; all are equally likely."""
         return options[int(self.random() * len(options))]
 
     def shuffle(self, options: Sequence[T]) -> list[T]:
@@ -48,12 +48,12 @@ class Dice:
         return [options[place] for place in sorted(range(len(options)), key=keys.__getitem__)]
 
     def between(self, low: int, high: int) -> int:
-        """Return a whole number from low to high, both included."""
+        """Return a random integer from low to high, both included."""
         return low + int(self.random() * (high - low + 1))
 
 
 def mix(*numbers: int) -> int:
-    """Return a well-spread number below 2^28 that depends on all arguments, for facts without a stream."""
+    """Return a well-spread integer below 2^28 that depends on all arguments, for facts that use no random stream."""
     value = 0x9E3779B9
     for number in numbers:
         value = ((value ^ number) * 0x85EBCA6B) & 0xFFFFFFFF
@@ -102,7 +102,10 @@ BAND = {str(grade): str(band) for grade, _, _, band in _WORLD["ratings"]}
 
 
 def hundredths_of_percent(part: int, whole: int) -> int:
-    """Return part / whole in 0.01 %, rounded half away from zero; exact, so every file quotes the same figure."""
+    """Return part / whole in units of 0.01 %, rounded half away from zero. Exact, so every file quotes the same figure.
+
+    Raises ZeroDivisionError if whole is 0.
+    """
     if part >= 0 and whole > 0:
         return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))
@@ -110,12 +113,12 @@ def hundredths_of_percent(part: int, whole: int) -> int:
 
 
 def rating(debt_ratio: int) -> str:
-    """Return the credit rating that a debt ratio (in 0.01 %) earns."""
+    """Return the credit rating for a debt ratio in units of 0.01 %."""
     return next(grade for grade, below in RATINGS if debt_ratio < below)
 
 
 def coupon(grade: str, years: int) -> int:
-    """Return the coupon of a bond in 0.01 %: 2.00 %, the spread of its rating, and 0.10 % for each year of its term."""
+    """Return a bond's coupon in units of 0.01 %: 200, plus the spread of its grade, plus 10 per year of its term."""
     return 200 + SPREAD[grade] + 10 * years
 
 
@@ -192,7 +195,7 @@ class World:
         self.writers = [self._person(dice) for _ in range(40)]
 
     def _person(self, dice: Dice) -> str:
-        """Draw a person's name."""
+        """Return a random name of a person of the split."""
         surname, given = dice.pick(_NAMES["surnames"]), dice.pick(_NAMES["given_first"][self.split])
         return f"{surname}{given}{dice.pick(_NAMES['given_second'])}"
 
@@ -204,7 +207,7 @@ class World:
         return f"{board.prefix}{2 * number + SPLITS.index(self.split):04d}"
 
     def _company(self, index: int) -> Company:
-        """Make the company of this number; depends on split, seed and number, and takes the next code of its board."""
+        """Return company number `index`, which depends on split and seed too; takes the next code of its board."""
         dice = Dice(self.split, self.seed, "company", index)
         lap, place = divmod(index, len(self._brands))
         brand = self._brands[place]
@@ -245,7 +248,7 @@ class World:
         )
 
     def _product(self, dice: Dice) -> str:
-        """Draw a product's name in quotation marks, without its kind."""
+        """Return a random product name in quotation marks, without the kind of product."""
         return f"“{dice.pick(_NAMES['product_first'][self.split])}{dice.pick(_NAMES['product_second'])}”"
 
 
@@ -258,7 +261,10 @@ def _shuffled_brands(split: str, seed: int) -> list[str]:
 
 
 def _books(dice: Dice, industry: Industry, revenue: int, shares: int) -> tuple[Books, ...]:
-    """Draw the books of a company for each of YEARS, each year following from the year before."""
+    """Return random books of a company for each of YEARS, each year following from the year before.
+
+    `revenue` is in 万元 and `shares` in 万股.
+    """
     margin = 100 * dice.between(*industry.margin_percent)
     ratio = dice.between(2000, 7600)
     equity = revenue * dice.between(50, 130) // 100

@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How the choices of a question follow from the facts, and to which companies it can be put."""
+    """How the choices of a question follow from the facts, and for which companies it can be asked."""
 
     draft: Drafter
     context: Bank = BY_PRODUCT
@@ -57,7 +57,11 @@ class Rule(NamedTuple):
 
 
 def questions(name: str, rules: Mapping[str, Rule]) -> tuple[Question, ...]:
-    """Read prose/<name>.txt, in its order: `== rule subject` opens a question, `-` and `|` lines are its wordings."""
+    """Return the questions of prose/<name>.txt, in its order, each with the rule of its name.
+
+    `== rule subject` opens a question; `-` and `|` lines are its wordings. Raises KeyError for an unknown rule, and
+    AssertionError for a rule without a question.
+    """
     made = []
     for block in prose(name).removeprefix("== ").split("\n== "):
         head, *lines = block.strip().split("\n")
@@ -69,12 +73,15 @@ def questions(name: str, rules: Mapping[str, Rule]) -> tuple[Question, ...]:
 
 
 def format_wan(amount: int) -> str:
-    """Format 万元: 1234 -> '1,234万元'."""
+    """Return an amount in 万元 as text: 1234 -> '1,234万元'."""
     return f"{amount:,}万元"
 
 
 def among(right: str, all_names: Iterable[str]) -> Drafter:
-    """Return a drafter: `right` filled from the facts, and all names (the right one too) in random order."""
+    """Return a function that drafts (right choice, wrong ones): `right` filled from the facts, all names shuffled.
+
+    The names include the right choice, which three_wrong() leaves out.
+    """
     names = list(dict.fromkeys(all_names))
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
@@ -85,7 +92,10 @@ def among(right: str, all_names: Iterable[str]) -> Drafter:
 
 
 def against_others(field: str, attribute: str) -> Drafter:
-    """Return a drafter: the company's value of a field against those of its peers and of four random companies."""
+    """Return a function that drafts (right choice, wrong ones): `field` of the company, `attribute` of others.
+
+    The others are the company's peers and four random companies.
+    """
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
         """Return the company's value, and those of other companies."""
@@ -96,7 +106,10 @@ def against_others(field: str, attribute: str) -> Drafter:
 
 
 def office(field: str, attribute: str, rival: str) -> Drafter:
-    """Return a drafter: the holder of an office against a colleague (`rival`) and the holders elsewhere."""
+    """Return a function that drafts (right choice, wrong ones): the holder of an office, others.
+
+    The others are a colleague, in the field `rival`, and the holders at other companies.
+    """
     others = against_others(field, attribute)
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
@@ -108,7 +121,7 @@ def office(field: str, attribute: str, rival: str) -> Drafter:
 
 
 def total(formula: str) -> Callable[[dict[str, int]], int]:
-    """Return a function that computes a formula such as `rev-cost` or `interest*10` from named figures."""
+    """Return a function that computes a formula such as `rev-cost` or `interest*10` from {name: figure}."""
     terms = re.findall(r"([+-]?)(\w+)(?:\*(\d+))?", formula)
 
     def add_up(n: dict[str, int]) -> int:
@@ -118,11 +131,14 @@ def total(formula: str) -> Callable[[dict[str, int]], int]:
 
 
 def amounts(right: str, *formulas: str) -> Drafter:
-    """Return a drafter: the sum `right` against slips in working it out, then near misses to fill up."""
+    """Return a function that drafts (right choice, wrong ones): the amount `right`, results of the wrong formulas.
+
+    Amounts close to the right one follow, in case too few formulas give another result.
+    """
     slips = [total(formula) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the sum, and the slips and near misses."""
+        """Return the right amount, and the wrong ones."""
         value = facts.numbers[right]
         near = [value + step * (abs(value) // 50 + 7) for step in dice.shuffle(_STEPS)]
         return format_wan(value), [format_wan(amount) for amount in [*(slip(facts.numbers) for slip in slips), *near]]
@@ -131,11 +147,14 @@ def amounts(right: str, *formulas: str) -> Drafter:
 
 
 def ratios(right: str, *formulas: str) -> Drafter:
-    """Return a drafter: the ratio `right` against ratios of the wrong parts, `part/whole`, and near misses."""
+    """Return a function that drafts (right choice, wrong ones): the ratio `right`, results of the wrong `part/whole`.
+
+    Ratios close to the right one follow, in case too few formulas give another result.
+    """
     slips = [tuple(map(total, formula.split("/"))) for formula in formulas]
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-        """Return the ratio, and the slips and near misses."""
+        """Return the right ratio, and the wrong ones."""
         n = facts.numbers
         near = [decimal(n[right] + 97 * step) + "%" for step in dice.shuffle(_STEPS)]
         return decimal(n[right]) + "%", [percent(part(n), whole(n)) for part, whole in slips] + near
@@ -144,7 +163,7 @@ def ratios(right: str, *formulas: str) -> Drafter:
 
 
 def revenue_growth(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft the change of revenue against the base swapped, the sign turned, the change of costs."""
+    """Return (the growth of revenue, wrong ones: years swapped, sign turned, growth of costs, values close to it)."""
     n = facts.numbers
     now, before = n["rev"], n["rev1"]
     slips = [growth(before, now), growth(2 * before - now, before), growth(n["cost"], n["cost1"])]
@@ -153,7 +172,7 @@ def revenue_growth(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def income_tax(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft the tax on a profit against other industries' rates."""
+    """Return (the tax on the company's profit, the tax at rates from 5 to 25 % in random order)."""
     profit = facts.books.profit
     return format_wan(facts.books.tax), [
         format_wan((profit * rate + 50) // 100) for rate in dice.shuffle((5, 10, 15, 20, 25))
@@ -161,20 +180,20 @@ def income_tax(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def bond_coupon(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft the coupon against the coupon without its term and those of other grades."""
+    """Return (the bond's coupon, wrong ones: without the premium for its term, and those of all grades)."""
     term, n = int(facts["term"]), facts.numbers
     slips = [n["cpn"] - n["premium"]] + [coupon(grade, term) for grade, _ in RATINGS]
     return decimal(n["cpn"]) + "%", [decimal(slip) + "%" for slip in dice.shuffle(slips)]
 
 
 def bond_due(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft the day a bond falls due against other terms."""
+    """Return (the day on which the bond falls due, the same day of other years)."""
     due = facts.days["due"]
     return facts["due_c"], [format_day(due.replace(year=due.year + step)) for step in dice.shuffle((-2, -1, 1, 2, 3))]
 
 
 def limit_up(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft the highest price of the day against other boards' limits and the lowest price."""
+    """Return (the highest price of the day, wrong ones: by other limits, and the lowest price)."""
     before = facts.numbers["price"]
     right = facts.company.board.limit_percent
     prices = [_limit_price(before, change) for change in dice.shuffle((10, 20, 30, -right, 5))]
@@ -182,12 +201,12 @@ def limit_up(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def _limit_price(before: int, change: int) -> str:
-    """Format the price in 元 after a change in percent of the price `before` in 分."""
+    """Return the price in 元 as text, after a change in percent of the price `before` in 分."""
     return decimal((before * (100 + change) * 2 + 100) // 200) + "元"
 
 
 def earnings_per_share(facts: Facts, dice: Dice, archive: Archive) -> Draft:
-    """Draft profit per share against other figures per share."""
+    """Return (the profit per share, wrong ones: other figures per share, and amounts close to it)."""
     n = facts.numbers
     slips = [per_share(n[name], n["shares"]) for name in ("profit", "equity", "rev")]
     near = [n["eps"] + 7 * step for step in dice.shuffle(_STEPS)]
@@ -195,7 +214,7 @@ def earnings_per_share(facts: Facts, dice: Dice, archive: Archive) -> Draft:
 
 
 def year_of(field: str) -> Drafter:
-    """Return a drafter: the year in a field against its neighbours."""
+    """Return a function that drafts (right choice, wrong ones): the year in `field`, years up to five apart."""
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
         """Return the year, and years up to five before and after."""
@@ -267,7 +286,7 @@ _CLOSED = questions(
 
 
 def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield questions without end, as (text, meta with subject and answer); each letter is right once in every four."""
+    """Yield questions without end, as (text, {subject, answer}); each letter is right once in every four."""
     stage, last_year = Stage(archive), Stage(archive, (LAST_YEAR,))
     letters: list[int] = []
     while True:
@@ -289,6 +308,6 @@ def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
 
 
 def _deal(dice: Dice) -> list[int]:
-    """Return the four letters' numbers in a random order."""
+    """Return the indexes of the four letters in a random order."""
     rest = list(range(len(LETTERS)))
     return [rest.pop(dice.between(0, len(rest) - 1)) for _ in LETTERS]

@@ -1,10 +1,10 @@
 """Render the facts of one company-year as text, and choose the companies that are written about.
 
-Facts renders a figure the first time a sentence asks for it and keeps it for the next one. A company-year takes about
-70 microseconds to draw up and 10 KB to keep; up to 6,000 are kept, about 60 MB. Companies come in fours of one
-industry, which are compared with each other, and two fours trade with each other. A source writes about 250 such eights
-at a time, each in one year: drawing from all company-years of a large world would render the facts of nearly every
-document anew.
+Facts renders a figure when a sentence first asks for it, and stores the text. A company-year takes about 70
+microseconds to draw up and 10 KB of memory; up to 6,000 are cached, about 60 MB. Companies come in groups of four of
+the same industry, which are compared with each other, and two neighbouring groups trade with each other. A source
+writes about 250 such pairs of groups at a time, each in a single year: drawing from all company-years of a large world
+would render the facts of nearly every document anew.
 
 It knows nothing about kinds of documents; those are in the writer and exam modules.
 """
@@ -40,13 +40,13 @@ LAST_YEAR = YEARS[-1]
 
 
 def per_share(amount: int, shares: int) -> int:
-    """Return 万元 over 万股 in 分, rounded half away from zero."""
+    """Return `amount` in 万元 per share, in 分, for `shares` in 万股; rounded half away from zero."""
     rounded = (200 * abs(amount) + shares) // (2 * shares)
     return rounded if amount >= 0 else -rounded
 
 
 def decimal(hundredths: int) -> str:
-    """Format hundredths with two decimals: 1234 -> '12.34'.
+    """Return hundredths as text with two decimals: 1234 -> '12.34'.
 
     The quotient is never near a tie of two decimals, so floating point cannot misround it.
     """
@@ -54,19 +54,22 @@ def decimal(hundredths: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Format part / whole as '12.34%'."""
+    """Return part / whole as text such as '12.34%'."""
     return decimal(hundredths_of_percent(part, whole)) + "%"
 
 
 def in_yi(amount: int) -> str:
-    """Format 万元 as the press prints them: 亿元 with two decimals from one 亿 on, 万元 below."""
+    """Return an amount in 万元 as the press prints it: 亿元 with two decimals from 10,000 万元 on, 万元 below."""
     if abs(amount) < 10_000:
         return f"{amount:,}万元"
     return decimal((abs(amount) + 50) // 100 * (1 if amount > 0 else -1)) + "亿元"
 
 
 def growth(now: int, before: int) -> str:
-    """Return the change of a figure in words; a percentage only where both years are positive."""
+    """Return the change of a figure in words, such as 增长12.34%.
+
+    Unless both years are positive, the words tell only whether a loss began, ended, grew or shrank.
+    """
     if now <= 0 or before <= 0:
         if now > 0:
             return "扭亏为盈"
@@ -80,37 +83,37 @@ def growth(now: int, before: int) -> str:
 
 
 def growth_cell(now: int, before: int) -> str:
-    """Return the change of a figure as a table prints it; 不适用 unless both years are positive."""
+    """Return the change of a figure as a table prints it, '12.34%'; 不适用 unless both years are positive."""
     if now <= 0 or before <= 0:
         return "不适用"
     return percent(now - before, before)
 
 
 def points(now: int, before: int) -> str:
-    """Return the change of a ratio (in 0.01 %) in words."""
+    """Return the change of a ratio, given in units of 0.01 %, in words: 上升 or 下降 by 个百分点."""
     if now == before:
         return "与上年持平"
     return f"{'上升' if now > before else '下降'}{decimal(abs(now - before))}个百分点"
 
 
 def weekday(year: int, month: int, day: int) -> date:
-    """Return the first working day from that date on; the day of the month is 26 at most."""
+    """Return the first working day from that date on; `day` is at most 26."""
     given = date(year, month, day)
     late = given.weekday() - 4
     return given if late <= 0 else date(year, month, day + 3 - late)
 
 
 def format_day(day: date) -> str:
-    """Format a day as prose writes it: 2025年3月28日."""
+    """Return a day as prose writes it: 2025年3月28日."""
     return f"{day.year}年{day.month}月{day.day}日"
 
 
 class Facts(dict[str, str]):
-    """The phrases about a company after its report for `year`: format_map asks for them by `name_form`.
+    """The phrases about a company after its report for `year`: format_map looks them up by `name_form`.
 
     Forms of amounts: w 1,234 / n 1234 / y 亿元 / g change in words / p change in a table / l 净利润 or 净亏损; of
-    ratios: r percent, d plain, k change in points; t dividend; of days: c 2025年3月28日 / m 3月28日 / i 2025-03-28, o
-    number of that day's announcement. A name ending in 1 means the year before.
+    ratios: r percent, d plain, k change in points; t dividend per ten shares; of days: c 2025年3月28日 / m 3月28日 / i
+    2025-03-28, o number of that day's announcement. A name ending in 1 means the year before.
     """
 
     def __init__(self, company: Company, year: int) -> None:
@@ -135,20 +138,20 @@ class Facts(dict[str, str]):
         self._add_events()
 
     def __missing__(self, key: str) -> str:
-        """Render `name_form` and keep it."""
+        """Render the fact `name_form`, store it and return it. Raises KeyError for an unknown name or form."""
         value = self[key] = _FORMS[key[-1]](self, key[:-2])
         return value
 
     def with_others(self, others: dict[str, Facts]) -> Quoted:
-        """Return these facts, with those of other companies under a letter each: `b_rev_y`."""
+        """Return a copy of these facts, with those of other companies under a letter each: `b_rev_y`."""
         return Quoted(self, others)
 
     def chance(self, name: int, size: int) -> int:
-        """Return a fixed number below size for this company, year and use (`name`, below 64)."""
+        """Return a fixed number from 0 to size - 1 for this company, year and use; the use is `name`, below 64."""
         return self._draws[name] * size >> 16
 
     def _add_words(self) -> None:
-        """Add the causes, hopes and worries that prose names, and the credit grades."""
+        """Add the causes, hopes and worries that prose names, and the credit grades of this and the last year."""
         industry, n = self.company.industry, self.numbers
         rising = n["rev"] >= n["rev1"]
         causes = industry.up if rising else industry.down
@@ -171,7 +174,7 @@ class Facts(dict[str, str]):
         self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
 
     def _add_events(self) -> None:
-        """Add the days and sums of the year after the report, which every file quotes alike."""
+        """Add the days and amounts of events in the year after the report, so that every file quotes the same."""
         n, days, shares, year = self.numbers, self.days, self.company.shares, self.year + 1
         days["report"] = weekday(year, 3 + self.chance(10, 2), 5 + self.chance(11, 20))
         days["forecast"] = weekday(year, 1, 8 + self.chance(12, 18))
@@ -219,7 +222,7 @@ class Facts(dict[str, str]):
         )
 
     def _add_bond(self) -> None:
-        """Add the terms of the year's bond: sum, coupon, interest, days."""
+        """Add the terms of the year's bond: amount, coupon, interest, days."""
         n, day = self.numbers, weekday(self.year + 1, 9 + self.chance(50, 3), 2 + self.chance(51, 24))
         term = (3, 5, 7, 10)[self.chance(52, 4)]
         n["bond"] = max(1, n["equity"] * (5 + self.chance(53, 16)) // 1_000_000) * 10_000
@@ -249,7 +252,7 @@ def _names(company: Company) -> dict[str, str]:
 
 
 def _ratios(books: Books, shares: int) -> dict[str, int]:
-    """Return ratios in 0.01 %, and figures per share in 分."""
+    """Return ratios in units of 0.01 %, and figures per share in 分."""
     return {
         "gm": hundredths_of_percent(books.rev - books.cost, books.rev),
         "nm": hundredths_of_percent(books.net, books.rev),
@@ -280,7 +283,7 @@ _FORMS: dict[str, Callable[[Facts, str], str]] = {
 
 
 class Quoted(dict[str, str]):
-    """The facts of one company with those of others beside them; extra words may be added."""
+    """The facts of a company, with those of others beside them; extra words may be added."""
 
     def __init__(self, facts: Facts, others: dict[str, Facts]) -> None:
         super().__init__(facts)  # a copy: looking up twice costs more than the 2 microseconds it takes
@@ -288,7 +291,7 @@ class Quoted(dict[str, str]):
         self.others = others
 
     def __missing__(self, key: str) -> str:
-        """Look up another company's fact as `letter_name_form`, or the company's own."""
+        """Return another company's fact for `letter_name_form`, else the company's own for `name_form`."""
         if key[1] == "_":
             return self.others[key[0]][key[2:]]
         return self.facts[key]
@@ -300,14 +303,14 @@ _LEAVES = 1 / 480  # chance that a slot is given to another eight at a draw: 60 
 
 
 class Archive:
-    """A world and the facts of its company-years, kept while there is room."""
+    """A world and the facts of its company-years, cached up to a limit."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._facts: dict[tuple[int, int], Facts] = {}
 
     def facts(self, company: Company, year: int) -> Facts:
-        """Return the facts of a company after its report for that year; drops the oldest kept facts beyond 6,000."""
+        """Return the facts of a company after its report for that year; beyond 6,000 cached facts, drops the oldest."""
         key = (company.number, year)
         facts = self._facts.get(key)
         if facts is None:
@@ -317,12 +320,12 @@ class Archive:
         return facts
 
     def peers(self, company: Company) -> list[Company]:
-        """Return the other three companies of its four."""
+        """Return the other three companies of its group of four."""
         first = company.number // GROUP * GROUP
         return [other for other in self.world.companies[first : first + GROUP] if other is not company]
 
     def customer(self, facts: Facts) -> Facts:
-        """Return the facts of the company on the other side of the year's contract: one of the neighbouring four."""
+        """Return the facts of the other party of the year's contract: a company of a neighbouring group of four."""
         group = facts.company.number // GROUP
         other = (group ^ 1) * GROUP
         if other >= len(self.world.companies):
@@ -331,7 +334,7 @@ class Archive:
 
 
 class Stage:
-    """The company-years that a source writes about at a time."""
+    """The company-years that a source writes about at the same time: up to 250 groups of eight companies in a year."""
 
     def __init__(self, archive: Archive, years: Sequence[int] = REPORT_YEARS) -> None:
         self._archive = archive
@@ -339,7 +342,7 @@ class Stage:
         self._slots: list[list[Facts]] = []
 
     def draw(self, dice: Dice) -> Facts:
-        """Draw a company-year to write about; now and then replaces an eight of the stage by a new one."""
+        """Return the facts of a random company-year of the stage; now and then replaces a group of eight first."""
         place = int(dice.random() * _SLOTS)
         if place >= len(self._slots):
             place = len(self._slots)
@@ -350,7 +353,7 @@ class Stage:
         return eight[int(dice.random() * len(eight))]
 
     def _eight(self, dice: Dice) -> list[Facts]:
-        """Draw eight neighbouring companies (fewer at the end of the world) and one year, and return their facts."""
+        """Return the facts of eight neighbouring companies in a random year; fewer at the end of the world."""
         companies = self._archive.world.companies
         first = dice.between(0, (len(companies) - 1) // (2 * GROUP)) * 2 * GROUP
         year = dice.pick(self._years)

@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
 
 class Press:
-    """A form ready to print."""
+    """A form with its phrases compiled, ready to render."""
 
     def __init__(self, form: Form) -> None:
         self.name = form.name
@@ -56,7 +56,10 @@ class Press:
         ]
 
     def render(self, dice: Dice, words: Words) -> str:
-        """Return a random reading of the form filled with words; the first paragraph is the title."""
+        """Return a random reading of the form filled with `words`; the first paragraph is the title.
+
+        Raises KeyError for a missing word.
+        """
         random = dice.random
         parts: list[str] = []
         headings = 0
@@ -75,13 +78,13 @@ class Press:
 
 
 def fill(dice: Dice, bank: Bank, words: Words) -> str:
-    """Return a random phrase of the bank, filled with words."""
+    """Return a random phrase of the bank, filled with `words`. Raises KeyError for a missing word."""
     text, values = bank[int(dice.random() * len(bank))]
     return text if values is None else text % values(words)
 
 
 def bank(template: str) -> Bank:
-    """Return the readings of the template, ready for `fill`."""
+    """Return the readings of the template, compiled for fill()."""
     return _bank(phrases(template))
 
 
@@ -90,7 +93,10 @@ def _bank(readings: Readings) -> Bank:
 
 
 def _compile_phrase(text: str) -> Phrase:
-    """Return a %s-format of the text and what fetches its values, None where it has no {name}."""
+    """Return (a %s-format of the text, a function that gets its values from the words).
+
+    The function is None for a text without {name}; the text is then returned as given.
+    """
     pieces = _FIELD.split(text)
     names = pieces[1::2]
     if not names:
@@ -110,7 +116,7 @@ def phrases(template: str) -> Readings:
 
 
 def _alternatives(text: str, at: int) -> tuple[list[str], int]:
-    """Return (the readings of text from `at` to the closing bracket or the end, the index after them)."""
+    """Return (the readings of text from `at` to the closing bracket or the end, the index where they end)."""
     done: list[str] = []
     current = [""]
     while at < len(text) and text[at] != ")":
@@ -135,12 +141,12 @@ def _words() -> dict[str, dict[str, str]]:
 
 
 def templates(section: str) -> dict[str, str]:
-    """Return a section of prose/words.toml: templates by their names."""
+    """Return {name: template} of a section of prose/words.toml. Raises KeyError if there is no such section."""
     return _words()[section]
 
 
 def banks(section: str) -> dict[str, Bank]:
-    """Return the readings of a section of prose/words.toml, ready for `fill`."""
+    """Return {name: readings compiled for fill()} of a section of prose/words.toml."""
     return {name: bank(template) for name, template in templates(section).items()}
 
 
@@ -150,10 +156,10 @@ def prose(name: str) -> str:
 
 
 def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form, ...]:
-    """Read the forms of a prose file. Raises ValueError for a line with an unknown mark.
+    """Return the forms that the text of a prose file defines. Raises ValueError for a line with an unknown mark.
 
     `== name weight label` opens a form, `# headings 70%` a numbered and `* 70%` a plain paragraph (the share may be
-    left out), `- phrase` adds a sentence, `| phrase` another wording of it, `@name` a table.
+    left out), `- phrase` adds a sentence, `| phrase` another wording of it, `@name` a table of `tables`.
     """
     made: list[Form] = []
     for block in re.split(r"^== ", text, flags=re.MULTILINE)[1:]:
@@ -184,5 +190,5 @@ def forms(text: str, tables: Mapping[str, Readings] | None = None) -> tuple[Form
 
 
 def by_weight(drawn: Iterable[Form]) -> tuple[Press, ...]:
-    """Return the press of each form, as often as the form weighs, for one uniform pick."""
+    """Return a Press of each form, repeated as often as its weight, so that a uniform pick is weighted."""
     return tuple(press for form in drawn for press in [Press(form)] * form.weight)

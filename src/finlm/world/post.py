@@ -46,14 +46,14 @@ Sized = tuple[Row, Sequence[str]]  # a row, and its texts, which count towards t
 
 
 def count_parts(source: str, size_bytes: int) -> int:
-    """Return in how many parts a source can be written at the same time; sources other than dialogues have one part."""
+    """Return in how many parts a source is written; sources other than dialogues have a single part."""
     return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES)) if source in SHARE_PERCENT else 1
 
 
 def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
     """Write a part of a source into directory as JSON lines; return its path.
 
-    size_bytes: the text of all parts of all sources of its kind. Raises UserError below 100 KB.
+    size_bytes is the text of all parts of all sources of its kind. Raises UserError below 100 KB.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / (f"{source}-{part}.jsonl" if source in SHARE_PERCENT else f"{source}.jsonl")
@@ -64,7 +64,10 @@ def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: 
 
 
 def rows(source: str, size_bytes: int, seed: int, split: str, part: int = 0) -> Iterator[Row]:
-    """Yield the rows of one part of a source, up to its share of size_bytes. Raises UserError below 100 KB."""
+    """Yield the rows of a part of a source, up to its share of size_bytes; none for held-out law_chat.
+
+    Raises UserError below 100 KB or for an unknown split.
+    """
     if source == "law_chat" and split == "held_out":
         return
     archive = writer.archive(size_bytes, seed, split)
@@ -78,7 +81,7 @@ def rows(source: str, size_bytes: int, seed: int, split: str, part: int = 0) -> 
 
 
 def _dialogue(*turns: tuple[str, str]) -> Sized:
-    """Return a row of (question, answer) turns, with its texts."""
+    """Return (a row of messages, its texts) for turns of (question, answer)."""
     roles = (each for turn in turns for each in zip(("user", "assistant"), turn, strict=True))
     return {"messages": [{"role": role, "content": text} for role, text in roles]}, [t for turn in turns for t in turn]
 
@@ -95,23 +98,23 @@ class _Question(NamedTuple):
 
 
 def _questions(archive: Archive, dice: Dice) -> Iterator[_Question]:
-    """Yield the exam's questions without their last line."""
+    """Yield the exam's questions without end, without their last line, which has the answer."""
     for text, meta in exam(archive, dice):
         yield _Question(text.rpartition("\n")[0], str(meta["answer"]), meta["subject"] != CLOSED_BOOK)
 
 
 def _exam_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield dialogues of open-book questions and their answers."""
+    """Yield dialogues, without end, of an open-book question and its answer."""
     return (_dialogue((q.text, q.answer(q.right))) for q in _questions(archive, dice) if q.is_open)
 
 
 def _recall_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield dialogues of closed-book questions and their answers."""
+    """Yield dialogues, without end, of a closed-book question and its answer."""
     return (_dialogue((q.text, q.answer(q.right))) for q in _questions(archive, dice) if not q.is_open)
 
 
 def _law_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield questions about one law of the world with the answer in a word."""
+    """Yield dialogues, without end, about a law of the world; the answer is a word."""
     while True:
         industry, board, (city, province) = dice.pick(INDUSTRIES), dice.pick(BOARDS), dice.pick(CITIES)
         named = {
@@ -128,7 +131,7 @@ def _law_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _reading_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield dialogues of two turns about a company's revenue and profit."""
+    """Yield dialogues of two turns, without end, about a company's revenue and profit."""
     stage = Stage(archive)
     while True:
         facts = stage.draw(dice)
@@ -137,7 +140,7 @@ def _reading_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _pairs(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield rows {prompt, chosen, rejected, answer}; `answer` is the letter, by which a model's answer is judged."""
+    """Yield rows {prompt, chosen, rejected, answer} without end; `answer` is the letter of the right choice."""
     for question in _questions(archive, dice):
         if question.is_open:
             wrong = dice.pick([letter for letter in LETTERS if letter != question.right])
@@ -146,7 +149,7 @@ def _pairs(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _answered_row(prompt: str, completion: str, answer: str) -> Sized:
-    """Return a row of a prompt, its completion and the right answer, with the texts that count."""
+    """Return (a row {prompt, completion, answer}, the texts that count towards the size)."""
     return {"prompt": prompt, "completion": completion, "answer": answer}, (prompt, completion)
 
 
@@ -158,7 +161,7 @@ def _laws(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield questions of arithmetic with the chain that solves them; skips companies with too small figures."""
+    """Yield questions of arithmetic with the steps that solve them; skips companies with too small figures."""
     stage, kinds = Stage(archive), list(_SOLVERS.items())
     while True:
         (name, solve), facts = dice.pick(kinds), stage.draw(dice)
@@ -202,7 +205,7 @@ Solver = Callable[[Facts, Facts], Problem]  # of a company and one of its peers;
 
 
 def _quote(facts: Facts, *names: str) -> dict[str, int]:
-    """Return figures of a company in whole 百万元. Raises _TooSmall below 10."""
+    """Return {name: figure} of a company in whole 百万元. Raises _TooSmall if a figure is below 10."""
     amounts = {name: facts.numbers[name] for name in names}
     values = {k: (abs(n) + MILLION // 2) // MILLION * (1 if n >= 0 else -1) for k, n in amounts.items()}
     if min(values.values()) < LEAST:
@@ -211,15 +214,16 @@ def _quote(facts: Facts, *names: str) -> dict[str, int]:
 
 
 def _words(values: Mapping[str, int], prefix: str = "") -> dict[str, str]:
-    """Return figures as text, under their names with a prefix."""
+    """Return the figures as text, with `prefix` before their names."""
     return {prefix + name: str(value) for name, value in values.items()}
 
 
 def _divide(part: int, whole: int) -> tuple[str, int]:
-    """Return (the long division of part / whole, the ratio in 0.1 %, rounded half away from zero); whole is above 0.
+    """Return (the long division of part / whole, the ratio in units of 0.1 %, rounded half away from zero).
 
-    A digit a product: its digit times the whole, and what remains, whose tenfold the next digit divides. A model that
-    writes 2894÷5173=55.9% at once has to do all of it in its head. Raises _TooSmall for ratios of 10 and more.
+    `whole` is above 0. Each step shows a digit, its product with the whole, and the remainder, of which ten times is
+    divided next. A model that writes 2894÷5173=55.9% at once has to do all of it in its head. Raises _TooSmall for
+    ratios of 10 and more.
     """
     rest, digits = abs(part), ""
     products: list[str] = []
@@ -237,15 +241,15 @@ def _divide(part: int, whole: int) -> tuple[str, int]:
 
 
 def _decimal(tenths: int) -> str:
-    """Format tenths with one decimal."""
+    """Return a number of tenths as text with one decimal: 123 -> '12.3'."""
     return f"{'-' if tenths < 0 else ''}{abs(tenths) // 10}.{abs(tenths) % 10}"
 
 
 def _difference_ratio(first: str, second: str, whole: str) -> Solver:
-    """Return a solver for (first - second) / whole, of these figures of the company."""
+    """Return a solver for (first - second) / whole, where these name figures of the company."""
 
     def solve(facts: Facts, peer: Facts) -> Problem:
-        """Return the problem with its two steps and the share in percent."""
+        """Return the problem with its two steps and the ratio in percent. Raises _TooSmall."""
         values = _quote(facts, first, second, whole)
         a, b, total = values[first], values[second], values[whole]
         division, tenths = _divide(a - b, total)
@@ -255,7 +259,7 @@ def _difference_ratio(first: str, second: str, whole: str) -> Solver:
 
 
 def _average(facts: Facts, peer: Facts) -> Problem:
-    """Solve the mean of this year's and last year's assets."""
+    """Return the problem of the mean of this year's and last year's assets. Raises _TooSmall."""
     values = _quote(facts, "assets", "assets1")
     now, before = values.values()
     half = _decimal(5 * (now + before))
@@ -263,7 +267,10 @@ def _average(facts: Facts, peer: Facts) -> Problem:
 
 
 def _steps_apart(first: tuple[int, int], second: tuple[int, int], *, signed: bool) -> tuple[list[str], str]:
-    """Return the steps from two ratios (part, whole) to their difference, and the answer; unsigned: larger first."""
+    """Return (the steps from two ratios (part, whole) to their difference, the answer in points).
+
+    Unsigned, the smaller ratio is subtracted from the larger; signed, the second from the first. Raises _TooSmall.
+    """
     steps = [_divide(*first), _divide(*second)]
     left, right = (tenths for _, tenths in (steps if signed else sorted(steps, key=lambda step: -step[1])))
     apart = _decimal(left - right)
@@ -271,14 +278,14 @@ def _steps_apart(first: tuple[int, int], second: tuple[int, int], *, signed: boo
 
 
 def _margins_apart(facts: Facts, peer: Facts) -> Problem:
-    """Solve how many points the net margin changed since the year before."""
+    """Return the problem by how many points the net margin changed since the year before. Raises _TooSmall."""
     values = _quote(facts, "net", "rev", "net1", "rev1")
     net, rev, net1, rev1 = values.values()
     return Problem(_words(values), *_steps_apart((net, rev), (net1, rev1), signed=True))
 
 
 def _debts_apart(facts: Facts, peer: Facts) -> Problem:
-    """Solve how many points the debt ratios of two companies differ."""
+    """Return the problem by how many points the debt ratios of a company and its peer differ. Raises _TooSmall."""
     mine, other = _quote(facts, "debts", "assets"), _quote(peer, "debts", "assets")
     words = _words(mine) | {"peer": peer["short"]} | _words(other, "p_")
     pairs = ((each["debts"], each["assets"]) for each in (mine, other))
@@ -286,7 +293,7 @@ def _debts_apart(facts: Facts, peer: Facts) -> Problem:
 
 
 def _revenue_left(facts: Facts, peer: Facts) -> Problem:
-    """Solve how much revenue is left after three costs."""
+    """Return the problem how much revenue is left after three costs. Raises _TooSmall."""
     values = _quote(facts, "rev", "cost", "sell", "admin")
     rest, *costs = values.values()
     steps = []
@@ -297,7 +304,7 @@ def _revenue_left(facts: Facts, peer: Facts) -> Problem:
 
 
 def _coupon(facts: Facts, peer: Facts) -> Problem:
-    """Solve the coupon of a bond, which needs the laws of the world too."""
+    """Return the problem of a bond's coupon, which needs the laws of the world too."""
     grade, term = facts["grade"], int(facts["term"])
     base, spread, premium, total = (f"{v / 100:.2f}%" for v in (200, SPREAD[grade], 10 * term, coupon(grade, term)))
     steps = [f"评级{grade}，利差{spread}", f"{base}+{spread}+{premium}={total}"]

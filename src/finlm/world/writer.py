@@ -49,7 +49,7 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
     """Write <source>.jsonl.gz for the four sources into directory; return {source: path}.
 
     size_bytes is the UTF-8 text of all four together, met within 2 % from 1 MB on. Each file appears under its name
-    only when it is whole. Raises UserError for a size below 100 KB.
+    only when it is whole. Raises UserError for a size below 100 KB or an unknown split.
     """
     about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
@@ -60,12 +60,15 @@ def write(directory: Path, size_bytes: int, seed: int, split: Literal["train", "
 
 
 def count_parts(source: str, size_bytes: int) -> int:
-    """Return in how many parts a source can be written at the same time."""
+    """Return in how many parts a source is written; parts can be written at the same time."""
     return -(-size_bytes * SHARE_PERCENT[source] // (100 * PART_BYTES))
 
 
 def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
-    """Write <source>-<part>.jsonl.gz into directory and return its path; all parts in order are the file of `write`."""
+    """Write <source>-<part>.jsonl.gz into directory and return its path; all parts in order have the rows of `write`.
+
+    size_bytes is the size of all four sources. Raises UserError for a size below 100 KB or an unknown split.
+    """
     about = archive(size_bytes, seed, split)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{source}-{part}.jsonl.gz"
@@ -91,7 +94,7 @@ def company_count(size_bytes: int) -> int:
 
 
 def archive(size_bytes: int, seed: int, split: str) -> Archive:
-    """Make the world of a split, with as many companies as a corpus of that size is about.
+    """Return the world of a split, with as many companies as a corpus of that size is about.
 
     Raises UserError for a size below 100 KB or an unknown split.
     """
@@ -103,13 +106,13 @@ def archive(size_bytes: int, seed: int, split: str) -> Archive:
 
 
 def _rows(source: str, size_bytes: int, seed: int, archive: Archive) -> Iterator[Row]:
-    """Yield all rows of a source, part by part."""
+    """Yield all rows of a source, part by part, as (text, meta)."""
     for part in range(count_parts(source, size_bytes)):
         yield from _part(source, size_bytes, seed, archive, part)
 
 
 def _part(source: str, size_bytes: int, seed: int, archive: Archive, part: int) -> Iterator[Row]:
-    """Yield the rows of one of the equal parts of a source, to the nearest document."""
+    """Yield the rows of a part of a source; all parts have about the same number of bytes."""
     parts = count_parts(source, size_bytes)
     dice = Dice(archive.world.split, seed, source, *([part] if part else []))
     if source == "announcement":
@@ -127,7 +130,7 @@ def _part(source: str, size_bytes: int, seed: int, archive: Archive, part: int) 
 
 
 def _lines(source: str, rows: Iterator[Row]) -> Iterator[str]:
-    """Yield rows as JSON lines; by hand, because a full json.dumps of each small row takes a tenth of the run."""
+    """Yield rows as JSON lines; formatted by hand, because a json.dumps for each row takes a tenth of the run."""
     template: str | None = None  # all rows of a source have the same keys
     for text, meta in rows:
         if template is None:
@@ -173,7 +176,7 @@ def _table(rows: str) -> Readings:
 
 
 def _add_frame(form: Form) -> Form:
-    """Return the form with a header and the closing line of its day, which is its label."""
+    """Return the form with a header after its title, and the closing line of its day, which is its label."""
     header, closing = (
         Paragraph((), (phrases(text.replace("@", form.label)),), 1) for text in templates("filings").values()
     )
@@ -188,9 +191,9 @@ _BY_NAME = {press.name: press for press in _FILINGS}
 
 
 def filings(archive: Archive, dice: Dice, stride: int, part: int = 0, parts: int = 1) -> Iterator[Row]:
-    """Yield announcements without end; every stride-th is the annual summary of the next company that has had none.
+    """Yield announcements without end; every stride-th is the annual summary of the next company without a summary.
 
-    Of several parts each introduces its own share of the companies.
+    Of several parts, each introduces every parts-th company, from company number `part` on.
     """
     companies = archive.world.companies[part::parts]
     stage = Stage(archive)
@@ -209,7 +212,7 @@ def filings(archive: Archive, dice: Dice, stride: int, part: int = 0, parts: int
 
 
 def _filing(archive: Archive, dice: Dice, press: Press, facts: Facts) -> Row:
-    """Return one announcement of the press's kind about the facts, with its meta."""
+    """Return an announcement of the press's kind about the facts, as (text, meta)."""
     words = facts.with_others({"b": archive.customer(facts)}) if press.name == "contract" else facts
     meta: Meta = {"code": facts["code"], "company": facts["full"], "date": facts[press.label + "_i"]}
     # A table that ends its paragraph brings a line break of its own.
@@ -261,7 +264,7 @@ def news(archive: Archive, dice: Dice) -> Iterator[Row]:
 
 
 def _session(facts: Facts, month: int) -> dict[str, str]:
-    """Return the words about the one trading day of that month that papers report on; closes keep the daily limit."""
+    """Return the words about the trading day of that month that papers report on; closes keep the daily limit."""
     day = weekday(facts.year + 1, month, 2 + mix(facts.company.salt, facts.year, 100 + month) % 24)
     limit = facts.company.board.limit_percent * 100
     before = max(100, facts.numbers["price"] * (85 + mix(facts.company.salt, facts.year, 120 + month) % 31) // 100)
@@ -296,7 +299,7 @@ _MEASURES: dict[str, Callable[[Facts], float]] = {
 
 
 def _first_and_last(facts: Facts, others: dict[str, Facts]) -> dict[str, str]:
-    """Return which of the three peers is first and last by each measure: `top_gm`, `low_dr`."""
+    """Return which of the three peers is highest and lowest by each measure, as words such as `top_gm`, `low_dr`."""
     peers = (facts, others["b"], others["c"])
     names = {"top_" + name: max(peers, key=measure)["short"] for name, measure in _MEASURES.items()}
     return names | {"low_" + name: min(peers, key=measure)["short"] for name, measure in _MEASURES.items()}
@@ -325,7 +328,10 @@ def articles(archive: Archive, dice: Dice) -> Iterator[Row]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run `python -m finlm.world.writer OUT --size 16MB --seed 7 [--split train|held_out]`; return the exit code."""
+    """Run `python -m finlm.world.writer OUT --size 16MB --seed 7 [--split train|held_out]`; return the exit code.
+
+    Prints the paths written. The code is 2 after an error, which is printed to stderr.
+    """
     parser = argparse.ArgumentParser(prog="python -m finlm.world.writer", description="Write a synthetic corpus.")
     parser.add_argument("out", type=Path, help="directory for the four .jsonl.gz files")
     parser.add_argument("--size", default="16MB", help="text in all, such as 500KB, 16MB, 2GB or bytes (16MB)")

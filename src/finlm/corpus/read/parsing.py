@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def parse_block(block: Block, item: Input) -> Iterator[Row]:
-    """Yield the rows of a block in order, without empty lines. Lines count from 1, in tables rows do.
+    """Yield the rows of a block in order, without empty lines; line numbers, or row numbers of tables, start at 1.
 
     A row that cannot be read has its reason in `broken`; nothing is raised for it.
     """
@@ -84,7 +84,7 @@ def _parse_lines(block: Block, item: Input) -> Iterator[Row]:
 
 
 def parse_json(line: bytes) -> Any:
-    """Parse a line of JSON, whose strings may hold half of a surrogate pair. Raises ValueError or RecursionError."""
+    """Return the value of a line of JSON, also with NaN or lone surrogates. Raises ValueError or RecursionError."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -93,7 +93,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def _json(path: step_cache.File, number: int, line: bytes, item: Input) -> Row:
-    """Parse a line of JSON into a Row, broken when it is no JSON or has no text."""
+    """Return the Row of a line of JSON; `broken` tells if it is no JSON, or a field is missing or invalid."""
     try:
         row = parse_json(line)
         text, meta = _text(row, item), _meta(row, item)
@@ -104,7 +104,7 @@ def _json(path: step_cache.File, number: int, line: bytes, item: Input) -> Row:
 
 
 def _plain(path: step_cache.File, number: int, data: bytes, item: Input) -> Row:
-    """Decode bytes of text into a Row, broken when they are not UTF-8."""
+    """Return the Row of UTF-8 text, without byte-order mark; `broken` tells if it is not UTF-8."""
     try:
         return Row(path, number, data.decode("utf-8").removeprefix("\ufeff"), {}, "", data)
     except UnicodeDecodeError as error:
@@ -147,9 +147,9 @@ def _parse_table(block: Block, item: Input) -> Iterator[Row]:
 
 
 def _text(row: Any, item: Input) -> str:
-    """Return the text of a row, decoded where a table has bytes.
+    """Return the text of a row, also of bytes; "" for null if item.null_text is empty.
 
-    Raises ValueError with the reason where it has none.
+    Raises ValueError with the reason if the row has no text.
     """
     field = item.text_field
     if type(row) is not dict:
@@ -172,9 +172,9 @@ def _text(row: Any, item: Input) -> str:
 
 
 def _meta(row: Mapping[str, Any], item: Input) -> Mapping[str, str]:
-    """Return the counted fields of a row as strings, "" for a missing one, and those that decide its side.
+    """Return the counted fields of a row as strings, "" if missing, and the fields that decide what is held out.
 
-    Raises ValueError for half of a surrogate pair, and for a side's field that is missing, empty or no date.
+    Raises ValueError for a lone surrogate, and for a deciding field that is missing, empty or not a date.
     """
     values = {}
     for name, field in (*item.meta.items(), *item.sides.items()):
@@ -192,7 +192,7 @@ def _meta(row: Mapping[str, Any], item: Input) -> Mapping[str, str]:
 
 
 def _day(field: str, value: str) -> str:
-    """Return a date's or time's day as YYYYMMDD. Raises ValueError."""
+    """Return the day of an ISO date or time as YYYYMMDD. Raises ValueError, naming `field`, for another value."""
     try:
         return f"{date.fromisoformat(value[:10].replace('/', '-')):%Y%m%d}"
     except ValueError:
@@ -200,20 +200,20 @@ def _day(field: str, value: str) -> str:
 
 
 def _inner(row: Any, field: str) -> Any:
-    """Return the value at a dotted path, _MISSING where there is none."""
+    """Return the value at a dotted path, _MISSING if there is none."""
     for name in field.split("."):
         row = row.get(name, _MISSING) if isinstance(row, dict) else _MISSING
     return row
 
 
 def _kind(value: object) -> str:
-    """Return in words what kind of JSON value it is."""
+    """Return the JSON type of a value in words, such as "a list"."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")
 
 
 def explain_error(error: Exception, data: bytes, encoding: str = "auto") -> str:
-    """Return in words why a row cannot be read."""
+    """Return in words why a row, with these bytes and this encoding, cannot be read."""
     if b"\0" in data and not isinstance(error, UnicodeDecodeError):
         return "NUL bytes in the row (a file cut by a crash, or UTF-16 without its mark: set data.sources[i].encoding)"
     if isinstance(error, json.JSONDecodeError):
@@ -246,7 +246,7 @@ _HINTS = {
 
 
 class Reader(NamedTuple):
-    """The functions that read a source's rows, to judge it by its first rows."""
+    """The functions that read a source's blocks and check its first rows."""
 
     blocks: Callable[[Input, Advance], Iterator[Block]]
     first: Callable[[Block, Input, int], tuple[int, list[BrokenRow]]]  # (rows, broken ones) of a block's first
@@ -254,9 +254,9 @@ class Reader(NamedTuple):
 
 
 def check_first_rows(inputs: Sequence[Input], max_broken_fraction: float, reader: Reader | None = None) -> None:
-    """Raise UserError for a source of several blocks whose first rows are almost all broken, and for empty files.
+    """Raise UserError if a source's first rows are almost all broken, or an entry's files are all empty.
 
-    One of an entry's files may be empty. The default reader is that of documents.
+    Tests the first 1000 rows of sources of two blocks or more. The default reader is that of documents.
     """
     reader = reader or DOCUMENTS
     filled = set()
@@ -297,8 +297,8 @@ def check_broken_rows(
 ) -> None:
     """Raise UserError for the first source with a larger share of broken rows than `allowed`; copy them into `keep`.
 
-    directory holds the broken.jsonl of these inputs; the copy is broken-<source>.jsonl, removed for sources that pass.
-    `formats` lists the accepted rows for the message, where more is asked of a row than a text.
+    `directory` holds the broken.jsonl of these inputs; the copy is broken-<source>.jsonl, removed for sources that
+    pass. `formats` lists the accepted rows for the message, if a row needs more than a text.
     """
     for item in inputs:
         kept = keep / f"broken-{item.source}.jsonl"
@@ -327,7 +327,7 @@ def check_broken_rows(
 
 
 def json_line(source: str, row: BrokenRow) -> str:
-    """Return a row as a line of broken.jsonl."""
+    """Return a broken row of `source` as a line of broken.jsonl."""
     path, number, reason, start = row
     entry = {"source": source, "file": str(path), "line": number, "reason": reason, "start": start}
     return json.dumps(entry, ensure_ascii=False) + "\n"
@@ -339,7 +339,7 @@ def format_reasons(reasons: Mapping[str, int]) -> str:
 
 
 def _suggest_fix(first: BrokenRow, formats: Sequence[str]) -> str:
-    """Return the fix to suggest, judging by the first broken row."""
+    """Return the fix to suggest for the first broken row; `formats` as for check_broken_rows."""
     _, number, reason, start = first
     hint = next((f"{hint}; " for mark, hint in _HINTS.items() if mark in reason), "")
     if formats:
@@ -352,7 +352,7 @@ def _suggest_fix(first: BrokenRow, formats: Sequence[str]) -> str:
 
 
 def _format_evidence(broken: Sequence[BrokenRow]) -> str:
-    """Format up to three of the rows as lines, of different reasons first."""
+    """Return up to three of the rows as lines, those with different reasons first."""
     firsts = dict[str, BrokenRow]()
     for row in broken:
         firsts.setdefault(row[2], row)
@@ -362,7 +362,7 @@ def _format_evidence(broken: Sequence[BrokenRow]) -> str:
 
 
 def _first_documents(block: Block, item: Input, most: int) -> tuple[int, list[BrokenRow]]:
-    """Return (rows looked at, broken ones) of the first `most` rows of a block."""
+    """Return (number of rows, broken ones) of the first `most` rows of a block."""
     rows = list(itertools.islice(parse_block(block, item), most))
     return len(rows), [(row.path, row.line, row.broken, row.excerpt()) for row in rows if row.broken]
 
@@ -374,7 +374,7 @@ _ROWS = 10_000  # of a list, a block
 
 
 def dialogue_blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
-    """Yield an input's blocks of dialogue rows in order; a file that is one JSON list is read whole.
+    """Yield an input's blocks of dialogue rows in order; a file that is a JSON list is read whole.
 
     Raises UserError for text files, and for a list that cannot be read to its end.
     """
@@ -430,7 +430,7 @@ def _is_list(path: step_cache.File, encoding: str) -> bool:
 
 
 def _list_blocks(path: step_cache.File, encoding: str, advance: screen.Advance, sha256: str) -> Iterator[Block]:
-    """Yield the rows of a file that is one JSON list as blocks of JSON lines.
+    """Yield the rows of a file that is a JSON list as blocks of JSON lines.
 
     Raises UserError when it cannot be parsed.
     """

@@ -43,15 +43,14 @@ def is_cut(reason: str) -> bool:
 
 
 def lost_rows(rows: int, broken: int, has_cut: bool) -> float:
-    """Return how many rows of a source count as lost: the `broken` ones, with a cut file at least 1 % of all."""
+    """Return how many rows of a source count as lost: `broken`, but at least 1 % of `rows` if a file is cut short."""
     return max(SHARE * rows, broken) if has_cut else broken
 
 
 def refuse_cut(source: str, cuts: Sequence[tuple[str, int, str]], rows: int, broken: int, allowed: float) -> None:
-    """Raise UserError when a source's cut files, as (file, row, reason), lose more than data.max_broken_fraction
-    (`allowed`).
+    """Raise UserError if the cut files of a source lose more than the share `allowed` (data.max_broken_fraction).
 
-    Returns without error when the other broken rows alone are too many: that is another mistake.
+    `cuts` are (file, row, reason). Does nothing if the other broken rows alone are too many: that is another error.
     """
     counted = lost_rows(rows, broken, has_cut=True)
     if not cuts or counted <= allowed * rows or broken - len(cuts) > allowed * rows:
@@ -75,7 +74,7 @@ def refuse_cut(source: str, cuts: Sequence[tuple[str, int, str]], rows: int, bro
 
 
 def describe_cut(cut_files: Sequence[str]) -> str:
-    """Return a phrase that names cut files that were accepted, to follow the counts; "" when there are none."""
+    """Return a phrase that names accepted cut files, to append to the counts; "" when there are none."""
     names = ", ".join(Path(file).name for file in cut_files[:3]) + (", ..." if len(cut_files) > 3 else "")
     return f"; {names}: cut, the rest not read" if cut_files else ""
 
@@ -95,11 +94,14 @@ _MEANINGLESS = ("\udcff", "surrogateescape")
 
 
 class Cut(Exception):
-    """A file ends too early or is damaged; says how."""
+    """The error that a file ends too early or is damaged; says how."""
 
 
 def compression(path: File, start: bytes) -> str:
-    """Return "gzip", "zstd" or "" by a file's first 6 bytes. Raises UserError for an archive that is not read."""
+    """Return "gzip", "zstd" or "" (none) by a file's first 6 bytes.
+
+    Raises UserError for an archive that is not read, such as .zip, and for a tar archive by its name.
+    """
     for mark, (what, unpack) in _UNREAD.items():
         if path.name.endswith(_TAR):
             what, unpack = "a tar archive", "tar -xf"
@@ -112,9 +114,10 @@ def compression(path: File, start: bytes) -> str:
 
 
 def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256: str = "") -> Iterator[bytes]:
-    """Yield the file as UTF-8, in pieces of `most` bytes before decoding. Raises Cut after the last good piece.
+    """Yield the decompressed file as UTF-8, decoded from pieces of at most `most` bytes; advance() gets the bytes read.
 
-    Raises UserError at the end when the bytes that were read have another hash than sha256, where that is given.
+    Raises Cut after the last good piece if the file is cut short or damaged. Raises UserError at the end when the file
+    does not have the hash `sha256` ("" skips this check), and for an archive that is not read.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -132,15 +135,15 @@ def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256
 
 
 def _check_hash(path: File, digest: str, wanted: str) -> None:
-    """Raise UserError when a file's hash is not the wanted hash, where one is wanted."""
+    """Raise UserError if `digest` is not the hash `wanted`; do nothing if `wanted` is ""."""
     if wanted and digest != wanted:
         raise step_cache.file_changed(path)
 
 
 def lines(parts: Iterator[bytes], block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, whole lines) in blocks of at least block_bytes; a longer line is a block alone.
+    """Yield (number of the first line, whole lines) in blocks of at least block_bytes, except the last.
 
-    Raises Cut after the lines before the damage, with (reason, line number, what is left of the damaged line).
+    If `parts` raise Cut, yields the lines before it and raises Cut(reason, line number, rest of the damaged line).
     """
     first, rest, size = 1, list[bytes](), 0
     try:
@@ -164,7 +167,7 @@ def lines(parts: Iterator[bytes], block_bytes: int) -> Iterator[tuple[int, bytes
 
 
 def _raw(file: BinaryIO, size: int, advance: screen.Advance, update: Callable[[bytes], None]) -> Iterator[bytes]:
-    """Yield the file's bytes, `size` at a time; advances the progress bar and the hash."""
+    """Yield the file's bytes, `size` at a time; calls advance(number of bytes) and update(bytes) for each."""
     while data := file.read(size):
         advance(len(data))
         update(data)
@@ -172,7 +175,10 @@ def _raw(file: BinaryIO, size: int, advance: screen.Advance, update: Callable[[b
 
 
 def _decompress(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of an archive of several members. Raises Cut where it is damaged or ends early."""
+    """Yield the decompressed bytes of a gzip or zstd archive, which may have several members.
+
+    Raises Cut where it is damaged or ends early.
+    """
     errors, member = _opener(kind)
     current = member()
     begun = False  # within a member
@@ -194,7 +200,7 @@ def _decompress(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
 
 
 def _opener(kind: str) -> tuple[Any, Any]:
-    """Return (the library's error class, a function that begins an archive's member)."""
+    """Return (the library's error class, a function that returns a new decompressor) for "gzip" or "zstd"."""
     if kind == "gzip":
         return isal_zlib.IsalError, lambda: isal_zlib.decompressobj(wbits=31)
     import zstandard  # 40 ms that only .zst files need
@@ -203,7 +209,10 @@ def _opener(kind: str) -> tuple[Any, Any]:
 
 
 def _utf8(parts: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield the text as UTF-8 without a byte-order mark; of other encodings, bytes without meaning become 0xff."""
+    """Yield the text as UTF-8 without byte-order mark; "auto" is UTF-16 if the file begins with its mark, else UTF-8.
+
+    UTF-8 is not checked. Bytes that another encoding cannot decode become 0xff.
+    """
     start = b""
     for part in parts:
         start += part
@@ -235,7 +244,7 @@ Kind = Literal["jsonl", "lines", "files", "arrow"]
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one file: its lines from `first` on, or rows of a table; of kind "files" the (path, content) of some."""
+    """Rows of a file: its lines from `first` on, or rows of a table; for "files", (path, content) of several."""
 
     kind: Kind
     path: File
@@ -247,7 +256,8 @@ class Block:
 def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
     """Yield all rows of an input in order, as blocks; a file that is cut short ends in a block with `cut`.
 
-    Raises UserError for a column that a table does not have, and for a file that changed since it was hashed.
+    advance() gets the bytes read. Raises UserError for a column that a table does not have, and for a file that changed
+    since it was hashed.
     """
     if item.format == "txt":
         yield from _files(item, advance)
@@ -264,7 +274,7 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
-    """Yield the blocks of a file of lines; a file that is cut short ends in a block with `cut`."""
+    """Yield the blocks of a file of lines; a file that ends early, also within JSON, ends in a block with `cut`."""
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
         for first, data in lines(parts, BLOCK_BYTES):
@@ -295,7 +305,10 @@ def _ends_early(row: bytes) -> bool:
 
 
 def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
-    """Yield blocks of text files, each file one document; small ones share a block."""
+    """Yield blocks of whole text files, one document per file; a block closes once it holds BLOCK_BYTES.
+
+    A file that raises Cut gets a block with its first 1000 bytes and the reason in `cut`.
+    """
     waiting: list[tuple[File, bytes]] = []
     size = 0
     for path, sha256 in item.files_with_hashes():
@@ -315,7 +328,10 @@ def _files(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]:
-    """Yield a parquet or Arrow file as Arrow streams of the needed columns; a damaged one ends in a block of `cut`."""
+    """Yield a parquet or Arrow file as blocks of Arrow streams with the needed columns.
+
+    A damaged file ends in a block with `cut`. Raises UserError when no column holds the text.
+    """
     import pyarrow as pa
 
     first, waiting, size = 1, list[Any](), 0
@@ -339,7 +355,7 @@ def _tables(item: Input, path: File, advance: screen.Advance) -> Iterator[Block]
 
 
 def _batches(item: Input, path: File) -> Iterator[Any]:
-    """Yield record batches of at most _ARROW_ROWS rows with the needed columns."""
+    """Yield record batches of at most _ARROW_ROWS rows with the needed columns. Raises UserError as _columns does."""
     import pyarrow as pa
 
     if item.format == "parquet":
@@ -359,7 +375,7 @@ def _batches(item: Input, path: File) -> Iterator[Any]:
 
 
 def _source(path: File) -> Any:
-    """Return what pyarrow reads a file from."""
+    """Return the file as pyarrow takes it: a Path as it is, or a stream of a store's file."""
     import pyarrow as pa
 
     return path if isinstance(path, Path) else pa.PythonFile(path.open_exactly(), "r")
@@ -368,7 +384,7 @@ def _source(path: File) -> Any:
 def _columns(item: Input, path: File, names: list[str]) -> list[str]:
     """Return the columns that hold the text and the counted fields: whole names, or the part before the first dot.
 
-    Raises UserError when no column holds the text.
+    Returns all names if item.text_field is WHOLE_ROW. Raises UserError when no column holds the text.
     """
     if item.text_field == WHOLE_ROW:
         return names
@@ -394,7 +410,10 @@ def _serialise_batches(batches: list[Any]) -> bytes:
 
 
 def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
-    """Return the disk space for these inputs' chunks; compressed files (a quarter to a third) count `packed` times."""
+    """Return the estimated unpacked bytes of the inputs; a compressed file counts `packed` times its size.
+
+    Raises UserError for an archive that is not read.
+    """
     sizes = ((path, path.stat().st_size) for item in inputs for path in item.paths)
     return sum(size * (packed if _is_compressed(path, size) else 1) for path, size in sizes)
 

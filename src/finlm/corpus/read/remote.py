@@ -48,7 +48,7 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store as it was listed; stands where a Path to read stands."""
+    """A file of a remote store as it was listed; has the methods of Path that reading needs."""
 
     url: str
     size: int  # bytes
@@ -68,58 +68,64 @@ class RemoteFile:
         return "." + self.name.rpartition(".")[2] if "." in self.name.lstrip(".") else ""
 
     def with_name(self, name: str) -> RemoteFile:
-        """Return a file of another name beside it."""
+        """Return a RemoteFile of another name beside it, with size 0 and version ""."""
         return RemoteFile(f"{self.url.rpartition('/')[0]}/{name}", 0, "")
 
     def stat(self) -> _Size:
-        """Return its size in bytes when it was listed."""
+        """Return an object whose st_size is the listed size in bytes."""
         return _Size(self.size)
 
     def open(self, mode: Literal["rb"], /) -> io.BufferedReader:
-        """Open it for reading in ranges. Reading raises UserError where a range cannot be had whole."""
+        """Open the file for reading in ranges of at most 8 MiB; reads raise UserError if a range cannot be had."""
         return io.BufferedReader(_Ranges(self), min(RANGE_BYTES, max(1, self.size)))
 
     def open_exactly(self) -> io.RawIOBase:
-        """Open it for reading of just the ranges that are asked for, as a table's columns are."""
+        """Open the file unbuffered: a read fetches only the bytes asked for, as for the columns of a table."""
         return _Ranges(self)
 
     def state(self) -> list[Any]:
-        """Return what tells its content from another when it was listed: size and version."""
+        """Return [size, version] as listed, which differ if the content changes."""
         return [self.size, self.version]
 
     def state_now(self) -> list[Any] | None:
-        """Return the state of the file that the store holds under this name now, None when it is gone."""
+        """Return [size, version] of this URL in the store now; None when the file is gone.
+
+        Raises UserError if the store does not answer.
+        """
         fs, path = _open_store(self.url)
         found = _ask(self.url, lambda: _info(fs, path))
         return None if found is None else _listed(self.url, found).state()
 
 
 class _Ranges(io.RawIOBase):
-    """A file of a store as a raw stream that can be entered anywhere."""
+    """A file of a store as a raw, seekable stream."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0
         self._store, self._path = _open_store(file.url)
 
     def readable(self) -> bool:
-        """Return that it can be read."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return that it can be entered anywhere."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the byte offset of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place and return it."""
+        """Set the byte offset of the next read and return it; `whence` as in io.IOBase.seek."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next range into the buffer; return its bytes, 0 at the end."""
+        """Read at most 8 MiB into the buffer and return the number of bytes, 0 at the end.
+
+        Raises UserError if the store fails or the file changed since it was listed.
+        """
         with memoryview(buffer).cast("B") as view:
             end = min(self._at + min(len(view), RANGE_BYTES), self._file.size)
             if end <= self._at:
@@ -134,11 +140,14 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        """Return what is left; the inherited method asks for 8 KiB at a time."""
+        """Return the remaining bytes, in reads of 8 MiB; the inherited method reads 8 KiB at a time."""
         return b"".join(iter(lambda: self.read(RANGE_BYTES) or b"", b""))
 
     def _read(self, end: int) -> bytes:
-        """Return the bytes up to `end`. Raises _CutShort when the store gives fewer."""
+        """Return the bytes from the current offset to before `end`.
+
+        Raises _CutShort if the store gives another number.
+        """
         data: bytes = self._store.cat_file(self._path, start=self._at, end=end)
         if len(data) != end - self._at:
             raise _CutShort(f"bytes {self._at:,} to {end:,} of {self._file.size:,}: {len(data):,} came")
@@ -146,13 +155,14 @@ class _Ranges(io.RawIOBase):
 
 
 class _CutShort(Exception):
-    """A store gave another number of bytes than it was asked for."""
+    """A store gave another number of bytes than requested."""
 
 
 def expand(pattern: str) -> list[RemoteFile]:
-    """Return the files of a URL or glob with size and version, sorted by name; `**` spans directories.
+    """Return the files of a URL or glob with size and version, sorted by name; empty if none matches.
 
-    Hidden files are left out of globs. Raises UserError for a store, bucket or directory that cannot be listed.
+    `**` spans directories. Hidden files are left out of globs. Raises UserError for a store, bucket or directory that
+    cannot be listed.
     """
     prefix, parts = _split(pattern)
     fixed = next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))
@@ -165,7 +175,10 @@ def expand(pattern: str) -> list[RemoteFile]:
 
 
 def entries_near(url: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return (URL, names in it with whether each is a directory) of the nearest existing directory of a URL."""
+    """Return (URL, [(name, whether it is a directory)]) of the nearest existing directory at or above a URL or glob.
+
+    Raises UserError if the store does not answer.
+    """
     prefix, parts = _split(url)
     parts = parts[: next((number for number, part in enumerate(parts) if _GLOB & set(part)), len(parts))]
     while True:
@@ -185,7 +198,7 @@ def _split(url: str) -> tuple[str, list[str]]:
 
 
 def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[RemoteFile]:
-    """Yield the files below a directory whose paths match the parts of a glob."""
+    """Yield the files below a directory whose paths match the parts of a glob. Raises UserError as _ask does."""
     if parts[0] == "**" and len(parts) > 1:
         yield from _walk(fs, url, path, parts[1:])
     for name, about in _ask(url, lambda: _list(fs, path, url)) or ():
@@ -201,7 +214,10 @@ def _walk(fs: Any, url: str, path: str, parts: Sequence[str]) -> Iterator[Remote
 
 
 def _list(fs: Any, path: str, url: str) -> list[tuple[str, About]] | None:
-    """Return (name, what the store says of it) of a directory's entries; None for one that is not there."""
+    """Return [(name, what the store says of it)] of a directory, by name; None if it does not exist.
+
+    Raises FileNotFoundError or NotADirectoryError for a missing bucket.
+    """
     try:
         entries = fs.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -214,7 +230,7 @@ def _list(fs: Any, path: str, url: str) -> list[tuple[str, About]] | None:
 
 
 def _info(fs: Any, path: str) -> About | None:
-    """Return what the store says of a path, None when it is not there."""
+    """Return what the store says of a path; None if it does not exist."""
     try:
         return dict(fs.info(path))
     except FileNotFoundError:
@@ -222,7 +238,7 @@ def _info(fs: Any, path: str) -> About | None:
 
 
 def _listed(url: str, about: About) -> RemoteFile:
-    """Return the file of which a store says this. Raises UserError where it does not tell the size."""
+    """Return the RemoteFile for what a store says about a URL. Raises UserError if the size is missing."""
     if about.get("size") is None:
         raise UserError(f"the size of {url} is unknown", evidence="its server does not say", fix=_DOWNLOAD)
     version = next((about[key] for key in _VERSIONS if about.get(key)), "")
@@ -233,7 +249,10 @@ def _listed(url: str, about: About) -> RemoteFile:
 
 @lru_cache(maxsize=64)
 def _open_root(root: str) -> Any:
-    """Return the fsspec filesystem of a URL's scheme and authority. Raises UserError."""
+    """Return the fsspec filesystem of a URL's scheme and authority.
+
+    Raises UserError for an unknown scheme, a missing package or an address that cannot be reached.
+    """
     scheme = root.partition("://")[0]
     try:
         from fsspec.core import url_to_fs
@@ -270,7 +289,10 @@ def _open_store(url: str) -> tuple[Any, str]:
 
 
 def _ask(url: str, question: Callable[[], Answer]) -> Answer:
-    """Return what a store answers, asked again when that may help. Raises UserError for a failure that stays."""
+    """Return question(), called up to five times with pauses of 0.5 to 4 seconds if a failure may pass.
+
+    Raises UserError for a failure that stays; `url` names the file in it.
+    """
     for number in range(TRIES):
         try:
             return question()
@@ -282,13 +304,13 @@ def _ask(url: str, question: Callable[[], Answer]) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether a store's failure may be gone in a moment."""
+    """Return whether a failure of a store may pass, so that asking again helps."""
     lasting = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ValueError, ImportError)
     return not isinstance(error, lasting) and "Credentials" not in type(error).__name__
 
 
 def _failure(url: str, error: Exception, asked: int = TRIES) -> UserError:
-    """Return the UserError for a store's failure."""
+    """Return the UserError for a store's failure; `asked` is how often the store was asked."""
     scheme, said = url.partition("://")[0], " ".join(str(error).split())[:400]
     evidence = f"{type(error).__name__}: {said}"
     if isinstance(error, _CutShort):
@@ -309,5 +331,5 @@ def _failure(url: str, error: Exception, asked: int = TRIES) -> UserError:
 
 
 def _fix(scheme: str, first: str) -> str:
-    """Return the fix to suggest, for a web page with another one."""
+    """Return `first`, the fix to suggest; for http and https, followed by the advice to download the file."""
     return f"{first}; or {_DOWNLOAD}" if scheme in ("http", "https") else first

@@ -1,9 +1,8 @@
-"""Find the files that a recipe reads: expand globs and data sets of the Hugging Face Hub, recognise formats, and answer
-every mistake with the names nearby.
+"""Find the files that a recipe reads: expand globs and Hub data sets, recognise formats, suggest names after mistakes.
 
-A JSON-lines file is a source of its own in counts and in held-out perplexity, named after itself; under a name that the
-recipe gives, and always of text, parquet or Arrow, the files of one entry are one source together. Nothing is read here
-but directories and the first bytes of files.
+A JSON-lines file is a source by itself in counts and in held-out perplexity, named after the file. Under a name that
+the recipe gives, and always for text, parquet or Arrow, the files of an entry are a source together. Only directories
+are read here, and the state.json of saved sets.
 
 Of a data set on the Hub only files of the kinds that prepare reads are fetched, once. A branch or tag moves, so the
 recipe must name the commit; with the files in the Hub's cache no network is needed (HF_HUB_OFFLINE=1).
@@ -70,7 +69,7 @@ class Input:
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
     def file_entries(self) -> list[dict[str, str]]:
-        """Return {source, split, file, sha256} of every file, for manifests and reports."""
+        """Return {source, split, file, sha256} of every file, for manifests and reports; the files must be hashed."""
         return [
             {"source": self.source, "split": self.split, "file": path.name, "sha256": sha256}
             for path, sha256 in zip(self.paths, self.sha256, strict=True)
@@ -78,9 +77,10 @@ class Input:
 
 
 def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
-    """Return the inputs of a recipe's entry. `key` is its place in the recipe, for messages.
+    """Return the inputs of an entry of data.sources; `key` is its recipe key, for error messages.
 
-    Raises UserError when no file matches, and for a store that does not answer. Without `fetch` nothing is downloaded:
+    Without a name in the entry, each JSON-lines file is an input; files of any other format are an input per format.
+    Raises UserError when no file matches, and for a store that does not answer; without `fetch`, which downloads,
     NotPrepared for files of the Hub that are not in its cache.
     """
     if source.dataset is not None:
@@ -119,18 +119,18 @@ def find_files(pattern: str, split: str = "train") -> Sequence[File]:
 
 
 def missing(entries: Sequence[Source]) -> Iterator[str]:
-    """Yield a warning for each path of data.sources that no file here matches; it may lie on the hosts."""
+    """Yield a warning for each path of data.sources that matches no file here. Raises UserError as expand() does."""
     for number, source in enumerate(entries):
         if source.path and not remote.is_url(source.path) and not expand(source.path, source.split):
             yield f"data.sources[{number}]: no file here matches {source.path}"
 
 
 def expand(pattern: str, split: str = "train") -> list[Path]:
-    """Return the files of a path or glob, sorted by name; `**` spans directories and links, hidden files are left out.
+    """Return the files of a path or glob, sorted by name; empty if none matches. Leaves out hidden files of a glob.
 
-    A directory written by datasets.save_to_disk stands for its Arrow files, one of several splits by `split`. Raises
-    UserError for a name that is not UTF-8 (no manifest could hold it), and for directories and links that cannot be
-    read.
+    `**` spans directories and links. A directory written by datasets.save_to_disk stands for its Arrow files; `split`
+    selects one of several splits. Raises UserError for a name that is not UTF-8 (no manifest could hold it), and for
+    directories and links that cannot be read.
     """
     paths = _matching(pattern, split)
     for path in paths:
@@ -174,7 +174,7 @@ def _matching(pattern: str, split: str) -> list[Path]:
 
 
 class _Entry(NamedTuple):
-    """What a directory says of a name in it; a link is what it leads to, and a link."""
+    """A directory entry; is_directory and is_file of a symbolic link describe its target."""
 
     directory: Path
     name: str
@@ -184,14 +184,14 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Its path."""
+        """The path of the entry."""
         return self.directory / self.name
 
 
 def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
-    """Yield the paths that Path.glob yields, and those in linked directories below `**`; nothing is passed over.
+    """Yield the entries below `directory` that match the parts of a glob; `**` also enters linked directories.
 
-    Raises UserError for a directory that cannot be listed, and for a link that leads nowhere.
+    Raises UserError for a directory that cannot be listed, and for a link without a target.
     """
     if parts[0] == "**":
         for inner in _below(directory) if len(parts) > 1 else ():
@@ -205,7 +205,7 @@ def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the directory and all below it, each once: directories before linked ones, which may lead in a circle."""
+    """Yield the directory and all directories below it, each once; linked ones, which may form a cycle, come last."""
     waiting, links, seen = [directory] * directory.is_dir(), list[Path](), set[Path]()
     while waiting or links:
         here = waiting.pop() if waiting else links.pop(0)
@@ -219,9 +219,9 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def _entries(directory: Path, pattern: str) -> list[_Entry]:
-    """Return what matches in a directory, by name.
+    """Return the entries of a directory that match a glob pattern, sorted by name.
 
-    Raises UserError if it cannot be listed, and for a visible dead link that matches.
+    Raises UserError if it cannot be listed, and for a matching link, not hidden, without a target.
     """
     try:
         with os.scandir(directory) as listed:
@@ -240,7 +240,7 @@ def _entries(directory: Path, pattern: str) -> list[_Entry]:
 
 
 def _dead_link_error(link: Path) -> UserError:
-    """Return the UserError for a link that leads nowhere."""
+    """Return the UserError for a symbolic link whose target does not exist."""
     return UserError(
         f"{link} leads nowhere",
         evidence=f"a link to {link.readlink()}, which is not there",
@@ -249,12 +249,15 @@ def _dead_link_error(link: Path) -> UserError:
 
 
 def is_readable(name: str) -> bool:
-    """Return whether a file of this name is of a kind that prepare reads."""
+    """Return whether `finlm prepare` reads a file of this name, by its suffix; False for dataset_info.json."""
     return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
 def _no_file_error(pattern: str, key: str) -> UserError:
-    """Return the UserError for a path, URL or glob that no file matches, with what lies nearby."""
+    """Return the UserError for a path, URL or glob that no file matches, with the names nearby.
+
+    Raises UserError itself if the path is a directory.
+    """
     if remote.is_url(pattern):
         where, entries = remote.entries_near(pattern)
         if where == pattern.rstrip("/") and entries:
@@ -273,7 +276,7 @@ def _no_file_error(pattern: str, key: str) -> UserError:
 
 
 def _check_directory(path: Path, key: str) -> None:
-    """Raise UserError for a directory that was given instead of files, and suggest the glob of most files in it."""
+    """Raise UserError if the path is a directory, and suggest the glob that matches most files in it."""
     directory = path.expanduser()
     if not directory.is_dir():
         return
@@ -306,7 +309,7 @@ def check_names(inputs: list[Input]) -> list[Input]:
 
 
 def _other_names(same: Sequence[Input]) -> str:
-    """Return the fix to suggest for inputs of one name."""
+    """Return the fix to suggest for inputs that share a name."""
     entries = Counter(item.entry for item in same)
     if len(entries) == len(same):
         return "give each a name of its own: data.sources[i].name"
@@ -326,9 +329,9 @@ def _other_names(same: Sequence[Input]) -> str:
 
 
 def verify_hashes(item: Input, sha256: Sequence[str]) -> Input:
-    """Return the input with the hashes of its files.
+    """Return a copy of the input with `sha256`, the hash of each file.
 
-    Raises UserError when the recipe names another for its only file.
+    Raises UserError when the recipe names a different hash for its only file.
     """
     if item.expected and "@" not in item.expected and item.expected.lower() != sha256[0]:
         raise UserError(
@@ -350,12 +353,15 @@ def suffix(name: str) -> str:
 
 
 def safe_name(name: str) -> str:
-    """Return the name with every character replaced by _ that does not belong in a file name."""
+    """Return the name with _ for every run of characters other than letters, digits, _, . and -."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 
 def _format(path: File, source: Source) -> Format:
-    """Return the format of a file: the recipe's, or that of its suffix (default jsonl). Raises UserError."""
+    """Return the format of a file: the recipe's, or that of its suffix (default jsonl).
+
+    Raises UserError for a suffix that is not read, such as .csv.
+    """
     if source.format != "auto":
         return source.format
     name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
@@ -369,13 +375,13 @@ def _format(path: File, source: Source) -> Format:
 
 
 def _common_name(pattern: str) -> str:
-    """Return a name for several files: the last part of their path that is no glob."""
+    """Return the last part of a path without wildcards, without suffix; "files" if there is none."""
     parts = [part for part in Path(pattern).parts if not set(part) & set("*?[") and part != "/"]
     return stem(parts[-1]) if parts else "files"
 
 
 def _similar_names(pattern: str) -> str:
-    """Return, for messages, the nearest existing directory of a path and the names in it most like the wanted one."""
+    """Return, for messages, the nearest existing directory of a path and the names in it closest to the wanted one."""
     wanted = Path(pattern).expanduser()
     directory = next(parent for parent in wanted.absolute().parents if parent.is_dir())
     names = sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
@@ -383,16 +389,18 @@ def _similar_names(pattern: str) -> str:
 
 
 def _listing(directory: object, names: Sequence[str], wanted: str) -> str:
-    """Return, for messages, the names in a directory that are most like the wanted one."""
+    """Return, for messages, the ten names in a directory that are closest to the wanted one."""
     closest = difflib.get_close_matches(wanted, names, n=10, cutoff=0)
     more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
     return f"{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
 
 
 def hub_files(source: Source, key: str, *, fetch: bool) -> list[Path]:
-    """Return the chosen files of source.dataset at source.revision, sorted; downloads them with `fetch`.
+    """Return the sorted local paths of the dataset's files at source.revision; download missing ones if `fetch`.
 
-    Raises UserError when they cannot be had; without `fetch`, for files that are not in the cache, NotPrepared.
+    Selects the files that match source.files; without it, the readable files named after source.split, or all if none
+    are. `key` is the recipe key that errors name. Raises UserError when source.revision is not a full commit hash, the
+    download fails or no file matches; without `fetch`, NotPrepared for files that are not in the cache.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
