@@ -1,11 +1,11 @@
 """Ask every host of a cluster for its facts, all at the same time: one ssh connection per host, none for this machine.
 
-The probes travel with the question, so a host needs only some Python 3.8 and can never run an older version of them.
-They are run by the interpreter that the ranks will use; where it is missing by the host's python3, which is recorded.
-Three hosts answer in 2 to 4 s, and a host that is down costs 8 s (ssh's connection time-out) whatever the others do.
+The probes (hosts/remote/) are sent along, so a host needs only some Python 3.8 and can never run an older version of
+them. They are run by the interpreter that the ranks will use or, if that is missing, by the host's python3, which is
+recorded. Three hosts answer in 2 to 4 s; a host that is down costs 8 s (ssh's connection time-out), and the others do
+not wait for it.
 
-HostFacts is what was learnt of a host; the parts of it are the dataclasses of the probes. Judges nothing and writes
-nothing.
+HostFacts has what is known of a host; its fields are the dataclasses of the probes. Judges nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Programs = dict[str, tuple[str, list[str]]]  # source and arguments of what runs
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a host could not be asked."""
+    """Why a host could not be asked, as problem, evidence and fix of a UserError."""
 
     problem: str = ""
     evidence: str = ""
@@ -56,7 +56,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host's probes reported; None is unknown."""
+    """The facts that a host's probes reported. A fact that is None is unknown."""
 
     hostname: str | None = None
     machine: str | None = None
@@ -85,12 +85,12 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Build the facts from the probes' document. Raises pydantic's ValidationError for a wrong type."""
+        """Return the HostFacts of the probes' JSON document. Raises pydantic's ValidationError for a wrong type."""
         return TypeAdapter(cls).validate_python(document)
 
     @property
     def has_python_of_ranks(self) -> bool:
-        """True unless another interpreter than the ranks' answered, whose packages mean nothing."""
+        """True unless another interpreter than the ranks' answered, whose packages say nothing about the ranks."""
         return not self.python or self.python.executable == (self.python.wanted or self.python.executable)
 
     @property
@@ -104,7 +104,7 @@ class HostFacts:
         return (self.links.infiniband if self.links else None) or []
 
     def for_manifest(self) -> dict[str, str | list[str] | dict[str, str | None]]:
-        """Return the versions, GPUs, drivers and CPU that a run may depend on; unknown and empty ones are left out."""
+        """Return the versions, GPUs, drivers and CPU that a run may depend on; leaves out unknown and empty values."""
         torch = self.torch
         seen: dict[str, str | list[str] | dict[str, str | None] | None] = {
             "python": self.python.version if self.python else None,
@@ -133,9 +133,10 @@ def gather(
     trees: Sequence[CheckedTree] = (),
     accept_new: bool = False,
 ) -> dict[str, HostFacts]:
-    """Return the facts of every host by name; a host that could not be asked has only `failed`.
+    """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
-    runs: the directory of runs, whose disk is measured. trees: files to fingerprint on the hosts.
+    `runs` is the directory of runs, whose disk is measured. `trees` are files to fingerprint on the hosts. With several
+    hosts, or a fixed launch.master_port, the hosts also call each other.
     """
     names = [host.name for host in cluster.hosts]
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
@@ -152,7 +153,10 @@ def gather(
 
 
 def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict[str, HostFacts]:
-    """Return only the facts that a plan is made from, `memory` and `gpu`, of every host by name."""
+    """Return {host: facts} with only the facts that a plan is made from, `memory` and `gpu`.
+
+    A host that could not be asked has only `failed`.
+    """
     programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
 
@@ -163,7 +167,10 @@ def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) 
 
 
 class _Meeting:
-    """The port, token and peers with which the hosts call each other during the probe."""
+    """The port, token and peers with which the hosts call each other while they are probed.
+
+    The port is launch.master_port, or a random port for `auto`; a single host has no peers.
+    """
 
     def __init__(self, recipe: Recipe, cluster: Cluster, local: Mapping[str, bool]) -> None:
         given = recipe.launch.master_port
@@ -173,12 +180,15 @@ class _Meeting:
         self.peers = [_describe_peer(host, local[host.name]) for host in cluster.hosts] if several else []
 
     def request(self, host: Host) -> str:
-        """Return the JSON request of hosts/remote/links.py for a host."""
+        """Return the request of hosts/remote/links.py for a host, as JSON text."""
         return json.dumps(asdict(links.Request(host.name, self.port, self.token, MEETING_SECONDS, self.peers)))
 
 
 def _describe_peer(host: Host, local: bool) -> links.Peer:
-    """Return a host's name and addresses, as the other hosts are to try them, and an ssh login to it."""
+    """Return a host's name, the addresses at which the other hosts are to try it, in order, and an ssh login to it.
+
+    `local` says that the host is this machine. Leaves out loopback addresses.
+    """
     ways = [host.access.address or host.name]
     known = host.name if local else ssh.address(host.destination)
     try:
@@ -192,7 +202,10 @@ def _describe_peer(host: Host, local: bool) -> links.Peer:
 def _choose_programs(
     recipe: Recipe, plan: Plan, host: Host, runs: Path, trees: Sequence[CheckedTree], meeting: _Meeting | None
 ) -> Programs:
-    """Return the programs to run on a host, with their arguments."""
+    """Return the programs to run on a host, {name: (source, arguments)}.
+
+    Probes torch only for GPUs, the links only with a `meeting`, and fingerprints only with `trees`.
+    """
     roles = {"run": runs} | ({"nvme": Path(recipe.zero.nvme_path)} if recipe.zero.nvme_path else {})
     roles |= {"memory": Path(recipe.checkpoint.memory_directory)} if recipe.checkpoint.memory_minutes else {}
     disks = [f"--disk={role}={ssh.path_on_host(path, host.access)}" for role, path in roles.items()]
@@ -209,14 +222,15 @@ def _choose_programs(
 
 
 def _read_source(module: Any) -> str:
-    """Return the source text of a module."""
+    """Return the source text of a module, from its file."""
     return Path(module.__file__).read_text(encoding="utf-8")
 
 
 def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new: bool) -> HostFacts:
-    """Run the programs on a host, here as a child process, and return its facts; a failure is kept as `failed`.
+    """Run the programs on a host, here as a child process, and return its facts; a UserError is kept as `failed`.
 
-    The clock's bounds come from the times of asking and answering. This process is left out of a GPU's processes.
+    The bounds of the clock's error come from the times of asking and answering. On this machine, leaves this process
+    out of the processes on a GPU.
     """
     python = ssh.python_on_host(host.access)
     request = {"env": {**recipe.env, **host.access.env}, "seconds": PROGRAM_SECONDS, "programs": programs}
@@ -243,7 +257,10 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accep
 
 
 def _run_here(python: str, script: bytes) -> str:
-    """Run a script with an interpreter of this machine and return its output. Raises UserError when that fails."""
+    """Run a script with the interpreter `python` on this machine; return its stdout, or its stderr if that is empty.
+
+    Raises UserError when it cannot be started or takes over 60 s.
+    """
     try:
         done = subprocess.run([python, "-"], input=script, capture_output=True, timeout=PATIENCE_SECONDS, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -252,7 +269,10 @@ def _run_here(python: str, script: bytes) -> str:
 
 
 def _run_there(host: Host, python: str, script: bytes, accept_new: bool) -> str:
-    """Run a script on a host by `python`, else its python3, and return its output. Raises UserError without both."""
+    """Run a script on a host with `python`, else its python3, over ssh; return its stdout, or stderr if that is empty.
+
+    Raises UserError when neither is there, ssh fails, or it takes over 60 s.
+    """
     argv = ["sh", "-c", _FIND_PYTHON, "sh", python, "python3"]
     result = ssh.run(
         host.destination, argv, stdin=script, timeout_seconds=PATIENCE_SECONDS, accept_new=accept_new, check=False
@@ -264,9 +284,9 @@ def _run_there(host: Host, python: str, script: bytes, accept_new: bool) -> str:
 
 
 def _merge_answers(answers: Mapping[str, Any], wanted: str) -> dict[str, Any]:
-    """Merge the programs' answers into a document of all sections; a failed program becomes a row of `errors`.
+    """Merge the programs' answers into a document with all sections; the reason of a failed program goes into `errors`.
 
-    wanted: the ranks' interpreter, noted in the `python` section.
+    `wanted` is the path of the ranks' interpreter, which is added to the `python` section. Changes the answers.
     """
     document: dict[str, Any] = {}
     errors: dict[str, str] = {}

@@ -1,10 +1,10 @@
 """Check a host's GPUs: driver, number, memory, health, kernels of the installed torch; ask hosts for their GPU kinds.
 
-The checks are pure functions from plan and facts of hosts/remote/gpu.py to faults; what nvidia-smi or torch did not
-tell gives no fault. A hostfile has names and slots only, and a recipe's `hardware:` says what its author used: what a
-host's nvidia-smi answers counts more, and where it disagrees with the recipe a sentence says so. Who is about to train
-hears at once of a host that cannot be asked (check_reached); for doctor it is planned as the recipe says, or like the
-others.
+The checks are pure functions from the plan and the facts of hosts/remote/gpu.py to faults. What nvidia-smi or torch did
+not report gives no fault. A hostfile has names and slots only, and a recipe's `hardware:` says what its author used:
+what a host's nvidia-smi reports takes precedence, and a sentence is printed where it contradicts the recipe. `finlm
+train` ends at once when a host cannot be asked (check_reached); for doctor such a host is planned as the recipe says,
+or like the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
 
 
 def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield everything wrong with the GPUs that a host gives to the run."""
+    """Yield the faults of the GPUs that a host gives to the run; none when they are unknown."""
     gpu = facts.gpu
     if gpu is None:
         return
@@ -50,7 +50,7 @@ def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
-    """Yield a fault of nvidia-smi itself, or of the number and choice of visible GPUs."""
+    """Yield a fault of nvidia-smi itself, or of the number or choice of visible GPUs."""
     mend = "`nvidia-smi` must list the GPUs: after a driver update reboot, or reload the nvidia modules"
     if gpu.error and plan.device == "cuda":
         yield "driver", "error", f"nvidia-smi: {gpu.error}", mend
@@ -74,7 +74,10 @@ def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
 
 
 def visible_devices(gpu: Gpu) -> list[Device] | None:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, by CUDA's rule; None for MIG, not parsed."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order and by CUDA's rule; all GPUs if it is unset.
+
+    The first invalid entry ends the list. Returns None for MIG devices, which are not parsed.
+    """
     devices = gpu.devices
     if gpu.visible is None:
         return devices
@@ -92,14 +95,17 @@ def visible_devices(gpu: Gpu) -> list[Device] | None:
 
 
 def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
-    """Return the GPUs that the ranks of a host take; [] when the visible ones are unknown."""
+    """Return the GPUs that the ranks of a host take; [] when the visible GPUs are unknown."""
     if host.devices:  # numbers of the machine: the launcher makes them CUDA_VISIBLE_DEVICES
         return [gpu.devices[number] for number in host.devices if number < len(gpu.devices)]
     return (visible_devices(gpu) or [])[: host.slots]
 
 
 def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield GPUs that two host names share: two ranks on a GPU are NCCL's `Duplicate GPU detected`."""
+    """Yield a fault for each host whose GPUs another host also has: two names of one machine.
+
+    NCCL stops with `Duplicate GPU detected` when two ranks use a GPU.
+    """
     if plan.device != "cuda":
         return
     first: dict[str, str] = {}
@@ -116,7 +122,7 @@ def check_devices(plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[Hos
 
 
 def _check_memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
-    """Yield GPUs with less free memory than `needed` bytes (error) and GPUs that other processes use (warning)."""
+    """Yield an error for GPUs with less than `needed` bytes free, and a warning for others that processes use."""
     full = [device for device in devices if device.memory_free is not None and device.memory_free < needed]
     fix = "end those processes, choose other GPUs with CUDA_VISIBLE_DEVICES, or plan for less memory with --gpu"
     if full:
@@ -134,7 +140,7 @@ def _check_memory(needed: int, devices: Sequence[Device]) -> Iterator[Fault]:
 
 
 def _holders(device: Device) -> str:
-    """Return the processes that hold memory of a GPU as words for a message, "" without any."""
+    """Return the processes that hold memory of a GPU as text for a message; "" if there are none."""
     held = [
         f"{process.name} (pid {process.pid}{', ' + format_bytes(process.bytes) if process.bytes is not None else ''})"
         for process in device.processes
@@ -143,7 +149,7 @@ def _holders(device: Device) -> str:
 
 
 def _check_health(devices: Sequence[Device], gpu: Gpu) -> Iterator[Fault]:
-    """Yield memory cells that failed (ECC, row remapping) and hardware errors of the last 24 hours (Xid)."""
+    """Yield faults of GPU memory that failed (ECC, row remapping) and of hardware errors in the last 24 hours (Xid)."""
     for device in devices:
         named = f"GPU {device.index} ({device.name}, {device.uuid})"
         if device.remap_failed:
@@ -169,7 +175,7 @@ def _check_health(devices: Sequence[Device], gpu: Gpu) -> Iterator[Fault]:
 
 
 def _check_precision(plan: Plan, devices: Sequence[Device]) -> Iterator[Fault]:
-    """Yield the GPUs whose compute capability is too old for the plan's precision."""
+    """Yield an error for the GPUs whose compute capability is too low for the plan's precision."""
     needed = CAPABILITY.get(plan.precision, 0.0)
     old = [device for device in devices if device.compute_capability and float(device.compute_capability) < needed]
     if old:
@@ -179,7 +185,7 @@ def _check_precision(plan: Plan, devices: Sequence[Device]) -> Iterator[Fault]:
 
 
 def _check_torch(torch: Torch, devices: Sequence[Device]) -> Iterator[Fault]:
-    """Yield when torch cannot start CUDA with this driver, or was not built for these GPUs."""
+    """Yield an error when torch cannot start CUDA with this driver, or was not built for these GPUs."""
     if torch.error:
         evidence = f"torch {torch.version} (CUDA {torch.cuda}) cannot use the GPUs: {torch.error}"
         yield "torch", "error", evidence, "install a driver for that CUDA, or the torch build of the driver's CUDA"
@@ -199,9 +205,10 @@ def _check_torch(torch: Torch, devices: Sequence[Device]) -> Iterator[Fault]:
 
 
 def has_kernels(capability: str, arch: Sequence[str]) -> bool:
-    """Return whether a GPU runs code built for these architectures, by torch's rule (torch/cuda/__init__.py).
+    """Return whether a GPU of this compute capability ("8.6") runs code built for the architectures `arch` ("sm_80").
 
-    sm_XY runs on the same X with a higher or equal Y, sm_XYa only on XY itself, and compute_XY (PTX) on all later ones.
+    By torch's rule (torch/cuda/__init__.py): sm_XY runs on the same X with a higher or equal Y, sm_XYa only on XY
+    itself, and compute_XY (PTX) on all later ones.
     """
     major, minor = map(int, capability.split("."))
     for item in arch:
@@ -219,7 +226,7 @@ def has_kernels(capability: str, arch: Sequence[str]) -> bool:
 
 
 def _check_nccl(facts: HostFacts) -> Iterator[Fault]:
-    """Yield when torch loads two NCCL libraries or two wheels install NCCL: the order of loading decides then."""
+    """Yield an error when torch loads several NCCL libraries, else a warning when several wheels install NCCL."""
     installed = facts.packages or {}
     wheels = [f"{name} {version}" for name, version in installed.items() if name.startswith("nvidia-nccl") and version]
     loaded = facts.torch.nccl_files if facts.torch else []
@@ -239,7 +246,7 @@ WayOut = Callable[[Sequence[str]], str]
 def ask_kinds(recipe: Recipe, cluster: Cluster, accept_new: bool = False, way_out: WayOut | None = None) -> Cluster:
     """Ask the hosts for their GPUs and memory, and return the cluster with them; print what contradicts the recipe.
 
-    way_out: given to train; then a host that cannot be asked raises UserError with its text.
+    `way_out` is given by `finlm train`: then a host that cannot be asked raises UserError, with its text in the fix.
     """
     facts = gather.gather_hardware(recipe, cluster, accept_new)
     if way_out:
@@ -251,7 +258,10 @@ def ask_kinds(recipe: Recipe, cluster: Cluster, accept_new: bool = False, way_ou
 
 
 def check_reached(facts: AllFacts, way_out: WayOut) -> None:
-    """Raise UserError that names every host that could not be asked, before hours go into preparing data."""
+    """Raise UserError that names every host that could not be asked; way_out(their names) is added to its fix.
+
+    Called before hours go into preparing data.
+    """
     failed = {name: host.failed for name, host in facts.items() if host.failed}
     if failed:
         fixes = dict.fromkeys(each.fix for each in failed.values() if each.fix)
@@ -265,8 +275,8 @@ def check_reached(facts: AllFacts, way_out: WayOut) -> None:
 def settle_kinds(cluster: Cluster, facts: AllFacts) -> tuple[Cluster, list[str]]:
     """Return (the cluster with each host's GPU kind and memory, a sentence for each contradiction with the recipe).
 
-    facts: `gpu` and `memory` of gather.py. A host without facts keeps what the recipe says, else the kind of the
-    others.
+    `facts` needs `gpu` and `memory` of each host. A host whose GPUs are unknown keeps the kind that the recipe gives,
+    else gets the kind of the first host that has one.
     """
     hosts, contradictions, unknown = [], [], set()
     for host in cluster.hosts:
@@ -293,9 +303,9 @@ def settle_kinds(cluster: Cluster, facts: AllFacts) -> tuple[Cluster, list[str]]
 
 
 def _choose_kind(names: list[str], otherwise: str | None) -> str | None:
-    """Return the kind with the least memory among nvidia-smi's names, None without names.
+    """Return the GPU kind with the least memory among nvidia-smi's names; None for no names.
 
-    For a name that is not known: `otherwise`, or the name itself.
+    If a name is of no known kind, returns `otherwise`, or the first name if that is None.
     """
     try:
         kinds = [gpus.find(name) for name in names]
@@ -305,6 +315,6 @@ def _choose_kind(names: list[str], otherwise: str | None) -> str | None:
 
 
 def _ram_bytes(facts: HostFacts) -> int | None:
-    """Return the RAM of a host, or of the container that its ranks run in; None when unknown."""
+    """Return the RAM of a host in bytes, or the limit of the container that its ranks run in; None when unknown."""
     memory = facts.memory
     return min(memory.total, memory.cgroup_limit or memory.total) if memory else None

@@ -1,6 +1,6 @@
 """Check hosts' software, memory, disks and limits: pure functions from plan and facts to faults, one per cause.
 
-Each threshold names where it comes from. A fact that is None could not be gathered and gives no fault.
+Each threshold has a comment on where it comes from. A fact that is None is unknown and gives no fault.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pins() -> dict[str, str]:
 
 
 def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield everything wrong on a host; `alone` = the run has no other host."""
+    """Yield the faults of a host by itself. `alone` says that the run has no other host."""
     yield from _check_python(facts)
     yield from _check_packages(recipe, plan, facts)
     yield from _check_memory(plan, host, facts)
@@ -66,7 +66,7 @@ def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: 
 
 
 def _check_python(facts: HostFacts) -> Iterator[Fault]:
-    """Yield when the ranks' interpreter is missing or older than Python 3.11."""
+    """Yield an error when the ranks' interpreter is missing or older than Python 3.11."""
     python = facts.python
     if python and not facts.has_python_of_ranks:
         evidence = f"{python.wanted} is not there; its python3 is {python.version} ({python.executable})"
@@ -78,7 +78,7 @@ def _check_python(facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_sync(host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield when rsync is missing, or when a login prints text where rsync expects none."""
+    """Yield an error when rsync is missing on a host, and when a login prints text where rsync expects none."""
     if facts.rsync is None:
         fix = f"`apt-get install rsync` or `yum install rsync` on {host.name}"
         yield "sync", "error", "rsync is not installed; code and data are copied with it", fix
@@ -89,7 +89,10 @@ def _check_sync(host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield packages that are missing or of another version than the pinned one, and a torch without CUDA for GPUs."""
+    """Yield faults of missing packages (error), other versions than pinned (warning) and a torch without CUDA (error).
+
+    Yields nothing when the packages of the ranks' interpreter are unknown.
+    """
     installed, wanted = facts.packages, pins()
     if installed is None or not facts.has_python_of_ranks:
         return
@@ -110,7 +113,10 @@ def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fa
 
 
 def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str, str]) -> bool:
-    """Return whether an installed version is another than tested; of torch a range of versions is."""
+    """Return whether a package's installed version is not the pinned version; for torch, not a tested version.
+
+    Returns False for a package that is not installed. `installed` and `wanted` map packages to versions.
+    """
     version = (installed.get(name) or "").partition("+")[0]
     if not version:
         return False
@@ -118,7 +124,10 @@ def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str
 
 
 def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield when less RAM is available than the plan needs on this host."""
+    """Yield a fault when less RAM is available than the plan needs on this host.
+
+    It is a warning if the recipe says that a GPU host has more RAM than it reports now, else an error.
+    """
     memory = facts.memory
     if memory and memory.available + _reused_bytes(plan, facts) < plan.host_bytes:
         limit = f", cgroup limit {format_bytes(memory.cgroup_limit)}" if memory.cgroup_limit else ""
@@ -137,14 +146,17 @@ def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
-    """Return the bytes of an earlier launch's checkpoint in memory, which are part of what the plan needs."""
+    """Return the bytes of an earlier launch's checkpoint in memory, at most half of what the plan needs for those."""
     disks = facts.disks or {}
     kept = disks["memory"].checkpoint_bytes if "memory" in disks else 0
     return min(kept, plan.host_bytes_items.get(IN_MEMORY, 0) // 2)
 
 
 def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield when the disks of the run and of zero.nvme_path lack space for checkpoints, copies or offloaded states."""
+    """Yield an error when a disk lacks space: that of the runs, of checkpoints in memory, or of zero.nvme_path.
+
+    `alone` says that the run has no other host, so that all shards are written here.
+    """
     disks, share = facts.disks or {}, host.slots / plan.world_size
     element = ELEMENT_BYTES[plan.precision]
     if "run" in disks:
@@ -174,9 +186,9 @@ def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone
 
 
 def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) -> Iterator[Fault]:
-    """Yield when a disk has fewer than `need` bytes or too few inodes, or its directory cannot be written.
+    """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory cannot be written.
 
-    what: the contents that go there, for the message.
+    `what` names the contents for the message, `name` is the check.
     """
     if disk.free < need:
         evidence = f"{format_bytes(disk.free)} free at {disk.path}, {format_bytes(need)} needed for {what}"
@@ -191,7 +203,10 @@ def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) 
 
 
 def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Fault]:
-    """Yield when /dev/shm is too small for NCCL's ranks of a host; CPU ranks use gloo over TCP and do not need it."""
+    """Yield a fault when /dev/shm is too small for NCCL between the ranks of a host.
+
+    CPU ranks use gloo over TCP and do not need it.
+    """
     if plan.device == "cpu" or host.slots == 1 or shm is None:
         return
     fix = "start the container with --shm-size=8g (or --ipc=host); files left in /dev/shm by dead runs may be removed"
@@ -203,7 +218,7 @@ def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Faul
 
 
 def _check_limits(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield when the limits of open files, or of locked memory with InfiniBand, are too low."""
+    """Yield an error when the limit of open files, or of locked memory with InfiniBand, is too low."""
     limits = facts.limits or {}
     soft, hard = limits.get("nofile", (None, None))
     if soft is not None and soft < MIN_OPEN_FILES:
@@ -217,14 +232,14 @@ def _check_limits(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
 
 
 def ops_to_build(plan: Plan) -> set[str]:
-    """Return DeepSpeed's C++ ops that are compiled at first use under this plan; others run on torch's kernels."""
+    """Return the names of DeepSpeed's C++ ops that this plan compiles at first use, for offloading."""
     places = {plan.offload_optimizer, plan.offload_param}
     ops = {"cpu_adam"} if plan.offload_optimizer in ON_HOST else set()
     return ops | ({"async_io", "pin_memory"} if "nvme" in places else set())
 
 
 def _check_compilers(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield the compilers and libraries that are missing for torch.compile and for DeepSpeed's C++ ops."""
+    """Yield an error for each compiler or library missing for torch.compile or for DeepSpeed's C++ ops."""
     tools, extensions = facts.tools, facts.extensions
     ops = ops_to_build(plan) - set(extensions.prebuilt if extensions else ())
     if tools is None or not facts.has_python_of_ranks:
@@ -253,7 +268,10 @@ def _check_compilers(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fault]:
-    """Yield the lock files of killed builds: every later build of that op waits for them without a message."""
+    """Yield a fault for each lock file of a killed build: later builds of that op wait for it without a message.
+
+    It is an error if the plan builds that op, else a warning.
+    """
     if not extensions or extensions.compilers:
         return
     for lock in extensions.locks:
@@ -266,9 +284,9 @@ def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fa
 
 
 def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield hosts whose Python, packages, CUDA or NCCL differ from what most hosts have.
+    """Yield an error for each host whose Python, packages, CUDA or NCCL differ from what most hosts have.
 
-    Ranks exchange pickles and collectives, which must mean the same at both ends.
+    Ranks exchange pickles and collectives, which must mean the same on all hosts.
     """
     rows: dict[str, Callable[[HostFacts], str | None]] = {
         "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,
@@ -297,7 +315,7 @@ def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[Host
 
 
 def _version_reader(name: str) -> Callable[[HostFacts], str | None]:
-    """Return a function that reads a package's version from facts, without a suffix such as torch's +cu130."""
+    """Return a function that reads a package's version from facts, without a suffix such as +cu130; None if unknown."""
 
     def version(host: HostFacts) -> str | None:
         installed = (host.packages or {}).get(name)
@@ -307,7 +325,7 @@ def _version_reader(name: str) -> Callable[[HostFacts], str | None]:
 
 
 def _nccl_wheel(host: HostFacts) -> str | None:
-    """Return the NCCL wheels by their metadata, for hosts where torch was not asked; None without any."""
+    """Return the NCCL wheels with their versions, for hosts where torch was not asked; None if there are none."""
     installed = host.packages or {}
     wheels = sorted(f"{name} {installed[name]}" for name in installed if name.startswith("nvidia-nccl"))
     return ", ".join(wheels) or None

@@ -1,17 +1,16 @@
-"""Find what would make a run fail or crawl from the hosts' facts, before anything starts.
+"""Find in the hosts' facts what would make a run fail or crawl, before anything starts.
 
-`judge` is pure: recipe, plan, cluster and facts (of the probes) in, findings out. An "error" stops `finlm train`, a
-"warning" does not. Every finding carries the numbers it was made from and a way to mend it. A fact the probes could not
+`judge` is pure: it gets recipe, plan, cluster and facts (of the probes), and returns findings. An "error" stops `finlm
+train`, a "warning" does not. Every finding has the numbers it was made from and a fix. A fact that the probes could not
 get is unknown, not wrong: a healthy cluster gives no finding. Hosts are also compared with each other: the reference
 for versions is what most hosts have (of two, the first); for code and data it is this machine. A single host takes
 about a second, three over ssh 3.
 
-Between the hosts names, logins, TCP, network cards, InfiniBand and clocks are looked at. NCCL and gloo each guess which
-network card to use (gloo: the card with the address of the host's own name, 127.0.1.1 on Debian), so on several hosts
-the card that leads to the others is set (host_env).
+Between the hosts, names, logins, TCP, network cards, InfiniBand and clocks are checked. NCCL and gloo each guess which
+network card to use (gloo: the card with the address of the host's name, 127.0.1.1 on Debian), so on several hosts the
+card that leads to the others is set (host_env).
 
-Does not look into the data, does not see faults that only show under load, and measures speed only when asked
-(speed.py).
+Does not read the data, cannot see faults that only show under load, and measures speed only when asked (speed.py).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong on a host: which check, its level, evidence and fix."""
+    """A fault of a host: the check that it failed, the level, the evidence and the fix."""
 
     check: str
     host: str
@@ -66,14 +65,20 @@ class Finding:
 
 
 def check(recipe: Recipe, plan: Plan, cluster: Cluster, runs: Path) -> list[Finding]:
-    """Gather the facts of every host and return the findings, as `finlm train` does before it starts."""
+    """Gather the facts of every host and return the findings, errors first, as `finlm train` does before it starts.
+
+    `runs` is the directory of runs.
+    """
     return judge(recipe, plan, cluster, gather(recipe, plan, cluster, runs))
 
 
 def judge(
     recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, trees: Sequence[CheckedTree] = ()
 ) -> list[Finding]:
-    """Return everything wrong on the cluster's hosts, errors first. facts: by host name, from gather()."""
+    """Return all findings on the cluster's hosts, errors first.
+
+    `facts` maps host names to facts, from gather(). `trees` are the files of this machine to compare with the hosts'.
+    """
     known = {name: host for name, host in facts.items() if not host.failed}
     faults = list(_check_hosts(recipe, plan, cluster, facts, known))
     between = [
@@ -90,7 +95,10 @@ def judge(
 
 
 def _check_hosts(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, known: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults of each host by itself, among them hosts and probes that gave no answer."""
+    """Yield the faults of each host by itself, and of hosts and probes that gave no answer.
+
+    `known` has the facts of the hosts that answered.
+    """
     alone = len(plan.hosts) == 1
     for host in cluster.hosts:
         if host.name not in known:
@@ -106,7 +114,7 @@ def _check_hosts(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, 
 
 
 def _explain_unreached(name: str, facts: HostFacts | None) -> Fault:
-    """Return the fault of a host that could not be asked."""
+    """Return the fault of a host that could not be asked; `facts` has the reason, if known."""
     if facts is None or facts.failed is None:
         return "ssh", "error", "no facts of this host were gathered", f"try `ssh {name} python3 -V`"
     failed = facts.failed
@@ -115,13 +123,13 @@ def _explain_unreached(name: str, facts: HostFacts | None) -> Fault:
 
 
 def this_machine(plan: Plan) -> Cluster:
-    """Return a cluster of this machine alone, with the slots that the plan has for it, else those of its first host."""
+    """Return a cluster of this machine alone, with the plan's slots and GPU kind for it, else for its first host."""
     planned = next((host for host in plan.hosts if is_local(host.name)), plan.hosts[0])
     return Cluster((Host(planned.name if is_local(planned.name) else "localhost", planned.slots, planned.gpu),))
 
 
 def show_table(plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence[Finding]) -> None:
-    """Print a table with a row per host and a column per group of checks that was examined on some host."""
+    """Print a table with a row per host and a column per group of checks that was examined on at least one host."""
     rows = [list(_cells(host.name, facts.get(host.name, HostFacts()), findings, plan)) for host in cluster.hosts]
     shown = [index for index in range(len(COLUMNS)) if any(row[index] != "-" for row in rows)]
     header = ["host", *(list(COLUMNS)[index] for index in shown)]
@@ -130,7 +138,7 @@ def show_table(plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print the findings with their evidence and fixes, and their number."""
+    """Print the findings with their evidence and fixes, and how many there are."""
     for finding in findings:
         screen.show(f"{finding.level}: {finding.check} on {finding.host}")
         screen.show("  evidence: " + finding.evidence.replace("\n", "\n            "))
@@ -143,7 +151,7 @@ def show(findings: Sequence[Finding]) -> None:
 
 
 def _cells(name: str, facts: HostFacts, findings: Sequence[Finding], plan: Plan) -> Iterator[str]:
-    """Yield ok, warn or FAIL for each column of a host's row; - where nothing was examined."""
+    """Yield, for each column of a host's row, ok, warn or FAIL; "-" where nothing was examined."""
     unneeded = ("GPU",) * (plan.device == "cpu") + ("logins", "clock") * (len(plan.hosts) == 1)
     for column, (checks, needs) in COLUMNS.items():
         levels = {finding.level for finding in findings if finding.host == name and finding.check in checks}
@@ -163,7 +171,7 @@ SHOWN_FILES = 5
 
 
 def check_trees(trees: Sequence[CheckedTree], facts: AllFacts) -> Iterator[HostFault]:
-    """Yield files that are missing or other than here: a fault per host for each of code, data and model."""
+    """Yield an error per host and tree (code, data, model) whose files are missing or differ from this machine's."""
     for name, host in facts.items():
         for tree in trees:
             there = (host.trees or {}).get(tree.role)
@@ -193,7 +201,10 @@ INTERFACE_KEYS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def host_env(facts: AllFacts) -> dict[str, dict[str, str]]:
-    """Return by host the variables that bind ranks to the card that leads to the others; InfiniBand for all or none."""
+    """Return {host: variables} that make NCCL and gloo use the network card that leads to the other hosts.
+
+    If only some of the hosts have InfiniBand, sets NCCL_IB_DISABLE=1 on all of them.
+    """
     env: dict[str, dict[str, str]] = {name: {} for name in facts}
     for name, host in facts.items():
         card = _find_card(host)
@@ -208,9 +219,10 @@ def host_env(facts: AllFacts) -> dict[str, dict[str, str]]:
 
 
 def find_addresses(facts: AllFacts) -> dict[str, str]:
-    """Return by host the address at which most others reached it in doctor's meeting, without hosts nobody reached.
+    """Return {host: address at which most other hosts reached it in doctor's probe}.
 
-    SSH_CONNECTION, the other source, names the jump host where ssh goes over a jump host.
+    Leaves out hosts that nobody reached. SSH_CONNECTION, the other source, would name the jump host where ssh goes over
+    a jump host.
     """
     counts: dict[str, Counter[str]] = {}
     for host in facts.values():
@@ -221,7 +233,10 @@ def find_addresses(facts: AllFacts) -> dict[str, str]:
 
 
 def _find_card(facts: HostFacts) -> str | None:
-    """Return the interface through which this host called most of the others, never loopback; None when unknown."""
+    """Return the network interface through which this host reached most of the others; None when it is unknown.
+
+    Never returns the loopback interface.
+    """
     if facts.links is None:
         return None
     local = Counter(call.local for call in facts.links.peers.values() if call.local)
@@ -233,12 +248,15 @@ def _find_card(facts: HostFacts) -> str | None:
 
 
 def _active_ports(facts: HostFacts) -> list[str]:
-    """Return the host's active InfiniBand ports with their rates, as words."""
+    """Return a text for each active InfiniBand port of the host, with its rate."""
     return [f"{port.device}:{port.port} ({port.rate})" for port in facts.infiniband if port.active]
 
 
 def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield everything wrong between the hosts, each with the host's name."""
+    """Yield the faults between the hosts, each with a host's name.
+
+    If two names lead to one machine, yields only that.
+    """
     links_of = {name: host.links for name, host in facts.items() if host.links}
     asked = [host for host in cluster.hosts if host.name in links_of]
     if same := list(_find_same_machines(asked, facts)):
@@ -259,7 +277,7 @@ def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -
 
 
 def _check_port(recipe: Recipe, host: Host, cluster: Cluster, links: Links) -> Iterator[Fault]:
-    """Yield when launch.master_port cannot be listened on, on the first host; an `auto` port is free anyway."""
+    """Yield an error if the first host cannot listen on launch.master_port; `auto` always finds a free port."""
     port = links.port
     if port and not port.free and host == cluster.hosts[0] and recipe.launch.master_port != "auto":
         number = port.port
@@ -272,7 +290,7 @@ _HIGH_PORTS = "ranks talk to each other on arbitrary high ports"
 
 
 def _find_same_machines(hosts: Sequence[Host], facts: AllFacts) -> Iterator[HostFault]:
-    """Yield two lines of the hostfile that lead to one machine, as an alias does."""
+    """Yield an error for each host that is the same machine as an earlier host, for example by an alias."""
     first: dict[str, str] = {}
     for host in hosts:
         machine = facts[host.name].machine
@@ -283,18 +301,21 @@ def _find_same_machines(hosts: Sequence[Host], facts: AllFacts) -> Iterator[Host
 
 
 def _is_shut(name: str, links: Mapping[str, Links]) -> bool:
-    """Return whether no other host reached this one, although it listened."""
+    """Return whether no other host could connect to the host `name`, although it listened. `links` is by host name."""
     calls = [each.peers.get(name) for host, each in links.items() if host != name]
     return _listens(links[name]) and all(call is not None and call.answered is None for call in calls)
 
 
 def _listens(links: Links | None) -> bool:
-    """Return whether a host could listen on the rendezvous port."""
+    """Return whether a host could listen on the rendezvous port; False when unknown."""
     return links is not None and links.port is not None and links.port.free
 
 
 def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iterator[Fault]:
-    """Yield hosts that were not reached by name, or where another host answered. shut: hosts that nobody reached."""
+    """Yield faults of hosts that this host could not connect to or resolve, or whose name leads to another host.
+
+    `shut` has the hosts that nobody reached, which are reported elsewhere.
+    """
     unresolved, dead = [], []
     for name, call in links[host.name].peers.items():
         if call.unresolved:
@@ -315,7 +336,10 @@ def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iter
 
 
 def _check_logins(host: Host, links: Links) -> Iterator[Fault]:
-    """Yield when a host cannot log in to others. Only DeepSpeed's launcher needs it: finlm starts ranks from here."""
+    """Yield a warning when a host cannot log in to others over ssh.
+
+    Only DeepSpeed's own launcher needs that: finlm starts all ranks from this machine.
+    """
     failed = {name: done.error for name, done in links.ssh.items() if done.code != 0}
     if not failed:
         return
@@ -330,9 +354,10 @@ def _check_logins(host: Host, links: Links) -> Iterator[Fault]:
 
 
 def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Fault]:
-    """Yield interfaces that `env:` or hosts.<name>.env names and that do not exist on the host with an address.
+    """Yield an error for interfaces named in `env:` or hosts.<name>.env that do not exist on the host with an address.
 
-    NCCL takes a list of prefixes, or of exact names after "=", and wants one of them; gloo wants all of its names.
+    NCCL takes a list of prefixes, or of exact names after "=", and needs one of them; gloo needs all of its names. A
+    list that begins with "^" is not checked.
     """
     cards = {card.name: card.addresses for card in links.network or []}
     for key in INTERFACE_KEYS:
@@ -354,7 +379,10 @@ def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Faul
 
 
 def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield hosts with fewer active InfiniBand ports than others: without any, all hosts have to use TCP."""
+    """Yield a warning for each GPU host with fewer active InfiniBand ports than another.
+
+    If it has none, all hosts have to use TCP.
+    """
     active = {name: _active_ports(host) for name, host in facts.items()}
     most = max(map(len, active.values()), default=0)
     for name, ports in active.items():
@@ -369,9 +397,9 @@ def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
 
 
 def _check_clocks(facts: AllFacts) -> Iterator[HostFault]:
-    """Yield hosts whose clock surely differs from the reference's by more than 1 s, whatever the answer's delay was.
+    """Yield a fault for each host whose clock is certainly off by more than 1 s (warning) or 60 s (error).
 
-    The reference is the host nearest to the median, of two hosts the first.
+    The delay of the answers is allowed for. The reference is the host nearest to the median; of two hosts, the first.
     """
     bounds = {name: host.clock for name, host in facts.items() if host.clock}
     if len(bounds) < 2:

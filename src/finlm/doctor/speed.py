@@ -1,8 +1,8 @@
 """Start train/measure.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
 
-One ssh per host, none for this machine; the ranks find each other at the address and through the network cards that the
-probes found. A link is slow against the others or, between GPU hosts, against the speed that the plan reckons with.
-About 10 s for two or three hosts.
+One ssh connection per host, none for this machine. The ranks meet at the address, and use the network cards, that the
+probes found. A link is slow compared with the others or, between GPU hosts, with the speed that the plan assumes. Takes
+about 10 s for two or three hosts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Speed:
-    """The measured all-reduce of a group: seconds, bytes, and bus bandwidth."""
+    """The measured all-reduce of a group of ranks: latency and duration in seconds, bytes, and bus bandwidth."""
 
     latency: float
     bytes: int
@@ -54,7 +54,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the ranks reported, by group: numbers of those that were measured, the reason of those that failed."""
+    """The results that the ranks reported, by group of ranks: speeds of measured groups, reasons of failed groups."""
 
     measured: Mapping[Ranks, Speed]
     failed: Mapping[Ranks, str]
@@ -63,10 +63,10 @@ class Speeds:
 def measure(
     recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, findings: Sequence[Finding]
 ) -> tuple[list[Finding], dict[str, dict[str, float]]]:
-    """Run the all-reduce on all hosts, print the speeds, and return findings and the numbers by group.
+    """Run the all-reduce on all hosts, print the speeds, and return (findings, {group: measured numbers}).
 
-    Starts nothing, prints why, and returns ([], {}) when an error forbids it, when it is unknown how hosts reach each
-    other, or for a single rank.
+    Starts nothing, prints why, and returns ([], {}) when `findings` has an error that forbids it, when it is unknown
+    how the hosts reach each other, or for a single rank.
     """
     hindered = sorted({finding.check for finding in findings if finding.level == "error" and finding.check in NEEDED})
     if hindered:
@@ -87,7 +87,10 @@ def measure(
 
 
 def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
-    """Run the program on all hosts at once; a host that does not answer leaves its groups without a result."""
+    """Run train/measure.py on all hosts at once and return the speeds.
+
+    A host that does not answer leaves its groups without a result, or failed.
+    """
     requests = _requests(recipe, plan, cluster, facts)
     program = PROGRAM.read_text(encoding="utf-8")
 
@@ -111,7 +114,7 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
 
 
 def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
-    """Return by host the JSON request of train/measure.py."""
+    """Return {host: JSON request for train/measure.py}: backend, rendezvous, ranks, time limits and environment."""
     several = len(cluster.hosts) > 1
     cards = preflight.host_env(facts) if several else {}
     ranks = _first_ranks(cluster)
@@ -135,7 +138,7 @@ def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> 
 
 
 def _first_ranks(cluster: Cluster) -> dict[str, int]:
-    """Return the first rank of each host by name."""
+    """Return {host: its first rank}."""
     ranks, count = {}, 0
     for host in cluster.hosts:
         ranks[host.name] = count
@@ -151,7 +154,10 @@ def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
 
 
 def parse(output: str) -> Speeds:
-    """Return the speeds in the ranks' output; a group that began and did not end has failed."""
+    """Return the speeds in the ranks' output. A group that began and did not end has failed.
+
+    If no rank reported anything, the group () has failed, with the last lines of the output.
+    """
     measured: dict[Ranks, Speed] = {}
     failed: dict[Ranks, str] = {}
     begun: set[Ranks] = set()
@@ -176,9 +182,9 @@ def parse(output: str) -> Speeds:
 
 
 def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
-    """Return a fault for each dead or slow link, under that of its two hosts which has the most of them.
+    """Return a fault for each dead (error) or slow (warning) link, on that of its two hosts which has more such links.
 
-    A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts a usual link slower than
+    A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts, a usual link slower than
     half of hardware.network_gbit is a warning.
     """
     pairs: dict[Ranks, float] = {
@@ -205,10 +211,10 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
 
 
 def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
-    """Return the bus bandwidth of a good link in bytes/s.
+    """Return the bus bandwidth of a good link in bytes/s; 0.0 when no pair was measured.
 
-    Of hosts: the median of the best that each reaches, since a bad card makes most links of three hosts slow. Inside a
-    host: the median link, since GPUs may be bridged in pairs by design.
+    Between hosts: the median of the best that each reaches, since a bad card makes most links of three hosts slow.
+    Inside a host: the median link, since GPUs may be bridged in pairs by design.
     """
     if len(cluster.hosts) == 1:
         return statistics.median(pairs.values()) if pairs else 0.0
@@ -218,7 +224,7 @@ def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
 
 
 def _report_dead(plan: Plan, cluster: Cluster, speeds: Speeds, dead: Sequence[Ranks]) -> Iterator[HostFault]:
-    """Yield an error for every pair of ranks that cannot talk."""
+    """Yield an error for each pair of ranks in `dead`, which cannot communicate."""
     names = _name_ranks(plan, cluster)
     for ranks in dead:
         host = _host_of_rank(cluster, _most_common(ranks, dead))
@@ -229,7 +235,7 @@ def _report_dead(plan: Plan, cluster: Cluster, speeds: Speeds, dead: Sequence[Ra
 def _report_slow(
     plan: Plan, cluster: Cluster, pairs: Mapping[Ranks, float], slow: Sequence[Ranks], usual: float
 ) -> Iterator[HostFault]:
-    """Yield a warning for every pair of ranks that is slow. usual: bytes/s of a good link."""
+    """Yield a warning for each pair of ranks in `slow`. `usual` is the bandwidth of a good link in bytes/s."""
     names = _name_ranks(plan, cluster)
     for ranks in slow:
         host = _host_of_rank(cluster, _most_common(ranks, slow))
@@ -240,14 +246,14 @@ def _report_slow(
 
 
 def _where_to_look(cluster: Cluster) -> str:
-    """Return the fix for a bad link, inside a host or between hosts."""
+    """Return the fix for a bad link, as text: inside a host or between hosts."""
     if len(cluster.hosts) == 1:
         return "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` show how the GPUs are linked"
     return "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
 
 
 def _most_common(ranks: Ranks, groups: Sequence[Ranks]) -> int:
-    """Return the rank of the pair that is in the most of these groups; the second rank when both are."""
+    """Return the rank of the pair `ranks` that is in more of these groups; the second rank if both are in as many."""
     count = Counter(rank for group in groups for rank in group)
     return max(reversed(ranks), key=lambda rank: count[rank])
 
@@ -259,7 +265,7 @@ def _host_of_rank(cluster: Cluster, rank: int) -> str:
 
 
 def _name_ranks(plan: Plan, cluster: Cluster) -> dict[int, str]:
-    """Return what a person calls each rank: its host, or its GPU when there is a single host."""
+    """Return {rank: name for people}: its host, or "GPU n" (CPU: "rank n") when there is a single host."""
     if len(cluster.hosts) > 1:
         return {rank: _host_of_rank(cluster, rank) for rank in range(cluster.world_size)}
     kind = "GPU" if plan.device == "cuda" else "rank"
@@ -267,12 +273,12 @@ def _name_ranks(plan: Plan, cluster: Cluster) -> dict[int, str]:
 
 
 def _rate(bytes_per_second: float) -> str:
-    """Return bytes/s as words in GB/s."""
+    """Return bytes/s as text in GB/s."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def _show(plan: Plan, cluster: Cluster, names: Mapping[int, str], speeds: Speeds) -> None:
-    """Print each group's bandwidth and latency."""
+    """Print each group's bandwidth and latency, pairs first."""
     backend = "NCCL" if plan.device == "cuda" else "gloo"
     for ranks, row in sorted(speeds.measured.items(), key=lambda item: (len(item[0]), item[0])):
         pair = len(ranks) == 2 and cluster.world_size > 2

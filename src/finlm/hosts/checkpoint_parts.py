@@ -1,11 +1,11 @@
-"""Ask which host holds which part of a run's checkpoints, and gather the parts of a checkpoint on this machine.
+"""Ask which host has which part of a run's checkpoints, and gather the parts of a checkpoint on this machine.
 
 Without a shared file system every host keeps the shards of its own ranks, which is enough to resume: a run starts from
-the newest step that all of its hosts hold, of one save, and at step 0 only while none has ever been saved.
+the newest step that all of its hosts have from a single save, and at step 0 only while none has ever been saved.
 
-Export and evaluation need the whole, and so does a run whose host is lost (checkpoint.copies): rsync pulls what the
-hosts' own manifests list, every file is proved by its sha256, and the manifest here then lists them all. The hosts'
-copies stay.
+Export and evaluation need the files of all ranks, and so does a run whose host is lost (checkpoint.copies). rsync
+fetches the files that the hosts' manifests list, every file that comes is checked against its sha256, and the manifest
+here then lists all files. The hosts keep their copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THREADS = 8
 
 
 class Incomplete(UserError):
-    """Raised when a host does not give its part of a checkpoint, and this machine has no intact copy of it."""
+    """Raised when a host does not give its part of a checkpoint, or this machine's own part is damaged."""
 
 
 def gather_checkpoint(
@@ -48,13 +48,16 @@ def gather_checkpoint(
     started: Started = lambda _: None,
     spare_bytes: int = 0,
 ) -> Path:
-    """Bring the parts of all hosts of a step's checkpoint to this machine and return its directory.
+    """Copy the other hosts' parts of the checkpoint of `step` to this machine, and return the checkpoint's directory.
 
-    Files that are here and intact are not copied. Until all parts are here, and proved by their sha256, the directory
-    stays as it was. A checkpoint in memory comes to the disk; a host that does not give its part of it is not needed
-    where others have that part too. started: called with each rsync process. spare_bytes: what is to stay free on this
-    disk; above 0 nothing is printed. Raises Incomplete when a host's part is missing, UserError when parts do not fit
-    on the disk, are damaged, or are of different saves.
+    Returns at once when all hosts are this machine, or when the checkpoint here has the files of all ranks, intact.
+    Copies only files that the manifest here does not list or, if it lists those of all ranks, that are damaged. The
+    directory stays as it is until all parts have come and match their sha256. A checkpoint in memory is replaced by a
+    copy on disk; a host that does not give its part is skipped if the other hosts have the files of all ranks together.
+
+    `started` is called with each rsync process. `spare_bytes` is how many bytes must stay free on this disk; if it is
+    above 0, no summary is printed. Raises Incomplete when a part is missing, and UserError when the parts do not fit on
+    the disk, differ from their sha256 or come from different saves, or when rsync fails.
     """
     directory = run.checkpoint(step)
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
@@ -97,9 +100,10 @@ def gather_checkpoint(
 
 
 def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
-    """Return the manifest of what lies here of a checkpoint; None when there is none, or none that can be read.
+    """Return the manifest of the checkpoint directory on this machine; None if there is none or it is not JSON.
 
-    has_ranks: this machine has a part of its own, which is nowhere else: Incomplete is raised when it is damaged.
+    If `has_ranks`, this machine runs ranks, whose part is nowhere else: a manifest that is not JSON raises Incomplete.
+    Raises UserError when another version of finlm wrote it.
     """
     here = Manifest.read_if_readable(directory)
     if here is None and has_ranks and (directory / MANIFEST).exists():
@@ -112,9 +116,9 @@ def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
-    """Make the directory beside `directory` that parts are brought to; return it.
+    """Create the directory .step-N.copying beside `directory`, into which parts are copied, and return it.
 
-    The files of a part that is in memory are copied into it.
+    Copies the files of `in_memory` into it: the manifest of a part that lies in memory, or None.
     """
     aside = directory.with_name(f".{directory.name}.copying")
     aside.mkdir(parents=True, exist_ok=True)
@@ -124,15 +128,15 @@ def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
 
 
 def is_whole_together(parts: Sequence[Manifest]) -> bool:
-    """Return whether these parts of one checkpoint have the files of all ranks together."""
+    """Return whether these parts of one checkpoint together have the files of all ranks (one part at ZeRO stage 0)."""
     owners = {part.rank for manifest in parts for part in manifest.files.values()}
     return any(manifest.is_whole or owners >= set(range(manifest.world_size)) for manifest in parts)
 
 
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
-    """Return by host the files to bring here, {name: size and sha256}; files that several hosts have come once.
+    """Return for each of `parts` the files to copy from it, {name: size and sha256}; no file is in two of them.
 
-    damaged: files here that are brought again.
+    Skips the files that `here`, this machine's manifest, lists, except the names in `damaged`.
     """
     listed = set(here.files if here is not None else ()) - set(damaged)
     wanted = []
@@ -154,10 +158,10 @@ def _check_room(run: RunDir, directory: Path, size: int, spare_bytes: int) -> No
 
 
 def _add_files(aside: Path, directory: Path, manifest: Manifest, is_part_here: bool) -> None:
-    """Move the files in `aside` into a checkpoint directory and write the manifest that lists them last.
+    """Move the files in `aside` into a checkpoint directory, then write `manifest`, which lists all of them.
 
-    is_part_here: the directory has a part already; else `aside` takes its place. Raises OSError when the directory is
-    removed meanwhile.
+    If `is_part_here`, the directory already has a part, to which the files are added; otherwise `aside` replaces the
+    directory. `aside` is gone afterwards. Raises OSError when the directory is removed meanwhile.
     """
     if not is_part_here:
         files.write_json(aside / MANIFEST, manifest.to_json())
@@ -178,9 +182,11 @@ def _add_files(aside: Path, directory: Path, manifest: Manifest, is_part_here: b
 def _read_manifest(
     run: RunDir, step: int, host: Host, accept_new: bool, damaged: Sequence[str]
 ) -> Manifest | Incomplete:
-    """Return the manifest of a host's part of a checkpoint, or why the host does not give it.
+    """Read the manifest of a host's part of a checkpoint over ssh, and return it.
 
-    damaged: files of the copy here, for the message. Raises UserError for names outside the directory.
+    Returns an Incomplete error, not raised, when the host does not answer or the manifest is missing or not JSON.
+    `damaged` names damaged files of the copy here, for its message. Raises UserError when another version of finlm
+    wrote the manifest, or it names files outside its directory.
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
@@ -199,9 +205,10 @@ def _read_manifest(
 def _pull(
     aside: Path, directory: Path, host: Host, wanted: Mapping[str, Part], accept_new: bool, started: Started
 ) -> None:
-    """Fetch into `aside` those of a host's files that it lacks or has damaged.
+    """Fetch with rsync those of a host's `wanted` files that are missing or damaged in `aside`.
 
-    Raises UserError when a file that came differs from its sha256.
+    `started` is called with the rsync process. Raises UserError when rsync fails or a fetched file differs from its
+    sha256.
     """
     names = _list_damaged(aside, wanted)
     for name in names:
@@ -218,7 +225,7 @@ def _pull(
 
 
 def _list_damaged(directory: Path, parts: Mapping[str, Part]) -> list[str]:
-    """Return the names of the files that are missing in a directory or differ from their size or sha256."""
+    """Return the names of the files that are missing in a directory, are links, or differ from their size or sha256."""
     return [name for name, part in parts.items() if faults(directory, {name: part}, THREADS)]
 
 
@@ -227,7 +234,11 @@ PATIENCE_SECONDS = 120
 
 @dataclass(frozen=True)
 class Holding:
-    """What a host holds of a run: manifests by folder (None = unreadable); failure: why it could not be asked."""
+    """The checkpoints of a run that a host has, and the process that runs the run there.
+
+    `parts` maps a checkpoint's folder to its manifest, None if unreadable; `damaged` lists folders set aside. `failure`
+    is the error if the host could not be asked. `is_held` says that the process `holder` runs the run now.
+    """
 
     host: Host
     parts: dict[str, Manifest | None]
@@ -239,15 +250,16 @@ class Holding:
 
     @property
     def steps(self) -> dict[int, str]:
-        """Identity of the save by step, of the checkpoints that the host's ranks can start from; "" if unreadable."""
+        """{step: identity of the save} of the host's checkpoints; "" for an unreadable manifest."""
         named = {int(PurePosixPath(folder).name[5:]): manifest for folder, manifest in self.parts.items()}
         return {step: manifest.identity if manifest else "" for step, manifest in sorted(named.items())}
 
 
 def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list[Holding]:
-    """Ask all hosts at once what they hold of the run, and return a Holding for each in the order of the hosts.
+    """Ask all hosts at once which checkpoints of the run they have, and return a Holding per host, in the same order.
 
-    Checkpoints in continued/ here count for every host, since sync brings them there.
+    A host that cannot be asked gets a Holding with `failure`. The checkpoints in continued/ on this machine are added
+    to every host, since sync brings them there; one that another version of finlm wrote raises UserError.
     """
     continued: dict[str, Manifest | None] = {
         f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
@@ -258,7 +270,7 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list
 
 
 def _ask_host(run: RunDir, host: Host, accept_new: bool) -> Holding:
-    """Return what a host holds of the run; a UserError on the way is kept as `failure`."""
+    """Return which checkpoints of the run a host has; a UserError on the way is kept as `failure`."""
     try:
         if ssh.is_this_machine(host.destination):
             held = receiver.read_run(run.path.absolute())
@@ -272,7 +284,10 @@ def _ask_host(run: RunDir, host: Host, accept_new: bool) -> Holding:
 
 
 def _parse_manifest(content: Any, where: str) -> Manifest | None:
-    """Parse a manifest; None when it cannot be read, since the ranks report that and set the checkpoint aside."""
+    """Return the Manifest in a JSON value; None if it is invalid.
+
+    The ranks report invalid manifests and set them aside.
+    """
     try:
         return Manifest.from_json(content, where)
     except UserError:
@@ -280,7 +295,10 @@ def _parse_manifest(content: Any, where: str) -> Manifest | None:
 
 
 def check_started_here(run: RunDir, hosts: Cluster, accept_new: bool = False) -> None:
-    """Raise UserError when sync has brought the run directory here from another host, which started the run."""
+    """Raise UserError when the run was started on another host, from which sync copied its directory here.
+
+    Asks all hosts in that case, to name in the error the process that runs the run or ran it last.
+    """
     here, root = os.uname().nodename, run.path.absolute()
     source = receiver.read_run(root).source
     node = source.partition(":")[0]
@@ -296,9 +314,9 @@ def check_started_here(run: RunDir, hosts: Cluster, accept_new: bool = False) ->
 
 
 def _find_lock_holder(run: RunDir) -> str:
-    """Return the pid of a process that locks this host's part of the run (runs.hold); "" when there is none.
+    """Return the pid of a process that holds a rank lock, .lock-<host>, in the run directory; "" if there is none.
 
-    "of a rank" when the lock is held and /proc/locks does not show by which process.
+    Returns "of a rank" when a lock is held and /proc/locks does not show by which process.
     """
     for path in run.path.glob(".lock-*"):
         with path.open("rb") as lock:
@@ -312,11 +330,14 @@ def _find_lock_holder(run: RunDir) -> str:
 
 
 def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
-    """Return the step that the ranks of all hosts resume from, 0 for a start from scratch, and print it on a resume.
+    """Return the step that the ranks of all hosts resume from, 0 for a start from scratch; print the step of a resume.
 
-    The newest step that all hosts hold, or a newer step that is whole on this machine, which is linked into continued/
-    for every host to get. Raises UserError when a host could not be asked or another host started the run, and when
-    checkpoints were saved and no such step exists.
+    It is the newest step that all hosts have from a single save, or a newer step that is whole on this machine: that is
+    linked into continued/, which sync copies to every host. Before that, a newer checkpoint whose parts are spread over
+    the hosts is gathered on this machine's disk. Prints which newer steps cannot be used.
+
+    Raises UserError when a host could not be asked, when another host started the run, and when checkpoints were saved
+    but no step is usable.
     """
     ours = f"{os.getpid()} {os.uname().nodename}"  # what the lock says where this directory is shared
     for holding in holdings:
@@ -352,9 +373,9 @@ def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
 
 
 def _gather_from_memory(run: RunDir, holdings: Sequence[Holding], common: int) -> None:
-    """Bring a checkpoint in memory to this machine's disk if it is newer than `common` and some hosts have lost it.
+    """Gather on this disk the newest checkpoint of which the hosts together have all parts, if newer than `common`.
 
-    Prints why it cannot be brought; older ones are used then.
+    It is a checkpoint in memory of which some hosts have lost their part. Prints the reason when it cannot be gathered.
     """
     hosts = Cluster(tuple(holding.host for holding in holdings))
     step = whole_step_together(holdings)
@@ -366,7 +387,7 @@ def _gather_from_memory(run: RunDir, holdings: Sequence[Holding], common: int) -
 
 
 def whole_step_together(holdings: Sequence[Holding]) -> int:
-    """Return the newest step of which these hosts have all parts of one save together; 0 when there is none."""
+    """Return the newest step of which these hosts together have all parts from a single save; 0 when there is none."""
     saves: dict[tuple[int, str], list[Manifest]] = {}
     for holding in holdings:
         for manifest in holding.parts.values():
@@ -376,9 +397,9 @@ def whole_step_together(holdings: Sequence[Holding]) -> int:
 
 
 def _link_newest_whole(run: RunDir, common: int) -> int:
-    """Link the newest whole, intact checkpoint here into continued/ if it is newer than `common`, and return its step.
+    """Link the newest checkpoint that is whole and intact here into continued/ if it is newer than `common`.
 
-    Returns `common` when there is none. Prints damaged checkpoints.
+    Returns its step, or `common` when there is none. Checks all files by sha256; prints and skips damaged checkpoints.
     """
     for step, directory in sorted(checkpoints.whole_checkpoints(run.complete_checkpoints()).items(), reverse=True):
         if step <= common:
@@ -392,15 +413,16 @@ def _link_newest_whole(run: RunDir, common: int) -> int:
 
 
 def whole_step(run: RunDir, damaged: int = 0) -> int:
-    """Return the newest step, except `damaged`, of which all parts lie on this machine; 0 when there is none."""
+    """Return the newest step, except `damaged`, of which all parts lie on this machine; 0 if there is none."""
     whole = checkpoints.whole_checkpoints([*run.continued_checkpoints(), *run.complete_checkpoints()])
     return max(whole.keys() - {damaged}, default=0)
 
 
 def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
-    """Return the fix, for a message, when the hosts `lost` do not come back; what lies on this machine decides.
+    """Return the text of an error's fix: what to do when the hosts `lost` do not come back.
 
-    damaged: a step that cannot be used.
+    It depends on the checkpoints that are whole on this machine or in a neighbour's memory. `damaged` is a step that
+    cannot be used, 0 for none.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
     in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)

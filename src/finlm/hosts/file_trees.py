@@ -36,7 +36,10 @@ _SYNC_OWN = ".finlm-"  # record, lock and cut transfers
 
 @dataclass(frozen=True, eq=False)
 class SyncTree:
-    """A directory's files: sha256 by relative name; links are followed in data and kept in code."""
+    """The files below a directory: sha256 by relative name.
+
+    `follow_links` says that a link stands for the file it leads to, as in data; in code it is copied as a link.
+    """
 
     path: Path
     files: dict[str, str]
@@ -55,15 +58,15 @@ class SyncTree:
         return receiver.tree_hash(dict(self.files))
 
     def for_receiver(self) -> receiver.Tree:
-        """Return the tree as remote/receiver.py takes it in a request."""
+        """Return the tree in the form that remote/receiver.py reads from a request."""
         return receiver.Tree(self.key, self.files, self.follow_links)
 
 
 def code_tree(root: Path) -> SyncTree:
-    """Hash a checkout's tracked files and its untracked files that are not ignored.
+    """Return a SyncTree of a checkout's tracked files and its untracked files that git does not ignore.
 
-    Without git: all but .venv, cache and runs. Prints nested repositories, which are left out. Raises UserError when
-    git fails or a file cannot be read.
+    Without .git it has all files, except those below .venv, cache, runs and __pycache__. Prints nested repositories,
+    which are left out. Raises UserError when git fails or is missing, or a file cannot be read.
     """
     names = _list_by_git(root) if (root / ".git").exists() else list(_list_by_walk(root))
     nested = [name for name in names if _is_folder(root, name)]
@@ -73,7 +76,10 @@ def code_tree(root: Path) -> SyncTree:
 
 
 def named_tree(root: Path, names: list[str]) -> SyncTree:
-    """Hash these files below root, and all files of those that are directories; skip names that do not exist."""
+    """Return a SyncTree of these files below root and of all files in those that are directories; skip missing names.
+
+    Leaves out __pycache__. Raises UserError when a file cannot be read.
+    """
     listed = [name for name in names if (root / name).is_file()]
     for name in names:
         below = _files_below(root / name, skip=("__pycache__",)) if (root / name).is_dir() else ()
@@ -82,7 +88,10 @@ def named_tree(root: Path, names: list[str]) -> SyncTree:
 
 
 def data_tree(path: Path) -> SyncTree:
-    """Hash all files of a data directory, or a single data file. Raises UserError when the path does not exist."""
+    """Return a SyncTree, with links followed, of all files of a data directory or of a single data file.
+
+    Raises UserError when the path does not exist or a file cannot be read.
+    """
     path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links, and the path must stay the same
     if path.is_file():
         return _hash_tree(path.parent, [path.name], follow_links=True)
@@ -94,9 +103,10 @@ def data_tree(path: Path) -> SyncTree:
 
 
 def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
-    """Hash these files of a directory, without sync's records and missing ones.
+    """Return a SyncTree of these files of a directory, without missing files and without sync's own (.finlm-*).
 
-    follow_links: hash what a link leads to, else its target's name. Raises UserError when a file cannot be read.
+    If `follow_links`, hashes the file that a link leads to, otherwise the target path of the link. Raises UserError
+    when a file cannot be read.
     """
     names = [name for name in names if not any(part.startswith(_SYNC_OWN) for part in name.split("/"))]
     try:
@@ -109,7 +119,10 @@ def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
 
 
 def _list_by_git(root: Path) -> list[str]:
-    """Return the names of a checkout's tracked and not ignored files. Raises UserError when git is missing or fails."""
+    """Return the relative names of a checkout's tracked files and of its untracked files that git does not ignore.
+
+    Raises UserError when git is missing or fails.
+    """
     command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
@@ -129,16 +142,20 @@ def _list_by_git(root: Path) -> list[str]:
 
 
 def _list_by_walk(root: Path) -> Iterator[str]:
-    """Yield the names of all files below a directory without git, but caches, .venv and runs."""
+    """Yield the relative names of all files below a directory that has no git repository.
+
+    Leaves out .venv, cache and runs at its top, and every __pycache__ and .git folder.
+    """
     for name in _files_below(root, links_to_folders=False, skip=("__pycache__", ".git")):
         if name.split("/")[0] not in receiver.UNTOUCHED:
             yield name
 
 
 def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield relative names of all files, sorted by folder; a folder reached twice through links comes once.
+    """Yield the relative names of all files below `root`, sorted within each folder.
 
-    links_to_folders: follow them; else the link itself is yielded. skip: names of folders that are left out.
+    If `links_to_folders`, follows links to folders, but visits no folder twice; otherwise yields such a link as a file.
+    `skip` names folders to leave out.
     """
     seen = set()
     for folder, folders, names in os.walk(root, followlinks=links_to_folders):
@@ -153,7 +170,7 @@ def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, 
 
 
 def _is_folder(root: Path, name: str) -> bool:
-    """Return whether a name is a real directory, not a link to it."""
+    """Return whether `name` below `root` is a directory and not a link."""
     path = root / receiver.local(name)
     return path.is_dir() and not path.is_symlink()
 
@@ -165,7 +182,10 @@ ANY = "any"  # instead of a fingerprint: the file must be there, and is not here
 
 @dataclass(frozen=True)
 class CheckedTree:
-    """Files below `path` by relative name, with their fingerprints on this machine, for doctor to compare."""
+    """Files below `path`, as relative name to fingerprint on this machine, for doctor to compare with other hosts.
+
+    A fingerprint is None for a missing file, or ANY. `follow` says that links are followed.
+    """
 
     role: Role
     path: Path
@@ -178,7 +198,12 @@ class CheckedTree:
 
 
 def trees_to_check(recipe: Recipe, root: Path | None, shards: Path | None) -> list[CheckedTree]:
-    """Return fingerprints of the repository's code, the prepared shards and the start weights that are here."""
+    """Return the trees to compare on the hosts: code below `root`, the shards, and the weights in model.init_from.
+
+    Computes the fingerprints of the files here. `root` and `shards` may be None: then there is no such tree. For a
+    model directory that is not on this machine, only the presence of config.json is asked for. Raises UserError when
+    git fails.
+    """
     trees = []
     if root is not None:
         names = [name for name in code_tree(root).files if name.startswith(RUNS)]
@@ -194,26 +219,29 @@ def trees_to_check(recipe: Recipe, root: Path | None, shards: Path | None) -> li
 
 
 def model_path(recipe: Recipe) -> Path | None:
-    """Return the directory of model.init_from; None for a Hub id, a recipe, or a start from scratch."""
+    """Return the absolute path of model.init_from if that is a directory; None for a Hub id, a recipe, or unset."""
     named = recipe.model.init_from
     return Path(named).absolute() if named is not None and Path(named).is_dir() else None
 
 
 def _list_below(path: Path) -> list[str]:
-    """Return the relative names of all files below a directory, sorted, without hidden ones at its top."""
+    """Return the sorted relative names of all files below a directory, except those that begin with a dot."""
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     return sorted(name for name in names if not name.startswith("."))
 
 
 def _fingerprint_tree(role: Role, path: Path, names: list[str], *, follow: bool) -> CheckedTree:
-    """Compute the fingerprints of files on this machine."""
+    """Return a CheckedTree of these files below `path` with their fingerprints on this machine."""
     path = path.absolute()
     fingerprints = receiver.fingerprints(str(path), names, follow)
     return CheckedTree(role, path, fingerprints, follow)
 
 
 def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield `name: why` for every file whose fingerprint on the host (`there`) differs from this machine's."""
+    """Yield `name: why` for every file whose fingerprint on the host (`there`) is missing or differs from the one here.
+
+    A file whose fingerprint here is ANY only has to exist there.
+    """
     for name, expected in tree.files.items():
         seen = there.get(name)
         if seen is None or expected not in (seen, ANY):
@@ -221,7 +249,7 @@ def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[
 
 
 def _short(fingerprint: str | None) -> str:
-    """Return a fingerprint cut to 12 hex digits, or "missing"."""
+    """Return a fingerprint cut to 12 hex digits after "sha256 "; "missing" for None."""
     return "missing" if fingerprint is None else fingerprint[: len("sha256 ") + 12]
 
 
@@ -242,9 +270,10 @@ class Sent:
 
 
 def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new: bool) -> list[str]:
-    """Return rsync's command line to the host's `path`; the names of the files, ended by NUL, go to its stdin.
+    """Return the rsync command line that copies files from the current directory to `path` on the host.
 
-    follow_links: send what links lead to. whole: compare contents, without trust in sizes and times.
+    rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to.
+    `whole` compares contents instead of sizes and times. `accept_new` stores unknown host keys.
     """
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
@@ -260,9 +289,10 @@ def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, acc
 def send(
     host: str, tree: SyncTree, names: list[str], *, whole: bool, accept_new: bool, percent: Callable[[int], None]
 ) -> Sent:
-    """Copy these files of the tree to the host; `whole` compares contents, without trust in sizes and times.
+    """Copy the files `names` of the tree to the host with rsync, and return what was sent.
 
-    Calls percent(0..100) while it runs. Raises UserError with ssh's or rsync's reason.
+    `whole` compares contents instead of sizes and times. Calls percent(0 to 100) while it runs. Starts nothing for an
+    empty list. Raises UserError with ssh's or rsync's reason when rsync fails.
     """
     if not names:
         return Sent()
@@ -275,9 +305,10 @@ def send(
 def fetch(
     host: str, there: Path, path: Path, names: list[str], *, accept_new: bool, started: Started = lambda _: None
 ) -> None:
-    """Copy files below `there` on the host to `path` here. Raises UserError with ssh's or rsync's reason.
+    """Copy the files `names` below `there` on the host to `path` here with rsync, following links.
 
-    started: called with the rsync process, so that the caller can kill it.
+    Does nothing for an empty list. `started` is called with the rsync process, so that the caller can kill it. Raises
+    UserError with ssh's or rsync's reason when rsync fails.
     """
     if not names:
         return
@@ -294,9 +325,10 @@ def _run(
     started: Started = lambda _: None,
     percent: Callable[[int], None] = lambda _: None,
 ) -> bytes:
-    """Run rsync in `path` for these names and return its last 64 KiB of output. Raises UserError with the reason.
+    """Run the rsync command `line` in the directory `path` and return the last 64 KiB of its stdout.
 
-    started: called with the process. percent: called with each percentage that rsync prints.
+    `names` are written to its stdin. `started` is called with the process, `percent` with the percentages that rsync
+    prints. Raises UserError when rsync fails, naming `host`.
     """
     with tempfile.TemporaryFile() as listed, tempfile.TemporaryFile() as errors:
         listed.write(b"".join(receiver.encode(name) + b"\0" for name in names))
@@ -319,7 +351,7 @@ def _run(
 
 
 def _parse_number(label: bytes, output: bytes) -> int:
-    """Return the number that rsync --stats prints after a label. Raises AssertionError when it printed none."""
+    """Return the number that rsync --stats printed after `label`. Raises AssertionError when there is none."""
     match = re.search(label + rb": (\d+)", output)
     if match is None:
         raise AssertionError(f"rsync --stats printed no {label.decode()!r}: {output[-500:]!r}")
@@ -327,7 +359,10 @@ def _parse_number(label: bytes, output: bytes) -> int:
 
 
 def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
-    """Return the error of an rsync that ended with `code`: noisy login scripts, ssh's reason, or rsync's last lines."""
+    """Return the UserError for an rsync that ended with exit code `code`; a negative code is a signal.
+
+    Names login scripts that print text, ssh's reason if known, or rsync's last lines. `path` is what was being copied.
+    """
     if "your shell clean" in stderr:
         return UserError(
             f"login scripts on {host} print text where rsync expects none",

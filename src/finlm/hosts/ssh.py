@@ -1,10 +1,11 @@
 """Run a command on a host over OpenSSH, and say in plain words why it did not run.
 
-Every call stands alone: 0.2 s on a local network for never having a stale master connection to clean up. Nothing is
-ever asked at a prompt, a dead host is given up after 8 s, a host that dies during a command after 15 to 20 s.
+Every call opens its own connection: that costs 0.2 s on a local network, and no stale master connection is ever left to
+clean up. Nothing is ever asked at a prompt. A dead host is given up after 8 s, a host that dies during a command after
+15 to 20 s.
 
-A host is written [user@]name[:port]; paths on it are those of this machine, or below the host's work_dir. It does not
-switch host key checking off, choose keys (~/.ssh/config does), or retry.
+A host is written [user@]name[:port]. Paths on it are those of this machine, or below the host's work_dir. This module
+does not switch off host key checking, choose keys (~/.ssh/config does), or retry.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a remote command left: its exit code and its output."""
+    """The exit code and the output of a command that ran on a host."""
 
     host: str
     code: int
@@ -95,25 +96,29 @@ def check_host(host: str) -> str:
 
 
 def login(host: str) -> str:
-    """Return [user@]name without the port. Raises UserError for what is no host name."""
+    """Return the host without its port, [user@]name. Raises UserError if it is not a host name."""
     return check_host(host).partition(":")[0]
 
 
 def port_option(host: str) -> list[str]:
-    """Return ssh's option for the host's port, [] when it has none."""
+    """Return ssh's option for the host's port, such as ["-p", "2222"]; [] if it names no port.
+
+    Raises UserError if it is not a host name.
+    """
     port = check_host(host).partition(":")[2]
     return ["-p", port] if port else []
 
 
 def ssh_name(host: str) -> str:
-    """Return the host as a user types it after `ssh `: `-p 2222 name`."""
+    """Return the host as a user types it after `ssh `, for example `-p 2222 name`."""
     return shlex.join([*port_option(host), login(host)])
 
 
 def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list[str]:
-    """Return OpenSSH's options for a connection without a terminal, which never prompts.
+    """Return OpenSSH's options for a connection that needs no terminal and never prompts.
 
-    accept_new stores unknown host keys, never changed ones. A host that is silent for alive_count * 5 s is given up.
+    `accept_new` stores unknown host keys, but never accepts changed ones. A host that is silent for alive_count * 5 s
+    is given up.
     """
     settings = {
         "BatchMode": "yes",
@@ -128,7 +133,10 @@ def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list
 
 
 def command(host: str, argv: Sequence[str], *, accept_new: bool = False, alive_count: int = ALIVE_COUNT) -> list[str]:
-    """Return the local command line that runs argv on the host, every argument quoted; the rest as `options` has it."""
+    """Return the local ssh command line that runs argv on the host, every argument quoted.
+
+    `accept_new` and `alive_count` are those of options(). Raises UserError if `host` is not a host name.
+    """
     settings = options(accept_new, alive_count=alive_count)
     return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
 
@@ -149,8 +157,8 @@ def run(
 ) -> Result:
     """Run argv on the host with `stdin` as its input, and return its exit code and output.
 
-    Raises UserError when ssh fails, when the program is not there, after timeout_seconds and, with `check`, on exit
-    codes other than 0.
+    Raises UserError when ssh is not installed or fails, when the program is missing on the host, after
+    `timeout_seconds` and, if `check`, on any exit code other than 0.
     """
     line = command(host, argv, accept_new=accept_new)
     try:
@@ -183,7 +191,7 @@ def answers(host: str) -> bool:
 
 
 def explain(host: str, code: int, stderr: str, program: str) -> UserError:
-    """Return the failure of `program` on the host as problem, evidence and fix, from ssh's exit code and messages."""
+    """Return a UserError for `program`, which failed on the host, from the exit code of ssh and its stderr."""
     evidence = last_lines(stderr) or f"exit code {code}, no message"
     if code == FAILED and not last_lines(stderr):
         return UserError(
@@ -204,7 +212,7 @@ def explain(host: str, code: int, stderr: str, program: str) -> UserError:
 
 
 def reason(host: str, stderr: str) -> UserError | None:
-    """Return why ssh did not get through, from its messages; None when no message of ssh is known."""
+    """Return a UserError that says why ssh could not connect, from its stderr; None if that has no known message."""
     for pattern, problem, fix in _REASONS:
         if re.search(pattern, stderr):
             name = login(host).rpartition("@")[2]
@@ -214,7 +222,10 @@ def reason(host: str, stderr: str) -> UserError | None:
 
 
 def last_lines(text: str, count: int = 12) -> str:
-    """Return the last lines that have content; lines of @, with which ssh frames its warnings, are left out."""
+    """Return the last `count` lines of a text that have content, stripped.
+
+    Lines of @, with which ssh frames its warnings, are left out.
+    """
     lines = [line.strip() for line in text.splitlines()]
     return "\n".join([line for line in lines if line.strip("@ ")][-count:])
 
@@ -222,8 +233,8 @@ def last_lines(text: str, count: int = 12) -> str:
 def is_this_machine(host: str) -> bool:
     """Return whether host names this machine: localhost, its node name, or a name of an address of this machine.
 
-    Another port of this machine, given or by ~/.ssh/config, is another host: a container or a tunnel. So is another
-    user's account, whose processes this user cannot start without ssh.
+    Another port of this machine, in `host` or in ~/.ssh/config, is another host: a container or a tunnel. So is another
+    user's account, whose processes this user cannot start without ssh. A name that does not resolve is False.
     """
     user, _, name = login(host).rpartition("@")
     if port_option(host) not in ([], ["-p", "22"]) or (user and user != getpass.getuser()):
@@ -242,12 +253,15 @@ def is_this_machine(host: str) -> bool:
 
 
 def address(host: str) -> str:
-    """Return what ssh connects to: HostName of ~/.ssh/config, else the host's name."""
+    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the host's name alone."""
     return _read_settings(host).get("hostname", login(host).rpartition("@")[2])
 
 
 def _read_settings(host: str) -> dict[str, str]:
-    """Return the settings that ~/.ssh/config gives the host (`ssh -G`, contacts nothing); {} when ssh fails."""
+    """Return ssh's settings for the host, {lower-case name: value}, as ~/.ssh/config gives them; {} when ssh fails.
+
+    Runs `ssh -G`, which contacts no host.
+    """
     try:
         line = ["ssh", "-G", *port_option(host), "--", login(host)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=10, env=environment())
@@ -258,7 +272,7 @@ def _read_settings(host: str) -> dict[str, str]:
 
 
 def _is_own_address(family: int, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
-    """Return whether an address can be bound, which only this machine's can; needs no list of interfaces."""
+    """Return whether an address is this machine's: only such an address can be bound."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address[0], 0, *address[2:]))
@@ -268,7 +282,10 @@ def _is_own_address(family: int, address: tuple[str | int, ...] | tuple[int, byt
 
 
 def path_on_host(path: Path, access: HostAccess) -> Path:
-    """Return where a path of this machine lies on a host: hosts.<name>.work_dir stands for the working directory."""
+    """Return where a path of this machine lies on a host, as an absolute path.
+
+    If hosts.<name>.work_dir is set, it replaces the current directory in paths below that; other paths stay the same.
+    """
     path, here = path.absolute(), Path.cwd()
     if access.work_dir is None or not path.is_relative_to(here):
         return path
@@ -276,5 +293,5 @@ def path_on_host(path: Path, access: HostAccess) -> Path:
 
 
 def python_on_host(access: HostAccess) -> str:
-    """Return the interpreter of a host's ranks: hosts.<name>.python, else this interpreter's path there."""
+    """Return the path of the interpreter of a host's ranks: hosts.<name>.python, else this interpreter's path there."""
     return access.python or str(path_on_host(Path(sys.executable), access))

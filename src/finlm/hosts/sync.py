@@ -62,11 +62,15 @@ def sync(
     accept_new: bool = False,
     dry_run: bool = False,
 ) -> list[HostResult]:
-    """Make root's code (or its files and directories `names`) and the data paths equal on every host.
+    """Make root's code (or only its files and directories `names`) and the data paths equal on every host.
 
-    `there` maps a path here to the path on a host where it differs. Returns a HostResult per host in the order given.
-    dry_run: only count what would change. Raises UserError before anything is contacted when a host name or path is
-    unusable, and after all hosts are done when some failed, naming each with its reason.
+    `there` maps a host to a function from a path here to its path on that host; other hosts use the same path as here.
+    Prints the trees and each result, and returns a HostResult per host in the order given. `dry_run` only counts what
+    would change.
+
+    Raises UserError before any host is contacted when a host name or data path is unusable, rsync is missing here, or
+    another sync of root is running; and, after all hosts are done, when some of them failed, naming each with its
+    reason.
     """
     wanted = [ssh.check_host(host) for host in dict.fromkeys(hosts)]
     with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
@@ -98,9 +102,10 @@ def sync(
 
 @contextmanager
 def _lock_root(root: Path) -> Iterator[str]:
-    """Hold root's lock file while the block runs and yield its random token, "" where root cannot be written.
+    """Hold root's lock file while the block runs and yield the random token in it; yield "" if root is not writable.
 
-    A host that reads the token there shares this disk. Raises UserError when another sync of root is running.
+    A host that reads the same token there shares this disk. The file is removed afterwards. Raises UserError when
+    another sync of root is running.
     """
     path = root / receiver.LOCK
     while True:
@@ -134,9 +139,9 @@ def _lock_root(root: Path) -> Iterator[str]:
 
 
 def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
-    """Sync all hosts in parallel and print each result; a failed host does not hold up the others.
+    """Sync all hosts in parallel, print each result, and return the results by host name. Shows a progress bar.
 
-    Raises UserError that names the failed ones.
+    A host that fails does not stop the others. Raises UserError, naming the hosts that failed, once all are done.
     """
     total = sum(tree.size_bytes for job in jobs.values() for tree in job.trees)
     done: dict[str, HostResult] = {}
@@ -163,7 +168,10 @@ def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
 
 
 def _combine_errors(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
-    """Return an error for all hosts that failed, with equal fixes together; a single host's error stays as it is."""
+    """Return a UserError for all hosts in `failed`, with equal fixes merged. `hosts` is the number of hosts synced.
+
+    If the only host failed, returns its error as it is.
+    """
     if len(failed) == hosts == 1:
         return failed[0][1]
     fixes: dict[str, list[str]] = {}
@@ -181,7 +189,11 @@ SLOWEST_HASH = 20e6  # bytes per second below which a host's disk counts as stuc
 
 @dataclass(frozen=True)
 class HostResult:
-    """What sync did on a host; status is "equal", "this machine", "shared" or, after a dry run, "would change"."""
+    """The result of a sync on a host.
+
+    `status` is "equal", "this machine", "shared" (the host sees this disk) or, after a dry run, "would change". `tree`
+    is the hash of the first tree.
+    """
 
     host: str
     status: str
@@ -207,7 +219,7 @@ class HostResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What a host is to get. `root` is the first tree's path there."""
+    """What to copy to a host. `root` is the code's path on that host; `token` is the content of the lock file here."""
 
     root: Path
     trees: tuple[SyncTree, ...]
@@ -217,10 +229,11 @@ class Job:
 
 
 def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostResult:
-    """Claim the directories on a host, copy, and prove all files by their hashes; send what differs again, once.
+    """Claim the job's directories on a host, copy the files, compare all hashes, and send differing files once more.
 
-    Calls add_bytes(bytes since the last call) while it copies. Raises UserError when the host's directory is not
-    sync's, rsync is missing there, or files still differ.
+    Returns what was done. With job.dry_run, copies nothing and counts what would change; on a shared file system, only
+    compares. Calls add_bytes(bytes since the last call) during the first copy. Raises UserError when sync did not write
+    the host's directory, other files are in the way, rsync is missing there, files still differ, or ssh or rsync fails.
     """
     started = time.monotonic()
     reply = receiver.Prepared(**_ask_about_job(host, job, "prepare"))
@@ -253,9 +266,10 @@ def sync_host(host: str, job: Job, add_bytes: Callable[[float], None]) -> HostRe
 
 
 def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Callable[[float], None] | None) -> Sent:
-    """Copy `names` of a tree to the host with rsync.
+    """Copy the files `names` of a tree to the host with rsync, and return what was sent.
 
-    add_bytes: called with the bytes since the last call; None for a repair, which compares contents and moves no bar.
+    `add_bytes` is called with the bytes since the last call. None means a repair: rsync then compares contents instead
+    of sizes and times. Raises UserError when rsync fails.
     """
     shown = 0
 
@@ -271,7 +285,7 @@ def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Call
 
 
 def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError:
-    """Return the error of files that still differ on a host after copying. shared: it sees this machine's disk."""
+    """Return the UserError for files that differ on a host after copying. `shared`: the host sees the disk here."""
     shown = "\n".join(names[:10]) + (f"\nand {len(names) - 10} more" if len(names) > 10 else "")
     if shared:
         return UserError(
@@ -287,7 +301,7 @@ def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError
 
 
 def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
-    """Return the error of a host whose directory sync did not write, or that has unknown files in the way."""
+    """Return the UserError for a host whose directory sync did not write, or that has other files in the way."""
     names = ", ".join(reply.names) + (f" and {reply.count - 5} more" if reply.count > 5 else "")
     if reply.state == "foreign" and reply.is_run:
         return started_elsewhere(str(root), host, reply.holder, reply.is_held)
@@ -307,9 +321,10 @@ def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
 
 
 def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: str = "") -> UserError:
-    """Return the error of a run directory that belongs to a run started on another host.
+    """Return the UserError for a run directory whose run was started on `host`, another host.
 
-    holder: pid and machine of its process. is_held: it runs now. source: from where sync brought the directory here.
+    `holder` is "pid machine" of the process that runs the run, or ran it last, or "". `is_held` says that it runs now.
+    `source` is where sync copied the directory on this machine from, or "".
     """
     pid, _, node = holder.partition(" ")
     if is_held:
@@ -327,7 +342,7 @@ def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: s
 
 
 def _ask_about_job(host: str, job: Job, what: str) -> Any:
-    """Run receiver.py on the host with a request, "prepare" or "verify", and return its reply's JSON."""
+    """Send the host the request `what`, "prepare" or "verify", for the job's trees, and return the reply; see ask()."""
     request = receiver.Request(
         what,
         job.trees[0].key,
@@ -341,9 +356,9 @@ def _ask_about_job(host: str, job: Job, what: str) -> Any:
 
 
 def ask(host: str, request: receiver.Request, patience: float, accept_new: bool) -> Any:
-    """Run receiver.py on the host with a request and return its reply's JSON. patience: seconds.
+    """Run receiver.py with a request on the host's python3 over ssh, and return the JSON value of its reply.
 
-    Raises UserError when the host, or its disk, gives no reply.
+    `patience` is the time limit in seconds. Raises UserError when ssh fails or the reply is an error.
     """
     source = Path(receiver.__file__).read_text(encoding="utf-8")
     script = f"{source}\n\nanswer({json.dumps(dataclasses.asdict(request))!a})\n".encode()
@@ -360,9 +375,9 @@ def ask(host: str, request: receiver.Request, patience: float, accept_new: bool)
 
 
 def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
-    """Return for each tree the names that differ on the host, as it hashes them.
+    """Have the host hash all files of the job, and return for each tree the names that differ there.
 
-    Raises AssertionError when all files are equal but the tree hash is not.
+    Raises AssertionError when all files are equal but the tree hash is not, and UserError when the host does not reply.
     """
     proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
     for tree in job.trees:

@@ -2,10 +2,10 @@
 
 For clusters where Slurm, Kubernetes or Ray starts the ranks, and for those who prefer torchrun or accelerate: files in
 <run>/launch/ and the commands to type. The run directory and the prepared data must lie at the same path on all hosts,
-on a shared disk or copied (`finlm sync` proves copies); doctor, the watchdog and the gathering of a checkpoint belong
-to `finlm train` and are not part of it. Ray brings no launcher of ranks: its script starts `main`.
+on a shared disk or copied (`finlm sync` proves copies). Doctor, the watchdog and the gathering of a checkpoint are part
+of `finlm train` only. Ray has no launcher for ranks: its script starts main() here.
 
-A rank's environment is what finlm sets for its host, with the recipe's own `env:` on top.
+A rank's environment is what finlm sets for its host, overridden by the recipe's `env:`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def host_env(
 ) -> dict[str, str]:
     """Return the environment variables of a host's ranks: timeout, threads, CUDA and NCCL, then `network`.
 
-    The recipe's `env:` and then the host's `env:` override them. cores: the CPU cores of the host (1 when None),
-    divided among its CPU ranks. network: variables that choose the network card (doctor/preflight.py).
+    The recipe's `env:` and then the host's `env:` override them. `cores` is the number of CPU cores of the host (None:
+    1), divided among its CPU ranks. `network` has variables that choose the network card (doctor/preflight.py).
     """
     longest = max(recipe.launch.start_minutes, recipe.launch.stall_minutes)
     env = {
@@ -83,7 +83,7 @@ class Job:
 
     @property
     def master(self) -> str:
-        """The first host's address, or its name when the recipe gives no address."""
+        """The first host's hosts.<name>.address, or its name when the recipe gives no address."""
         return self.hosts.hosts[0].access.address or self.hosts.hosts[0].name
 
     @property
@@ -92,13 +92,19 @@ class Job:
         return PORT if self.recipe.launch.master_port == "auto" else self.recipe.launch.master_port
 
     def env(self, host: Host) -> dict[str, str]:
-        """Return host_env of a host with the run's code first in PYTHONPATH, and the name that its log files carry."""
+        """Return host_env() of a host with the run's code first in PYTHONPATH.
+
+        For a host with a name, adds FINLM_HOST (the name that its log files carry).
+        """
         env = host_env(self.recipe, self.plan, host)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.run.code), env.get("PYTHONPATH"))))
         return env | ({HOST_VARIABLE: host.name} if host.name else {})
 
     def slots(self, launcher: str) -> int:
-        """Return the number of ranks per host. Raises UserError when hosts differ, which `launcher` cannot express."""
+        """Return the number of ranks per host.
+
+        Raises UserError, naming `launcher`, when hosts have different numbers.
+        """
         counts = {host.slots for host in self.hosts.hosts}
         if len(counts) > 1:
             raise UserError(
@@ -109,7 +115,7 @@ class Job:
         return counts.pop()
 
     def slots_anywhere(self, launcher: str) -> int:
-        """Return the ranks per host, for a launcher that numbers the hosts itself.
+        """Return the number of ranks per host, for a launcher that numbers the hosts itself.
 
         Raises UserError when hosts have different numbers of ranks, or ranks have different micro-batches.
         """
@@ -127,7 +133,7 @@ LaunchFiles = tuple[dict[str, str], list[str]]
 
 
 def torchrun(job: Job) -> LaunchFiles:
-    """Return a shell script per host that runs torchrun, and the commands; the first host is the rendezvous."""
+    """Return a shell script per host that runs torchrun, and the commands to type. The first host is the rendezvous."""
     made = {}
     for node, host in enumerate(job.hosts.hosts):
         line = [
@@ -140,7 +146,7 @@ def torchrun(job: Job) -> LaunchFiles:
 
 
 def accelerate(job: Job) -> LaunchFiles:
-    """Return for each host a file as `accelerate config` writes it and a script that uses it, and the commands.
+    """Return per host a config file of accelerate and a script that uses it, and the commands to type.
 
     Raises UserError when hosts have different numbers of ranks.
     """
@@ -176,7 +182,7 @@ def accelerate(job: Job) -> LaunchFiles:
 
 
 def slurm(job: Job) -> LaunchFiles:
-    """Return an sbatch script and its command: a task per rank on nodes that Slurm chooses.
+    """Return an sbatch script, with a task per rank on nodes that Slurm chooses, and the command to type.
 
     All tasks end when one fails. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
     """
@@ -208,9 +214,9 @@ def slurm(job: Job) -> LaunchFiles:
 
 
 def k8s(job: Job) -> LaunchFiles:
-    """Return a Kubeflow PyTorchJob (kubeflow.org/v1) in the Dockerfile's image, and the commands.
+    """Return a Kubeflow PyTorchJob (kubeflow.org/v1) in the Dockerfile's image, and the commands to type.
 
-    The user fills in the volume claim. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    The user must fill in the volume claim. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
     env = job.env(Host("", slots))
@@ -250,9 +256,10 @@ def k8s(job: Job) -> LaunchFiles:
 
 
 def ray(job: Job) -> LaunchFiles:
-    """Return a script for a Ray cluster's head node and its command: a worker per rank with a GPU (or CPU) of its own.
+    """Return a script for the head node of a Ray cluster, and the command to type.
 
-    Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    It starts a worker per rank, each with its own GPU (or CPU). Raises UserError when hosts or micro-batches differ
+    (Job.slots_anywhere).
     """
     slots = job.slots_anywhere("Ray")
     env = job.env(Host("", slots))
@@ -272,9 +279,9 @@ ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
 
 
 def write(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
-    """Write the files of the launcher `name` to <run>/launch, make <run>/logs, and return the commands to type.
+    """Write the files of the launcher `name`, a key of ADAPTERS, to <run>/launch, and return the commands to type.
 
-    Raises UserError when the launcher cannot express these hosts.
+    Also makes <run>/logs. Raises UserError when the launcher cannot express these hosts.
     """
     made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
     directory = run.path / "launch"
@@ -285,7 +292,7 @@ def write(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) ->
 
 
 def _script(settings: list[str], last: str, directives: Sequence[str] = ()) -> str:
-    """Return the text of a bash script: directives, settings, then the last command."""
+    """Return the text of a bash script: `directives`, then `set -euo pipefail`, `settings` and the command `last`."""
     return "\n".join(["#!/usr/bin/env bash", *directives, "set -euo pipefail", *settings, last, ""])
 
 
@@ -301,7 +308,7 @@ def _devices(host: Host) -> dict[str, str]:
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
-    """Return a document as YAML without anchors and without wrapped lines."""
+    """Return the document as YAML text, without anchors; only lines over 1000 characters wrap."""
     stream = StringIO()
     yaml = YAML()
     yaml.representer.ignore_aliases = lambda *_: True  # Master and Worker share a pod
@@ -370,10 +377,10 @@ def main() -> int:
 
 
 class Worker:
-    """A Ray actor that holds one rank's device and runs the rank."""
+    """A Ray actor that reserves a rank's device and runs the rank."""
 
     def place(self) -> tuple[str, str, str]:
-        """Return the Ray node's id, its IP address, and the number of the GPU that Ray reserved ("-" on CPU)."""
+        """Return (id of the Ray node, its IP address, index of the GPU that Ray reserved, or "-" on CPU)."""
         import ray
 
         context = ray.get_runtime_context()
@@ -381,11 +388,14 @@ class Worker:
         return context.get_node_id(), ray.util.get_node_ip_address(), devices[0]
 
     def free_port(self) -> int | str:
-        """Return a free port of this node for the rendezvous, else the reason as text."""
+        """Return a free port of this node for the rendezvous, or, as text, the reason why there is none."""
         return processes.free_port(0)
 
     def train(self, run: str, env: dict[str, str]) -> int:
-        """Run a rank in a child process with `env` added, which ends with this process; return its exit code."""
+        """Run a rank of the run directory `run` in a child process with `env` added, and return its exit code.
+
+        The child is killed when this process ends.
+        """
         command = [sys.executable, "-u", "-m", "finlm.train", run]
         return subprocess.run(
             command, env=os.environ | env, preexec_fn=processes.die_with_parent, check=False

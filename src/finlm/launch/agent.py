@@ -1,11 +1,11 @@
 """Run the agent that finlm keeps on every host of a run: it starts the host's ranks, sends their logs home, ends them.
 
-`python -m finlm.launch.agent`, over ssh or, on this machine, as a child; it talks to the head in messages.py. It lives
-only as long as its stdin: when that closes, or nothing is heard for the agreed time, the head or the network is gone
-and the ranks are ended. The kernel ends them when the agent itself is killed (PR_SET_PDEATHSIG from agent to launcher
-to rank), so that no case leaves a process behind.
+Started as `python -m finlm.launch.agent`, over ssh or, on this machine, as a child process. It talks to the head
+(head.py) by the messages of messages.py. It lives only as long as its stdin: when that closes, or nothing is heard for
+the agreed time, the head or the network is gone, and it ends the ranks. When the agent itself is killed, the kernel
+ends them (PR_SET_PDEATHSIG from agent to launcher to rank), so that no case leaves a process behind.
 
-Runs on a host that has the run directory and its Python packages; standard library and finlm.base only.
+Runs on a host that has the run directory and its Python packages. Uses the standard library and finlm.base only.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ QUEUED = 8  # lines; what a line that is stuck holds back
 
 
 class Line:
-    """Connection to the head over stdin and stdout, with a thread for each direction.
+    """The connection to the head over stdin and stdout, with a thread for each direction.
 
-    heard: time.monotonic() of the head's last message. open: False once either direction is closed. Writing has a
-    thread of its own because a write without a network waits for as long as TCP tries, and the ranks have to end before
+    `heard` is time.monotonic() of the head's last message. `open` is False once either direction is closed. Writing has
+    its own thread because a write without a network waits for as long as TCP tries, and the ranks have to end before
     that.
     """
 
@@ -54,7 +54,7 @@ class Line:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def say(self, message: messages.Reply) -> None:
-        """Queue a message for the head and return at once; lines that cannot be written set `open` to False."""
+        """Queue a message for the head and return at once. If writing fails, `open` becomes False."""
         self._lines.put(f"{messages.MARK}{messages.write_reply(message)}\n".encode())
 
     @property
@@ -63,12 +63,15 @@ class Line:
         return self._lines.qsize() >= QUEUED
 
     def wait_for_room(self) -> None:
-        """Wait until fewer than 4 lines are queued or the line has closed; the rest of the queue is for short lines."""
+        """Wait until fewer than 4 lines are queued, or the connection is closed.
+
+        The rest of the queue is kept for short messages.
+        """
         while self._lines.qsize() >= QUEUED // 2 and self.open:
             time.sleep(0.02)
 
     def finish(self, seconds: float = 5.0) -> None:
-        """Wait until all queued lines are written, at most `seconds` on a stuck line."""
+        """Wait until all queued lines are written, at most `seconds`."""
         self._lines.put(None)
         self._writer.join(seconds)
 
@@ -82,7 +85,7 @@ class Line:
             self.open = False
 
     def next(self, seconds: float) -> messages.Request | None:
-        """Return the head's oldest unread request; None after `seconds`, or when the line has closed."""
+        """Return the head's oldest unread request; None after `seconds`, or when the connection has closed."""
         try:
             return self._requests.get(timeout=seconds)
         except queue.Empty:
@@ -102,8 +105,8 @@ class Line:
 def main() -> None:
     """Greet the head, start the ranks that it asks for, and follow them to their end.
 
-    Exits the process: 0 after the launcher has ended, 1 when the head asks for something else, former ranks still hold
-    the run, or the launcher cannot be started.
+    Exits the process: with 0 after the launcher has ended, with 1 when the head asks for something else, former ranks
+    still hold the run's lock, or the launcher cannot be started.
     """
     processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
@@ -136,9 +139,9 @@ def main() -> None:
 
 
 def _lock(run: rundir.RunDir, host: str) -> int | None:
-    """Lock this host's part of the run for this process and its ranks to come, and return the file descriptor.
+    """Lock this host's .lock-<host> of the run for this process and its ranks, and return the file descriptor.
 
-    Waits up to 12 s; returns None when former ranks still hold the lock.
+    Waits up to 12 s; returns None when the ranks of a former launch still hold the lock.
     """
     lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -154,9 +157,9 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
 
 
 def _take_events(run: rundir.RunDir) -> bool:
-    """Copy the head's events.jsonl to this host when the host has none; return True when it was copied.
+    """Copy continued/events.jsonl, the head's events, to events.jsonl if this host has none; return whether it did.
 
-    Rank 0 reads from it which data roll-backs have left out.
+    Rank 0 reads there which data rollbacks have skipped.
     """
     if run.events.exists() or not run.lent_events.exists():
         return False
@@ -167,7 +170,10 @@ def _take_events(run: rundir.RunDir) -> bool:
 
 
 def _hello(locked: bool, port: int | None) -> messages.Hello:
-    """Return the greeting to the head. port: the rendezvous port to try; 0 = any free port; None = not this host's."""
+    """Return the greeting for the head: `locked`, a free port, cores, and addresses of the ssh connection.
+
+    `port` is the rendezvous port to try; 0 means any free port; None means that the rendezvous is not on this host.
+    """
     connection = os.environ.get("SSH_CONNECTION", "").split()
     is_remote = len(connection) == 4
     return messages.Hello(
@@ -183,8 +189,8 @@ def _hello(locked: bool, port: int | None) -> messages.Hello:
 def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> subprocess.Popen[bytes]:
     """Start the launcher of this host's ranks (node.py) in a new session and return its process.
 
-    Links the prepared data into the run directory and writes the host's environment there. The launcher inherits the
-    descriptor `lock`. Raises OSError, for example on a full disk.
+    Links the prepared data into the run directory if start.shards is set, and writes the host's environment there. The
+    launcher inherits the descriptor `lock` and logs to <host>.launcher.log. Raises OSError, for example on a full disk.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja lies beside python
     named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}
@@ -216,9 +222,10 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
 
 
 def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[str]:
-    """Return the devices of a host whose hostfile line gives only a count: those of CUDA_VISIBLE_DEVICES, else `slots`.
+    """Return the devices for ranks whose host has only a count in the hostfile.
 
-    The launcher sets the variable anew, which would hide the user's choice.
+    These are the first entries of CUDA_VISIBLE_DEVICES (`visible`), or `slots` if it is unset or has too few. The
+    launcher sets the variable anew, which would otherwise hide the user's choice.
     """
     named = [name.strip() for name in (visible or "").split(",")][: len(slots)]
     return named if visible and len(named) == len(slots) else slots
@@ -227,7 +234,8 @@ def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[
 def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
     """Send heartbeats and obey the head until the launcher ends, the head is silent too long, or it asks for the end.
 
-    Then end all ranks that are left, send the last logs, and tell the head the launcher's exit code.
+    Reports each rank that ends. At the end kills all ranks that are left, sends the last logs, and tells the head the
+    launcher's exit code.
     """
     ranks = Ranks(launcher.pid, greet.slots)
     next_beat, kills_before = 0.0, count_oom_kills()
@@ -261,9 +269,9 @@ def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes]
 
 
 def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
-    """End the launcher, its ranks with it (PR_SET_PDEATHSIG), and every process they left to this subreaper.
+    """Kill the launcher, which ends its ranks too (PR_SET_PDEATHSIG), and end every process below this process.
 
-    SIGTERM for 4 s, then SIGKILL for 4 s; returns when none is left.
+    Sends SIGTERM for 4 s, then SIGKILL for 4 s; returns as soon as none is left.
     """
     launcher.kill()
     for how, patience in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
@@ -283,7 +291,8 @@ def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
 class Sender(threading.Thread):
     """A thread that sends the head what is appended to the files that match some patterns.
 
-    sent: up to which byte the head has each file; of files not in it only what is appended from now on is sent.
+    `sent` says up to which byte the head has each file. Of files that exist now and are not in `sent`, only what is
+    appended from now on is sent.
     """
 
     def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
@@ -300,7 +309,7 @@ class Sender(threading.Thread):
         self.send()
 
     def finish(self, seconds: float = 5.0) -> None:
-        """Ask the thread to send what is left and wait for it, at most `seconds` when the line is stuck."""
+        """Ask the thread to send what is left and wait for it, at most `seconds`."""
         self.ending.set()
         self.join(seconds)
 
@@ -324,7 +333,7 @@ class Sender(threading.Thread):
 
 
 class Ranks:
-    """The ranks of one launcher as the kernel shows them in /proc: their pids, states and exit codes.
+    """The ranks of a launcher as the kernel shows them in /proc: their pids, states and exit codes.
 
     A rank is a child of the launcher with RANK in its environment. The launcher reaps a dead rank within a moment and
     does not say which rank died first, so the exit status is read from /proc before that.
@@ -337,7 +346,10 @@ class Ranks:
         self.ended: dict[int, int] = {}
 
     def find_ended(self) -> list[tuple[int, int]]:
-        """Look for new ranks; return (rank, exit code) of those that ended since the last call, signals negative."""
+        """Return (rank, exit code) of the ranks that ended since the last call, and look for new ranks.
+
+        The code is -N for a rank that died of signal N, and MISSED when it was reaped before it was seen.
+        """
         ended = []
         for rank in [rank for rank in self.pids if rank not in self.ended]:
             status = self._read(rank)
@@ -353,12 +365,12 @@ class Ranks:
         return ended
 
     def _read(self, rank: int) -> processes.Status | None:
-        """Return the status of a rank's process; None when it has ended, even if its pid is another's now."""
+        """Return the status of a rank's process; None when it has ended, even if another process has its pid now."""
         status = processes.read_status(self.pids[rank])
         return status if status is not None and status.born == self.born[rank] else None
 
     def states(self) -> dict[int, str]:
-        """Return the kernel's state letter of each living rank: R, S, D (waits for a device), T (stopped)."""
+        """Return {rank: the kernel's state letter} of living ranks: R, S, D (waits for a device), T (stopped)."""
         statuses = {rank: self._read(rank) for rank in self.pids if rank not in self.ended}
         return {rank: status.state for rank, status in statuses.items() if status and status.state not in "ZX"}
 
@@ -368,12 +380,12 @@ class Ranks:
             processes.send_signal(self.pids[rank], number)
 
     def find_processes(self) -> list[int]:
-        """Return the pids of the launcher, all processes below it, and those this subreaper inherited; no zombies."""
+        """Return the pids of all living processes below this process: launcher, ranks, and orphans that it adopted."""
         return [pid for pid in processes.descendants(os.getpid()) if processes.is_alive(pid)]
 
 
 def reap(launcher: int) -> None:
-    """Collect zombies that this subreaper inherited, but not the launcher, which its Popen collects."""
+    """Collect zombies that this process adopted as subreaper, but not the launcher, which its Popen collects."""
     for pid in processes.children(os.getpid()):
         status = processes.read_status(pid)
         if pid != launcher and status and status.state == "Z":
@@ -381,7 +393,10 @@ def reap(launcher: int) -> None:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes the kernel killed for memory since boot, in cgroups too; None if it does not count."""
+    """Return how many processes the kernel has killed for lack of memory since boot, also in cgroups.
+
+    Returns None if the kernel does not count them.
+    """
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -390,12 +405,12 @@ def count_oom_kills() -> int | None:
 
 
 def as_signal(code: int) -> int:
-    """Return the launcher's exit code; 256 - N, for a rank that died of signal N, becomes -N as in subprocess."""
+    """Return the launcher's exit code, with 256 - N (a rank died of signal N) turned into -N, as in subprocess."""
     return code - 256 if code > 128 + 64 else code
 
 
 def _read_rank(pid: int) -> int | None:
-    """Return RANK of a process's environment; None before it is set, or for another user's process."""
+    """Return RANK in the environment of a process; None before it is set, or for another user's process."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

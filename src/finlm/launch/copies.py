@@ -1,8 +1,9 @@
 """Copy the other hosts' parts of each checkpoint to this machine while the ranks train (checkpoint.copies).
 
-The checkpoint here is then whole, so any other host may be lost with its disk. A thread at low priority does it and the
-ranks never wait for it; a failure is recorded as an incident and tried again. The ranks here keep the newest whole
-checkpoint until a newer one is whole (train/zero/checkpoint.py); keep_last removes the others with their copies.
+The checkpoint here then has the files of all ranks, so any other host may be lost with its disk. A thread at low
+priority copies, and the ranks never wait for it. A failure is recorded as an incident, and the copy is tried again. The
+ranks here keep the newest whole checkpoint until a newer checkpoint is whole (train/zero/checkpoint.py); keep_last
+removes the others with their copies.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ NICE = 10
 
 @contextlib.contextmanager
 def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[None]:
-    """Copy the checkpoints that are saved while the block runs, in a thread.
+    """Copy in a thread the checkpoints that are saved while the block runs; at its end, stop a copy that is under way.
 
-    After an interruption the last checkpoint is copied too, within launch.grace_seconds. Does nothing without
+    If the run was interrupted, the last checkpoint is copied too, within launch.grace_seconds. Does nothing without
     checkpoint.copies, or when all ranks are on this machine.
     """
     if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
@@ -73,10 +74,10 @@ class Copier:
             process.kill()
 
     def work(self) -> None:
-        """Copy checkpoints until `no_more` is set and all events are read, or until `cancel` is called.
+        """Copy each new checkpoint that events.jsonl records, until cancel() is called.
 
-        Retries a failed copy after 60 s, and records each new reason as an incident. After a rollback the copies of
-        later steps are removed.
+        Once `no_more` is set, returns after reading all events. Retries a failed copy after 60 s, and records each new
+        reason as an incident. After a rollback, removes the copies of later steps.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # rsync and hashing threads inherit it
         events, due, not_before, reported = live.follow(self.run, self.seen_bytes), 0, 0.0, ""
@@ -102,13 +103,14 @@ class Copier:
             self.cancelled.wait(POLL_SECONDS)
 
     def _begins_on_disk(self, row: Mapping[str, Any]) -> bool:
-        """Return whether an event is a start that does not go on from a checkpoint in memory, which needs no copy."""
+        """Return whether an event is a start from a checkpoint on disk; a checkpoint in memory needs no copy."""
         return row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
 
     def _copy(self, step: int) -> None:
-        """Gather a step's checkpoint on this machine, and record a `copied` event unless it was whole before.
+        """Gather the checkpoint of a step on this machine, and append a `copied` event unless it was whole before.
 
-        Without ranks here, also remove the checkpoints that keep_last leaves out. Lets UserError and OSError through.
+        Without ranks here, also removes the checkpoints that keep_last leaves out. Raises UserError or OSError when it
+        cannot be gathered.
         """
         self.running.clear()
         directory, began = self.run.checkpoint(step), time.monotonic()
@@ -126,19 +128,19 @@ class Copier:
                 checkpoints.remove(self.run.checkpoint(former))
 
     def _keep_process(self, process: subprocess.Popen[bytes]) -> None:
-        """Remember an rsync process so that `cancel` can kill it; kill it now when already cancelled."""
+        """Remember an rsync process so that cancel() can kill it; kill it now if already cancelled."""
         self.running.append(process)
         if self.cancelled.is_set():
             process.kill()
 
     def _remove(self, step: int) -> None:
-        """Remove copies of checkpoints later than `step`, unless ranks here do so themselves."""
+        """Remove the copies of checkpoints later than `step`; do nothing if there are ranks here, which remove them."""
         for later, directory in self.run.complete_checkpoints():
             if later > step and not self.has_ranks_here:
                 checkpoints.remove(directory)
 
     def _record_failure(self, step: int, error: UserError | OSError) -> None:
-        """Append an incident to events.jsonl that says why the checkpoint of a step was not copied."""
+        """Append an `incident` event that says why the checkpoint of a step was not copied."""
         why = f"{error.problem}: {error.evidence}" if isinstance(error, UserError) else str(error)
         if self.has_ranks_here and not self.run.checkpoint(step).exists():
             why = "it was removed before its parts were here: raise checkpoint.every_steps or checkpoint.keep_last"

@@ -1,11 +1,12 @@
-"""Talk to each host's agent, and pass the signals that `finlm train` gets on to the ranks.
+"""Talk to each host's agent, and pass on to the ranks the signals that `finlm train` gets.
 
 A thread per host reads the agent's messages, writes the ranks' logs under the same names here, and keeps the facts that
-the watchdog asks for; it decides nothing.
+the watchdog (watch.py) asks for; it decides nothing.
 
-SIGTERM, SIGINT, and SIGHUP of a closed terminal (ignored under `nohup`) reach the ranks as SIGTERM: they finish their
-step, write a checkpoint and exit. The first signal is only noted, another one ends everything at once, unless it
-follows within a second: `timeout` sends one twice. launch.grace_seconds must be less than the time a scheduler leaves.
+SIGTERM, SIGINT, and SIGHUP of a closed terminal (ignored under `nohup`) reach the ranks as SIGTERM or SIGINT: they
+finish their step, write a checkpoint and exit. The first signal is only noted. A second signal ends everything at once,
+unless it follows within a second, since `timeout` sends a signal twice. launch.grace_seconds must be less than the time
+a scheduler leaves.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ WAITING_BYTES = 1 << 26  # of one file, for room on this machine's disk; the nex
 
 
 class Session:
-    """The connection to the agent of one host, and what the agent has reported. Times are time.monotonic() here.
+    """The connection to the agent of a host, and what the agent has reported. Times are time.monotonic() here.
 
-    patience: seconds of silence (launch.outage_seconds) after which either end gives the other up. TCP sends again at
+    `patience` is the seconds of silence (launch.outage_seconds) after which each end gives up the other. TCP resends at
     doubling intervals: after 60 s without a network the ranks went on 107 s after its loss, and ssh a little later.
     """
 
@@ -72,8 +73,9 @@ class Session:
     def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new: bool) -> None:
         """Start the agent, over ssh or as a child process, and a thread that reads its messages; send it the greeting.
 
-        there: where the run directory lies on the host. python: the interpreter there. port: the rendezvous port to
-        try, None unless this is the first host.
+        `there` is where the run directory lies on the host, `python` the interpreter there. `port` is the rendezvous
+        port to try (0: any), None unless this is the first host. Raises OSError when ssh, or the interpreter here,
+        cannot be started.
         """
         with contextlib.suppress(FileNotFoundError, files.NotJson):  # without fsync it may be empty after a power cut
             self.sent = files.read_json(self._sent_file(run))
@@ -103,16 +105,16 @@ class Session:
         self.say(messages.Greet(str(there), self.name, slots, port, self.stream, events, self.patience, self.sent))
 
     def say(self, request: messages.Request) -> None:
-        """Send a request to the agent; nothing happens when the agent is gone, which `closed` tells."""
+        """Send a request to the agent. Does nothing when the agent is gone, which `closed` shows."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(messages.write_request(request).encode() + b"\n")
             self._process.stdin.flush()
 
     def wait_hello(self) -> messages.Hello:
-        """Return the agent's first message, waiting up to 30 s after its start.
+        """Return the agent's first message; waits for it up to 30 s after the start.
 
-        Raises UserError when none comes, or when former ranks are still there.
+        Raises UserError when none comes, or when ranks of a former launch still hold the run's lock on the host.
         """
         while not self.hello and self.closed is None and time.monotonic() < self._began + HELLO_SECONDS:
             time.sleep(0.02)
@@ -127,7 +129,7 @@ class Session:
         return self.hello
 
     def explain_end(self, otherwise: str) -> UserError:
-        """Return an error that says why the connection closed: ssh's reason where it is known, else `otherwise`."""
+        """Return a UserError that says why the connection closed: ssh's reason if known, else `otherwise`."""
         errors = self.errors()
         known = None if self.local else ssh.reason(self.host.destination, errors)
         return known or UserError(otherwise, evidence=self.error or ssh.last_lines(errors) or "it said nothing")
@@ -143,9 +145,9 @@ class Session:
             self.say(messages.Command.END)
 
     def release(self, deadline: float) -> bool:
-        """Wait until the connection closes or `deadline`, then kill it; a living agent ends its ranks then.
+        """Wait until the connection closes, or kill it at `deadline`; return False when it was killed.
 
-        Returns False when it had to be killed. deadline: time.monotonic().
+        A living agent then ends its ranks. `deadline` is in time.monotonic() seconds.
         """
         if self._process is None:
             return True
@@ -161,7 +163,7 @@ class Session:
         return clean
 
     def _sent_file(self, run: RunDir) -> Path:
-        """Return the file here that remembers up to which byte the host's files have been received."""
+        """Return the path here of the JSON file that says up to which byte the host's files have been received."""
         return run.path / f".sent-{self.name}.json"
 
     def _listen(self, run: RunDir) -> None:
@@ -180,7 +182,7 @@ class Session:
             self.closed = time.monotonic()
 
     def _store_message(self, run: RunDir, message: messages.Reply | None) -> None:
-        """Store what a message reports in the attributes, and append a log's text to its file."""
+        """Store the fields of a message in this session's attributes, and append a log's text to its file here."""
         match message:
             case messages.Hello():
                 self.hello = message
@@ -198,8 +200,9 @@ class Session:
     def _append_block(self, run: RunDir, name: str, block: bytes, end: int | None) -> None:
         """Append a block to the file `name` of the run directory here, and record how much of that file has arrived.
 
-        end: the byte of the host's file behind the block. When the disk here is full the block waits in memory for the
-        next call; above 64 MiB blocks are dropped, and the next launch gets them again.
+        `end` is the byte position behind the block in the host's file; None from an older agent. When the disk here is
+        full, the block waits in memory for the next call; if 64 MiB wait, further blocks are dropped, and the next
+        launch gets them again. Raises ValueError for a name outside the run directory.
         """
         path = files.within(run.path, name)
         waiting = self._waiting.pop(name, b"")
@@ -225,7 +228,7 @@ class Session:
             self._report_write_error(error)
 
     def _report_write_error(self, error: OSError) -> None:
-        """Print the first time that the host's output cannot be written here."""
+        """Print, only the first time, that the host's output cannot be written here."""
         if not self._has_reported:
             self._has_reported = True
             screen.say(f"what {self.name} sends waits for room here, or for the next launch: {error}; the run goes on")
@@ -233,9 +236,9 @@ class Session:
 
 @contextmanager
 def watch_away_hosts(hosts: Sequence[Host], seconds: float) -> Iterator[Callable[[], list[str]]]:
-    """Ask the absent hosts every `seconds`, in a thread, whether they answer; yield a function that tells which do.
+    """Ask in a thread, every `seconds`, whether the absent hosts answer over ssh; yield a function that lists those.
 
-    The function returns the names of those that have answered so far. The thread ends with the block.
+    The function returns the names of all hosts that have answered so far. The thread ends with the block.
     """
     back: list[str] = []
     over = threading.Event()
@@ -258,7 +261,7 @@ RESUMES = "the same command resumes from the last complete checkpoint"
 
 
 class HostsBack(Exception):
-    """Raised when the ranks have stopped with a checkpoint because hosts that were away answer again: `names`."""
+    """Raised when the ranks have stopped with a checkpoint because the hosts `names`, which were away, answer again."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(", ".join(names))
@@ -267,10 +270,10 @@ class HostsBack(Exception):
 
 @dataclass
 class Stop:
-    """The signal that asks this process to stop, and when it was passed on to the ranks (time.monotonic()).
+    """A request to stop the ranks: by a signal to this process, or because absent hosts answer again.
 
-    number: 0 for none. since: when it was asked for. passed_on: when the ranks got it. back: hosts for whose return the
-    ranks stop.
+    `number` is the signal, 0 for none. `since` is when it came and `passed_on` when it was sent to the ranks, in
+    time.monotonic() seconds. `back` names the hosts for which the ranks stop.
     """
 
     number: int = 0
@@ -279,16 +282,17 @@ class Stop:
     back: tuple[str, ...] = ()
 
     def stop_for_hosts(self, names: Sequence[str], now: float) -> None:
-        """Note a stop so that the hosts `names` can be taken in, and say so; do nothing when a signal came first."""
+        """Request a stop so that the hosts `names` can rejoin, and print that; do nothing when a signal came first."""
         if names and not self.number:
             screen.say(f"{' and '.join(names)} answers again: the ranks stop to take it in")
             self.number, self.since, self.back = int(signal.SIGTERM), now, tuple(names)
 
     def pass_on(self, sessions: Sequence[Session], has_stepped: bool, grace_seconds: float, now: float) -> None:
-        """Send a signal that was noted to the ranks of all hosts, once, and say so; do nothing without a signal.
+        """Send a noted signal to the ranks of all hosts, once, and print that; do nothing if there is none.
 
-        Exits this process when no step is finished yet, or when the ranks took longer than grace_seconds; not for hosts
-        that are back, for which nobody sets a limit. now: time.monotonic().
+        SIGHUP is sent as SIGTERM. Raises SystemExit when no step is finished yet, or when the ranks took longer than
+        grace_seconds. For hosts that are back, it waits for the first step instead, and there is no limit. `now` is in
+        time.monotonic() seconds.
         """
         if not self.number or (self.back and not has_stepped):
             return
@@ -307,9 +311,10 @@ class Stop:
             sys.exit(128 + self.number)
 
     def finish(self, step: int | None, exit_code: int) -> None:
-        """Say that the ranks stopped and exit this process: 128 + signal, or `exit_code` without a signal.
+        """Print that the ranks stopped after `step`, and raise SystemExit: 128 + signal, or `exit_code` without any.
 
-        Raises HostsBack instead when the ranks stopped to take hosts in. step: the last one that was finished.
+        Raises HostsBack instead when the ranks stopped so that hosts can rejoin. `step` is the last finished step, or
+        None.
         """
         if self.back:
             raise HostsBack(self.back)
@@ -319,9 +324,9 @@ class Stop:
 
 @contextmanager
 def note_signals() -> Iterator[Stop]:
-    """Yield a Stop that notes SIGTERM, SIGINT and SIGHUP while the block runs; the old handlers come back after it.
+    """Yield a Stop that notes SIGTERM, SIGINT and SIGHUP during the block; restores the old handlers afterwards.
 
-    A second signal, more than 1 s after the first, raises SystemExit.
+    A second signal, more than 1 s after the first, raises SystemExit. Leaves SIGHUP alone where it is ignored.
     """
     stop = Stop()
 

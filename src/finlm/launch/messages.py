@@ -1,7 +1,8 @@
-"""Define the messages between head and agent: a line of JSON each, with `do` (to the agent) or `kind` and the fields.
+"""Define the messages between head and agent: a line of JSON each.
 
-An agent runs the code of its run directory, which may be older or newer than the head's: fields and messages that one
-side does not know are left out, and what an older version does not send has a default.
+Key `do` (to the agent) or `kind` (to the head) names the message; the other keys are its fields. An agent runs the code
+of its run directory, which may be older or newer than the head's: fields and messages that a side does not know are
+dropped, and fields that an older version does not send have a default.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ MARK = "finlm-agent:"  # before an agent's messages: login scripts may print too
 
 @dataclass(frozen=True)
 class Greet:
-    """Introduces the run to the agent, as the first request.
+    """The first request to an agent: introduces the run.
 
-    port: rendezvous port to try, 0 = a free one, None = not this host's. stream: send log files home. events: send
-    events.jsonl too. patience: seconds of silence until the ranks are ended. sent: up to which byte the head has which
-    file.
+    `port` is the rendezvous port to try, 0 for any free port, None if it is not on this host. `stream`: send log files
+    to the head. `events`: send events.jsonl too. `patience` is the seconds of silence after which the ranks are ended.
+    `sent` says up to which byte the head has each file.
     """
 
     run: str
@@ -39,9 +40,9 @@ class Greet:
 class Start:
     """Asks the agent to start its ranks.
 
-    world: device numbers by host name. chosen: the devices of this host come from the hostfile or --include. node:
-    number of this host. address, port: the rendezvous. step: finished steps to resume after. shards: the prepared data
-    on the host, None when they are at the run's usual place.
+    `world` has device indices by host name. `chosen`: this host's devices come from the hostfile or --include. `node`
+    is the index of this host. `address` and `port` are the rendezvous. `step` is the number of finished steps to resume
+    after. `shards` is the path of the prepared data on the host, None when it is the same as on the head.
     """
 
     env: dict[str, str]
@@ -56,13 +57,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Asks the agent to pass a signal on to its ranks."""
+    """Asks the agent to send a signal to its ranks."""
 
     signal: int
 
 
 class Command(StrEnum):
-    """Requests without fields: STACKS = ranks print their stacks, END = end ranks and agent, PING = the head lives."""
+    """Requests without fields: STACKS = ranks print stacks, END = end ranks and agent, PING = the head is alive."""
 
     STACKS = "stacks"
     END = "end"
@@ -73,8 +74,9 @@ class Command(StrEnum):
 class Hello:
     """The agent's first message.
 
-    locked: it holds the host's part of the run. port: the free port, or why the requested port cannot be used. cores:
-    CPU cores it may use. came_from, arrived_at: both addresses of the ssh connection, None on this machine.
+    `locked`: it has the lock of the host's ranks. `port` is the free port, or the reason why the requested port cannot
+    be used. `cores` is the number of CPU cores it may use. `came_from` and `arrived_at` are both addresses of the ssh
+    connection, None on this machine.
     """
 
     locked: bool = True
@@ -87,7 +89,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Log:
-    """A piece of a file, by its name relative to the run directory; end: the byte behind the piece."""
+    """A piece of a file, with the file's name relative to the run directory.
+
+    `end` is the byte position behind the piece.
+    """
 
     file: str
     text: str
@@ -96,7 +101,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Beat:
-    """Heartbeat: state letter of each living rank, free bytes on the run's disk, processes killed for memory."""
+    """Heartbeat: state letter by living rank, free bytes on the run's disk, processes killed for lack of memory."""
 
     ranks: dict[str, str] = field(default_factory=dict)
     free_bytes: int | None = None
@@ -105,7 +110,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Reports that a rank has ended with an exit code; signals are negative."""
+    """Reports that a rank has ended, with its exit code; -N for signal N."""
 
     rank: int
     code: int
@@ -120,7 +125,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Exited:
-    """Reports that the launcher has ended with an exit code; asked: the agent ended it itself."""
+    """Reports that the launcher has ended, with its exit code. `asked`: the agent ended it."""
 
     code: int
     asked: bool = False
@@ -151,7 +156,10 @@ def write_reply(reply: Reply) -> str:
 
 
 def read_request(line: str) -> Request | None:
-    """Return the request in a line of JSON; None for a request that this version does not know."""
+    """Return the request in a line of JSON; None for a request that this version does not know.
+
+    Raises ValueError, KeyError or TypeError for a line that is no message.
+    """
     fields = json.loads(line)
     if fields["do"] in list(Command):
         return Command(fields["do"])
@@ -159,18 +167,21 @@ def read_request(line: str) -> Request | None:
 
 
 def read_reply(line: bytes) -> Reply | None:
-    """Return the reply in a line of JSON; None for a reply that this version does not know."""
+    """Return the reply in a line of JSON; None for a reply that this version does not know.
+
+    Raises ValueError, KeyError or TypeError for a line that is no message.
+    """
     fields = json.loads(line)
     return _read(REPLIES, fields, fields["kind"])
 
 
 def _fields(key: str, kinds: Mapping[str, type], message: Any) -> Mapping[str, Any]:
-    """Return a message's fields with its name in `kinds` under `key`."""
+    """Return the message's fields as a dict, with its name in `kinds` under `key`."""
     return {key: next(name for name, kind in kinds.items() if kind is type(message)), **asdict(message)}
 
 
 def _read(kinds: Mapping[str, type[T]], fields: Mapping[str, Any], name: str) -> T | None:
-    """Build the message called `name` from the fields that its class knows; None for an unknown name."""
+    """Return the message called `name` with those of the fields that its class has; None for a name not in `kinds`."""
     if (kind := kinds.get(name)) is None:
         return None
     return kind(**{each.name: fields[each.name] for each in dataclasses.fields(kind) if each.name in fields})

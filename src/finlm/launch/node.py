@@ -1,11 +1,11 @@
-"""Start the ranks of one host and wait for them: `python -m finlm.launch.node JSON RUN`, run by agent.py.
+"""Start the ranks of this host and wait for them: `python -m finlm.launch.node JSON RUN`, run by agent.py.
 
-Sets for them what `deepspeed.launcher.launch` sets, which imports torch first: three seconds of a core, up to nine on a
-busy host, at every launch before a rank is started. JSON: {"world": device numbers by host, "node": number of this
+Sets for them the variables that `deepspeed.launcher.launch` sets, without importing torch: that would take three
+seconds of a core, up to nine on a busy host, at every launch. JSON: {"world": devices by host, "node": index of this
 host, "address", "port": the rendezvous}.
 
-Ends with the code of the first rank that failed, 256 - N for signal N; the others have a second to say what they think
-of it, then SIGTERM, and SIGKILL after 30 s. Standard library only.
+Exits with the code of the first rank that failed, 256 - N for signal N. The other ranks get a second to log their
+errors, then SIGTERM, and SIGKILL after 30 s. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS_SECONDS, END_SECONDS = 1.0, 30.0
 
 
 def main() -> None:
-    """Run the ranks of this host to their end and exit with their code."""
+    """Run this host's ranks until all have ended or one fails; then end the others, and exit with its code or 0."""
     ranks = start_ranks(json.loads(sys.argv[1]), sys.argv[2])
     while (codes := [rank.poll() for rank in ranks]) and None in codes and not any(codes):
         time.sleep(POLL_SECONDS)
@@ -35,7 +35,10 @@ def main() -> None:
 
 
 def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[bytes]]:
-    """Start a process for each device of this host and return them by rank. launch: the JSON above."""
+    """Start a rank process for each device of this host, and return the processes in rank order.
+
+    `launch` is the JSON of the module docstring, `run` the run directory.
+    """
     devices = list(launch["world"].values())
     mine, first = devices[launch["node"]], sum(map(len, devices[: launch["node"]]))
     shared = {
@@ -55,7 +58,7 @@ def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[by
 
 
 def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait a second for the ranks, then send SIGTERM, and SIGKILL 30 s later to those that are left."""
+    """Wait a second for the ranks to end, then send SIGTERM, and 30 s later SIGKILL to those that still run."""
     for patience, stop in ((WORDS_SECONDS, subprocess.Popen.terminate), (END_SECONDS, subprocess.Popen.kill)):
         deadline = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """Start a Ray cluster for `finlm prepare` on this machine and the hosts of a hostfile over ssh, and end it.
 
-Each host runs hosts/remote/ray_node.py for as long as its connection is open, so nothing stays there whatever happens
-here. This machine is the head; it has workers when the hostfile names it. Only who has this cluster's token, which no
-command line shows, can give it work.
+Each host runs hosts/remote/ray_node.py for as long as its connection is open, so no process stays there whatever
+happens here. This machine is the head; it has workers only when the hostfile names it. Only processes that have this
+cluster's token, which no command line shows, can submit work to it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it 
 
 @contextmanager
 def start_ray(recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[str]:
-    """Start Ray on all hosts, yield the cluster's address, and end every process of it after the block.
+    """Start Ray on all hosts, yield the cluster's address "ip:port", and end all its processes after the block.
 
-    Raises UserError, naming the host, where one cannot be reached, has no or another Ray, or does not start.
+    Sets Ray's token and address in os.environ during the block. Raises UserError, naming the host, when a host cannot
+    be reached, has no Ray or another version, or Ray does not start there.
     """
     with ThreadPoolExecutor(16) as pool:
         is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))
@@ -73,7 +74,7 @@ def start_ray(recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[str]
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process during the block."""
+    """Set environment variables of this process during the block, and restore the former values after it."""
     former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -87,7 +88,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Node:
-    """A host's ray_node.py, as a child process or over ssh."""
+    """A host that runs ray_node.py, as a child process or over ssh."""
 
     def __init__(self, host: Host, *, is_local: bool = False) -> None:
         self.host, self.is_local = host, is_local
@@ -96,7 +97,10 @@ class _Node:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the node
 
     def connect(self, env: Mapping[str, str], accept_new: bool) -> None:
-        """Start the program on the host. env: of the recipe; the host's own goes over it."""
+        """Start ray_node.py on the host, and a thread that reads its messages.
+
+        `env` is the recipe's environment, which the host's own env overrides.
+        """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:
             line = ssh.command(self.host.destination, line, accept_new=accept_new)
@@ -119,7 +123,7 @@ class _Node:
             self._process.stdin.flush()
 
     def _listen(self) -> None:
-        """Queue what the program says, and None at its end."""
+        """Queue each message of the program, and None at its end."""
         assert self._process is not None and self._process.stdout is not None
         mark = ray_node.MARK.encode()
         with self._process.stdout as lines:
@@ -129,9 +133,9 @@ class _Node:
         self._said.put(None)
 
     def _hear(self, seconds: float, what: str) -> dict[str, Any]:
-        """Return the next message. Raises UserError when the program ended, or said nothing for `seconds`.
+        """Return the program's next message.
 
-        what: the thing that is waited for, for the error.
+        Raises UserError when it has ended, or sent nothing for `seconds`; `what` says what was waited for.
         """
         try:
             said = self._said.get(timeout=seconds)
@@ -147,7 +151,10 @@ class _Node:
         return said
 
     def greet(self) -> dict[str, Any]:
-        """Return what ray_node.describe_host says. Raises UserError where the host's Ray is missing or another."""
+        """Return what ray_node.describe_host() says of the host.
+
+        Raises UserError when its Ray is missing or another version.
+        """
         hello = self._hear(_HELLO_SECONDS, "answer")
         wanted = importlib.metadata.version("ray")
         if hello["ray"] != wanted:
@@ -161,13 +168,16 @@ class _Node:
         return hello
 
     def start(self, arguments: Sequence[str], ip: str, workers: int, env: Mapping[str, str]) -> None:
-        """Have the host start Ray with so many workers at its address `ip`."""
+        """Ask the host to start Ray with `workers` CPUs at its address `ip` ("": Ray chooses), with `env` added."""
         at = [f"--node-ip-address={ip}"] if ip else []
         request = {"arguments": [*arguments, *at, f"--num-cpus={workers}", "--num-gpus=0"], "env": dict(env)}
         self._write(f"{json.dumps(request)}\n")
 
     def wait_started(self) -> None:
-        """Wait until Ray runs there. Raises UserError with the end of its log when it does not."""
+        """Wait up to 300 s until Ray runs on the host.
+
+        Raises UserError, with the end of Ray's log, when it does not.
+        """
         said = self._hear(_START_SECONDS, "start Ray")
         if "ended" in said:
             raise UserError(
@@ -177,13 +187,13 @@ class _Node:
             )
 
     def close(self) -> None:
-        """Close the line: the host ends Ray."""
+        """Close the program's stdin, so that the host ends Ray; does not wait."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
     def wait_closed(self) -> None:
-        """Wait until the host has ended its processes, and leave it after 15 s."""
+        """Wait until the host has ended its processes; after 15 s print a message and kill the connection."""
         if self._process is None:
             return
         try:

@@ -1,13 +1,14 @@
 """Launch a run, and launch it again after a failure while that may help.
 
-The cause in the logs decides: what another launch would meet again (a wrong recipe, a full disk, a missing kernel) ends
-the run at once. A failure at the same step again is a bad step: its data, its numbers or the code. A host that is gone,
-or that failed twice, is left when the checkpoint is whole without it (HostLost): pipeline.py plans the run anew for a
-spare or for the hosts that are left. Without such a checkpoint the launches wait for the host, longer each time.
+The cause in the logs decides: a cause that another launch would meet again (a wrong recipe, a full disk, a missing
+kernel) ends the run at once. A second failure at the same step means a bad step: its data, its numbers or the code. A
+host that is gone, or that failed twice, is left out when the checkpoint is whole without it (HostLost): pipeline.py
+then plans the run anew for a spare host or for the remaining hosts. Without such a checkpoint the launches wait for the
+host, longer each time.
 
 A run that ended itself (incidents.*, a signal) is not restarted. A launch that only set a damaged checkpoint aside does
-not count: the next resumes from the checkpoint before it. A run that ran out of memory goes on with the next plan that
-fits, where the recipe left open what that changes; launch.restarts does not count it, and there is no wait.
+not count: the next launch resumes from the checkpoint before it. A run that ran out of memory goes on with the next
+plan that fits, if the recipe leaves open what that changes; launch.restarts does not count it, and there is no wait.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ PASSING = frozenset(
 
 @dataclass(frozen=True)
 class Failure:
-    """A launch that failed: the step it was in, the host to blame ("" if unknown), the newest checkpoint then.
+    """A launch that failed: the step it was in, the host to blame ("" if unknown), and the newest checkpoint then.
 
-    step is below 0, another number each time, when the launch failed before its ranks knew at which step they begin.
+    `step` is below 0, and different each time, when the launch failed before its ranks knew at which step they begin.
     """
 
     step: int
@@ -63,7 +64,7 @@ class Failure:
 
 
 class HostLost(RunFailed):
-    """Raised when the run can go on without `host`, which is gone (and may come back) or has failed twice."""
+    """Raised when the run can go on without `host`, which is gone (and may come back) or failed too often."""
 
 
 def run_ranks(
@@ -75,11 +76,12 @@ def run_ranks(
     network: start.Network | None = None,
     accept_new: bool = False,
 ) -> None:
-    """Call start.launch_ranks, again after failures that may pass: launch.restarts times without a new checkpoint.
+    """Call start.launch_ranks(), and call it again after failures that may pass.
 
-    A plan that ran out of memory is replaced, in the run directory too; restarts are counted anew then. Raises the last
-    RunFailed, with why it is not restarted, HostLost when the run can go on with other hosts, and lets HostsBack
-    through when more hosts can train.
+    It is called again at most launch.restarts times without a new checkpoint. When a rank runs out of memory, the plan
+    is replaced, in the run directory too, and restarts are counted anew. Raises the last RunFailed, with the reason why
+    it is not restarted; HostLost when the run can go on with other hosts; HostsBack when absent hosts answer again;
+    UserError when the first launch cannot start.
     """
     if run.former_plans:  # a kill may have come between the new plan and its settings
         files.write_json(run.ds_config, config.deepspeed(recipe, plan))
@@ -109,17 +111,17 @@ def run_ranks(
 
 
 class Restarts:
-    """The failures of a run on one set of hosts; after each it decides to wait and start again, or to raise."""
+    """The failures of a run on a fixed set of hosts. After each failure it waits for the next launch, or raises."""
 
     def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster) -> None:
         self.run, self.recipe, self.hosts = run, recipe, hosts
         self.failures: list[Failure] = []
 
     def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
-        """Note a failed launch and sleep before the next; raise the failure, or HostLost, when there is to be none.
+        """Note a failed launch and sleep before the next launch; raise `failure`, or HostLost, when there must be none.
 
-        seen: rows of events.jsonl before that launch. A failure that is raised has the reason in its evidence, and in
-        its fix what to do about a bad host.
+        `seen` is the number of rows of events.jsonl before that launch. A failure that is raised has the reason in its
+        evidence, and in its fix what to do about a bad host. A wait is printed and recorded as a `restart` event.
         """
         limit = self.recipe.launch.restarts
         if failure.is_final or not limit:
@@ -136,10 +138,10 @@ class Restarts:
         self._wait(failure.problem, failure.host)
 
     def wait_after_no_start(self, error: UserError, plan: Plan) -> None:
-        """Record a launch that did not start and sleep before the next, since a failed host may take a while to answer.
+        """Note a launch that did not start and sleep before the next, since a failed host may take a while to answer.
 
-        Raises `error` when no failure came before it, RunFailed when the restarts are used up, HostLost when the host
-        does not answer and the run can go on without it.
+        Raises `error` when no failure came before it, RunFailed when the restarts are used up, and HostLost when the
+        host does not answer and the run can go on without it.
         """
         if not self.failures:
             raise error
@@ -167,21 +169,24 @@ class Restarts:
 
 
 def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: str, seconds: float = 0.0) -> None:
-    """Append a `restart` event to events.jsonl and run launch.notify. after: the problem. action: what is done."""
+    """Append a `restart` event to events.jsonl and run launch.notify, if set.
+
+    `after` is the problem, `action` what is done about it, `seconds` the time until the next launch.
+    """
     number = 1 + sum(1 for _ in run.read_events("restart"))
     run.append_event("restart", number=number, after=after, host=host, action=action, seconds=seconds)
     start.notify(recipe.launch.notify, "restart", run.path, f"{after}; {action}")
 
 
 def count_in_a_row(failures: Sequence[Failure]) -> int:
-    """Return how many of the last failures happened with the same newest checkpoint."""
+    """Return how many failures in a row, up to the last, had the same newest checkpoint. `failures` is not empty."""
     return sum(1 for _ in itertools.takewhile(lambda each: each.checkpoint == failures[-1].checkpoint, failures[::-1]))
 
 
 def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause: str = "") -> str:
-    """Return why the last failure is not followed by a restart; "" when it is.
+    """Return the sentence that says why the run is not restarted after the last failure; "" if it is restarted.
 
-    hosts: the number of the run's hosts. cause: RunFailed.cause.
+    `hosts` is the number of the run's hosts, `cause` is RunFailed.cause.
     """
     last, former = failures[-1], failures[:-1]
     if not last.has_stepped and not former:
@@ -203,9 +208,11 @@ def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause
 
 
 def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure: RunFailed, host: str) -> None:
-    """Raise HostLost if the run can go on without `host`: its checkpoint part is here, or the host can still give it.
+    """Raise HostLost if the run can go on without `host`; else return.
 
-    Returns without raising when it cannot.
+    It can when other hosts or spares remain and there is no checkpoint yet, or there is one that is whole without the
+    host, or the host still answers and can give its part. It never can with optimizer states on NVMe, which no other
+    plan can read.
     """
     if len(hosts.hosts) + len(hosts.spares) < 2 or plan.offload_optimizer == "nvme":  # which no other plan can take
         return
@@ -225,21 +232,21 @@ def _host_answers(hosts: Cluster, name: str) -> bool:
 
 
 def _fix_bad_host_text(run: RunDir, hosts: Cluster, name: str) -> str:
-    """Return the fix for a bad host; its part of the checkpoint can be fetched only while it answers."""
+    """Return the fix for a bad host, as text; its part of the checkpoint can be fetched only while it answers."""
     if not _host_answers(hosts, name):
         return checkpoint_parts.way_out(run, [name])
     return f"go on without it while it answers and can give its part of the checkpoint: --exclude {name}"
 
 
 def _used_up(restarts: int) -> str:
-    """Return the sentence that launch.restarts is used up."""
+    """Return the text "launch.restarts is N: used up"."""
     return f"launch.restarts is {restarts}: used up"
 
 
 def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
     """Return whether the ranks of the last launch set a damaged checkpoint aside and then did not start.
 
-    seen: rows of events.jsonl before that launch.
+    `seen` is the number of rows of events.jsonl before that launch.
     """
     rows = list(itertools.islice(run.read_events(), seen, None))
     damaged = any(row["kind"] == "incident" and row["what"] == "damaged checkpoint" for row in rows)
@@ -247,9 +254,9 @@ def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
 
 
 def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
-    """Return the failure of the last launch: its host, the next step (`none` without a start row), whether it stepped.
+    """Return the Failure of the last launch, which blames `host`. Its step is the step after the last finished step.
 
-    seen: rows of events.jsonl before that launch.
+    If the ranks did not start, the step is `none`. `seen` is the number of rows of events.jsonl before that launch.
     """
     step: int | None = None
     has_stepped = False
@@ -263,9 +270,9 @@ def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
 
 
 def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
-    """Return by host how much memory the ranks that ran out of it had taken; {} when no rank ran out.
+    """Return {host: memory use} of ranks that ran out of memory in the last launch; {} when none did.
 
-    logged: bytes of each log that were written by former launches.
+    `logged` is the size in bytes of each log before that launch.
     """
     by_host = {}
     for path in sorted(run.logs.glob("*.*.log")):
@@ -279,9 +286,10 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
 def _choose_next_plan(
     run: RunDir, plan: Plan, recipe: Recipe, hosts: Cluster, taken: Mapping[str, Taken]
 ) -> Plan | None:
-    """Return the next plan after running out of memory.
+    """Return the next plan that fits after running out of memory.
 
-    None when memory did not run out, the recipe allows no other plan, or there were enough plans already.
+    Returns None when `taken` is empty (memory did not run out), the recipe allows no other plan, or the run has already
+    replaced out_of_memory.MOST plans.
     """
     former = len(run.former_plans)
     if not taken or former >= out_of_memory.MOST:
@@ -290,10 +298,10 @@ def _choose_next_plan(
 
 
 def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new: bool) -> None:
-    """Gather the newest common checkpoint into continued/ when the next plan cuts its states in another way.
+    """Gather the newest common checkpoint into continued/ if `smaller` shards the optimizer states in another way.
 
-    Each host has only the parts of its own ranks; sync then brings the whole to all. Does nothing when all ranks are
-    here.
+    Each host has only the parts of its own ranks; sync then copies all parts to every host. Does nothing when all ranks
+    are on this machine. Raises UserError when the parts cannot be gathered.
     """
     is_cut = (plan.zero_stage, plan.offload_optimizer) != (smaller.zero_stage, smaller.offload_optimizer)
     if is_cut and not all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
@@ -305,9 +313,9 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
 
 
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
-    """Write `smaller` and its DeepSpeed settings to the run, keep the old plan as plan.N.json, and record an incident.
+    """Write `smaller` and its DeepSpeed settings to the run, keep `plan` as plan.N.json, and record an incident.
 
-    step: the last finished step.
+    Also prints the incident. `step` is the last finished step.
     """
     number = len(run.former_plans) + 1
     keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())

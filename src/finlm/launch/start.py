@@ -1,12 +1,12 @@
 """Start the ranks of a run on all hosts, follow events.jsonl, and end everything that was started.
 
-Every host, this machine too, runs an agent (agent.py) that starts the host's ranks (node.py) as DeepSpeed's one-node
-launcher does (`deepspeed --no_ssh`), without its three seconds of imports. DeepSpeed's pdsh mode was measured and left:
-killing its launcher or ssh session on a host leaves the ranks there and the others waiting, arguments pass a remote
-shell unquoted, environment is the same for all hosts, on SIGTERM it runs `pkill -f` that hits every DeepSpeed job of
-the interpreter, and its exit code is 0 when its child dies by a signal.
+Every host, this machine too, runs an agent (agent.py) that starts the host's ranks (node.py) as DeepSpeed's launcher
+for a single node does (`deepspeed --no_ssh`), without its three seconds of imports. DeepSpeed's pdsh mode was measured
+and rejected: killing its launcher or ssh session on a host leaves the ranks there and the others waiting, arguments
+pass a remote shell unquoted, the environment is the same for all hosts, on SIGTERM it runs a `pkill -f` that hits every
+DeepSpeed job of the interpreter, and its exit code is 0 when its child dies of a signal.
 
-Success is the trainer's `end` event; watch.py names what failed.
+A run has succeeded when its events.jsonl has the trainer's `end` event; watch.py names what failed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ SYNCED = ("recipe.yaml", "plan.json", "ds_config.json", "manifest.json", "data.j
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings that doctor derived (doctor/preflight.py), by host name.
+    """Network settings by host name that doctor derived (doctor/preflight.py).
 
-    env: variables that make ranks talk through the right network card. addresses: how the other hosts reach it.
+    `env` has variables that make ranks use the right network card. `addresses` are where the other hosts reach the
+    host.
     """
 
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -67,11 +68,12 @@ def launch_ranks(
     network: Network | None = None,
     accept_new: bool = False,
 ) -> None:
-    """Lock the run, start its ranks on all hosts, and follow them to the end of training.
+    """Lock the run, copy it to its hosts, start the ranks, and follow them to the end of training.
 
-    recipe and hosts: the run directory's unless given; access to hosts may have changed since it was made. Raises
-    RunFailed with the cause when training does not get to its end, HostsBack and SystemExit as head.Stop does,
-    UserError when a host cannot be used.
+    `recipe` and `hosts` are the run directory's if None; access to hosts may have changed since it was made. On return
+    all processes are ended on the hosts that answer. Raises RunFailed, with the cause that the logs show, when training
+    does not get to its end; HostsBack or SystemExit after a request to stop (head.Stop); UserError when a host cannot
+    be used or the run is running.
     """
     recipe = recipe or recipes.load(run.recipe).recipe
     hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
@@ -93,7 +95,7 @@ def launch_ranks(
 
 
 def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> list[Session]:
-    """Copy the run directory to every other host and return a Session for each host; starts no agent.
+    """Copy the run directory, data and start model to every other host, and return a Session per host; start no agent.
 
     Raises UserError when two hosts are this machine, or a copy fails.
     """
@@ -153,7 +155,10 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
 def _start_ranks(
     run: RunDir, plan: Plan, recipe: Recipe, step: int, sessions: Sequence[Session], network: Network
 ) -> None:
-    """Ask every agent to start its ranks. step: the number of finished steps that they must resume after."""
+    """Write each host's environment to the run directory, and ask every agent to start its ranks.
+
+    `step` is the number of finished steps to resume after. Raises UserError when a host's address is unknown.
+    """
     addresses = _addresses(sessions, network)
     world = {each.name: list(each.host.devices or range(each.host.slots)) for each in sessions}
     port = sessions[0].wait_hello().port
@@ -177,9 +182,10 @@ def _start_ranks(
 
 
 def _addresses(sessions: Sequence[Session], network: Network) -> dict[str, str]:
-    """Return each host's address as its peers reach it: the recipe's, what doctor measured, else the ssh connection's.
+    """Return {host: address at which the other hosts reach it}.
 
-    Raises UserError when none is known.
+    It is the recipe's address, else the address that doctor measured, else that of the ssh connection; for a single
+    host 127.0.0.1 unless the recipe gives an address. Raises UserError when none is known.
     """
     if len(sessions) == 1:
         return {sessions[0].name: sessions[0].host.access.address or "127.0.0.1"}
@@ -201,7 +207,7 @@ def _addresses(sessions: Sequence[Session], network: Network) -> dict[str, str]:
 
 @contextmanager
 def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
-    """End every process of the run on all reachable hosts when the block ends; waits up to 12 s."""
+    """End every process of the run on all hosts that answer when the block ends; waits up to 12 s."""
     try:
         yield
     finally:
@@ -213,9 +219,10 @@ def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
 
 
 def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
-    """Add the known cause that the logs show to the failure's `cause` and `fix`, and return the same failure.
+    """Add the cause that the logs show to the failure's `cause` and `fix`, if known, and return the same failure.
 
-    former: lines of each log from before this launch, which do not count. A failure that is certain stays as it is.
+    `former` is the number of lines of each log before this launch, which do not count. A failure that is certain stays
+    as it is.
     """
     if failure.is_certain:
         return failure
@@ -253,7 +260,7 @@ DONE = ("finished", "interrupted", "failed")  # what the trainer's end event say
 
 @dataclass(frozen=True)
 class Following:
-    """What `follow` needs; back: returns the names of the hosts that were away and answer again."""
+    """The arguments of follow(). `back` returns the names of the hosts that were away and answer again."""
 
     run: RunDir
     plan: Plan
@@ -264,10 +271,11 @@ class Following:
 
 
 def follow(f: Following, seen: int) -> None:
-    """Show new events until the run is over, and watch its ranks. seen: bytes of events.jsonl that are old.
+    """Show new events until the run is over, and watch its ranks. `seen` is the size of events.jsonl to skip, in bytes.
 
-    Raises RunFailed when a rank or host fails or nothing is finished for too long, which is recorded as an incident, or
-    when the run ended itself, which is not. After an interruption it ends this process, or raises HostsBack.
+    Also sends the agents pings and passes signals on. Raises RunFailed when a rank or host fails or nothing is finished
+    for too long, and records that as an incident; or when the run ended itself. After an interruption raises
+    SystemExit, or HostsBack if absent hosts answer again.
     """
     run, sessions, limits = f.run, f.sessions, f.limits
     progress, status, next_ping, before = Progress(time.monotonic()), "", 0.0, time.monotonic()
@@ -317,10 +325,10 @@ def follow(f: Following, seen: int) -> None:
 def _wait_for_end_row(
     f: Following, events: Iterator[list[Mapping[str, Any]]], view: live.View, progress: Progress
 ) -> str:
-    """Show the events that were behind the exit of a rank; return the status of the end row, "" without one.
+    """Show the events that came with the exit of a rank, and return the status of the `end` event; "" if there is none.
 
-    Ranks that were asked to stop end with an error code too: for them it waits until the first host has sent all its
-    rows, at most 30 s.
+    Ranks that were asked to stop exit with an error code too: then it waits, at most 30 s, until the first host has
+    sent all its events.
     """
     deadline, status = time.monotonic() + (0.0 if f.stop.passed_on is None else END_ROW_SECONDS), ""
     while True:
@@ -334,16 +342,16 @@ def _wait_for_end_row(
 
 
 def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
-    """Append the failure to events.jsonl as an incident, run launch.notify, and return the failure."""
+    """Append the failure to events.jsonl as an incident, run launch.notify if set, and return the failure."""
     f.run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
     notify(f.limits.notify, "incident", f.run.path, failure.problem)
     return failure
 
 
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
-    """Show an event and update the progress that the watchdog reads; return the status of an `end` event, else "".
+    """Show an event and update `progress`; return the status of an `end` event, "" for other kinds.
 
-    An incident also runs launch.notify; a checkpoint asks the ranks to stop when absent hosts answer again.
+    An incident also runs launch.notify. A checkpoint requests a stop when absent hosts answer again.
     """
     now = time.monotonic()
     if silence := progress.note_finished(now):
@@ -367,17 +375,17 @@ NOTIFY_SECONDS = 60.0
 
 
 def notify(command: str | None, event: str, run: Path, text: str) -> None:
-    """Run the user's command `launch.notify` in a shell, in a thread; does nothing when it is None.
+    """Run the user's command `launch.notify` in a shell, in a thread; do nothing when it is None.
 
-    It gets FINLM_EVENT (incident, restart or end), FINLM_RUN (the run directory) and FINLM_TEXT in its environment. The
-    process waits for the thread when it ends; a failure of the command is printed.
+    The command gets FINLM_EVENT (incident, restart or end), FINLM_RUN (the run directory) and FINLM_TEXT in its
+    environment. This process waits for the thread before it exits; a failure of the command is printed.
     """
     if command is not None:
         threading.Thread(target=_run_notify_command, args=(command, event, run, text), name="notify").start()
 
 
 def _run_notify_command(command: str, event: str, run: Path, text: str) -> None:
-    """Run the shell command of launch.notify, at most 60 s, and print when it fails."""
+    """Run the shell command of launch.notify, at most 60 s; print when it fails."""
     env = os.environ | {"FINLM_EVENT": event, "FINLM_RUN": str(run.absolute()), "FINLM_TEXT": text}
     try:
         done = subprocess.run(

@@ -1,12 +1,13 @@
 """Decide from what the agents report whether a run is in trouble, and name the host and rank at fault.
 
-Four kinds of trouble: a rank or launcher ended with an error, an agent ended, a host is silent (launch.outage_seconds,
-also for a network that went away), nothing was finished for too long (launch.start_minutes, launch.stall_minutes). One
-failure makes others: ranks fail on the connection to a dead one within a second, so the cause is chosen after a short
-wait in which the other hosts show that they live. In a hang all ranks print their stacks (faulthandler, SIGUSR1): all
-but one wait for that one in a collective. When all wait at the same place it is the network, or a device.
+There are four kinds of trouble: a rank or launcher ended with an error, an agent ended, a host is silent (for
+launch.outage_seconds, also when the network is down), nothing was finished for too long (launch.start_minutes,
+launch.stall_minutes). A failure causes others: ranks fail on the connection to a dead rank within a second, so the
+cause is chosen after a short wait in which the other hosts show that they live. In a hang all ranks print their stacks
+(faulthandler, SIGUSR1): usually all ranks but one wait for that rank in a collective. When all wait at the same line,
+the network or a device is at fault.
 
-It ends nothing; start.py ends what is left.
+It ends nothing; start.py ends the processes that are left.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RESUME = "the same command resumes from the last complete checkpoint"
 
 @dataclass
 class Progress:
-    """The last finished step of a run and when anything was last finished, in time.monotonic() seconds."""
+    """The last finished step of a run, and when anything was last finished, in time.monotonic() seconds."""
 
     started: float
     step: int | None = None
@@ -58,7 +59,7 @@ class Progress:
     excused: dict[str, float] = field(default_factory=dict)  # Session.heard by host, as note_sleep set it
 
     def note_finished(self, now: float) -> float:
-        """Note that something was finished now, and how long that took if it is the longest time so far.
+        """Note that something was finished now, and how long that took if it is the longest time since the first step.
 
         Returns the seconds of silence before it if that silence was printed, else 0.
         """
@@ -80,18 +81,18 @@ class Progress:
 
 
 def in_trouble(sessions: Sequence[Session], now: float) -> bool:
-    """Return True when some rank, launcher, agent or host has failed or is silent for too long."""
+    """Return whether any rank, launcher, agent or host has failed or has been silent for too long."""
     return any(_has_failed(session) or _is_lost(session, now) for session in sessions)
 
 
 def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
-    """Return True when nothing was finished for launch.stall_minutes (start_minutes before the first step)."""
+    """Return whether nothing was finished for launch.stall_minutes (before the first step: launch.start_minutes)."""
     minutes = limits.stall_minutes if progress.stepped else limits.start_minutes
     return progress.since(now) > 60 * minutes
 
 
 def describe_silence(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
-    """Return a sentence about a run that finishes nothing for long, or "" when there is nothing new to print.
+    """Return a sentence about a run that has finished nothing for long; "" when there is nothing new to print.
 
     Sets progress.reported, so that the next sentence comes after twice the silence.
     """
@@ -108,10 +109,10 @@ def describe_silence(sessions: Sequence[Session], progress: Progress, limits: La
 
 
 def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, now: float) -> None:
-    """Note that this machine did not run for `slept` seconds, and give every host that time back.
+    """Note that this machine did not run for `slept` seconds, and set each host's time of last contact to `now`.
 
-    Only once for a host that has said nothing since: a machine that is too busy to look is no reason to wait for a host
-    for ever.
+    Does so only once for a host that has sent nothing since: otherwise a busy machine would wait for a dead host
+    forever.
     """
     progress.slept = max(progress.slept, slept)
     for session in sessions:
@@ -120,21 +121,21 @@ def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, no
 
 
 def _has_failed(session: Session) -> bool:
-    """Return True when a rank or launcher ended with an error, or the agent is gone without an exit code."""
+    """Return whether a rank or launcher ended with an error, or the agent is gone without the launcher's exit code."""
     if session.refused or session.error or any(code for _, _, code in session.exits) or session.code:
         return True
     return session.closed is not None and session.code is None
 
 
 def _is_lost(session: Session, now: float) -> bool:
-    """Return True when an open connection has been silent for longer than its patience."""
+    """Return whether the connection is open but has been silent for longer than session.patience."""
     return session.closed is None and now - session.heard > session.patience
 
 
 def wait_for_hosts(sessions: Sequence[Session], now: float) -> None:
-    """Wait 1.5 to 12 s until every host has sent something after `now`, ended, or lost its connection.
+    """Wait, 1.5 to 12 s, until every host has sent something after `now`, ended, or lost its connection.
 
-    Returns at once when a host is known to be lost. now: time.monotonic().
+    Returns at once when a host is known to be lost. `now` is in time.monotonic() seconds.
     """
     if any(_is_lost(session, now) for session in sessions):
         return
@@ -148,11 +149,13 @@ def wait_for_hosts(sessions: Sequence[Session], now: float) -> None:
 
 
 def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progress, now: float) -> RunFailed:
-    """Return the failure that came first, with its host, rank, exit code and last log lines. Call after wait_for_hosts.
+    """Return the failure that came first, with its host, rank, exit code and last log lines.
 
-    In this order: this machine slept until the hosts gave it up, a host that could not start, ranks killed or failed
-    for reasons of their own, hosts and agents that are gone, launchers that ended without their ranks, ranks that
-    failed on the connection to another one.
+    Call after wait_for_hosts().
+
+    Looks in this order: this machine slept until the hosts gave it up; a host could not start its ranks; ranks were
+    killed or failed by themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the
+    connection to another rank.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
@@ -178,21 +181,21 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
 
 
 def _exit_code(session: Session, code: int) -> int:
-    """Return a rank's exit code, or the launcher's, which is equal, where the agent looked too late."""
+    """Return a rank's exit code; for MISSED, when the agent looked too late, the launcher's, which is the same."""
     return code if code != MISSED else session.code or -int(signal.SIGKILL)
 
 
 def _is_consequence(run: RunDir, session: Session, rank: int) -> bool:
-    """Return True when a rank's last log lines show that it failed on its connection to another rank."""
+    """Return whether a rank's last log lines show that it failed on its connection to another rank."""
     return _CONSEQUENCE.search(_read_tail(log_of(run, session, rank), 40)) is not None
 
 
 def _explain_lost_host(
     run: RunDir, sessions: Sequence[Session], words: str, now: float, doubt: bool
 ) -> RunFailed | None:
-    """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None when there is none.
+    """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None if there is none.
 
-    doubt: ranks have failed too, so that 5 s of silence are enough.
+    `doubt` says that ranks have failed too: then 5 s of silence are enough. `words` describes the run's progress.
     """
     for session in sessions:
         silent = now - session.heard > (5 if doubt else session.patience)
@@ -210,9 +213,9 @@ def _explain_lost_host(
 
 
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
-    """Return the failure of a rank that ended with `code` (signals negative), with its last log lines and a fix.
+    """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix.
 
-    words: the progress of the run, for the evidence.
+    `words` describes the run's progress, for the evidence.
     """
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
@@ -243,9 +246,9 @@ def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, wo
 
 
 def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
-    """Return (evidence, fix) for a rank killed by SIGKILL: the kernel counts those that it sends when memory is full.
+    """Return (evidence, fix) for a rank killed by SIGKILL, from the kernel's count of processes killed for memory.
 
-    Such a count is also written to the launcher's log, where `finlm diagnose` reads it.
+    If the count is above 0, also writes it to the launcher's log, where `finlm diagnose` reads it.
     """
     at = "" if session.local else f"ssh {ssh.ssh_name(session.host.destination)} "
     if session.oom_kills:
@@ -265,7 +268,10 @@ def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
 
 
 def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) -> RunFailed:
-    """Return the failure of a host whose connection is gone: its agent was killed, or the host does not answer."""
+    """Return the failure of a host whose connection is gone: its agent was killed, or the host does not answer.
+
+    Asks the host over ssh which it is; a host that does not answer sets is_gone.
+    """
     ranks = (
         f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
     )
@@ -295,7 +301,7 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
 def explain_stall(
     run: RunDir, sessions: Sequence[Session], progress: Progress, limits: Launch, now: float
 ) -> RunFailed:
-    """Ask all ranks for their stacks, and return a failure that names the rank that the others wait for."""
+    """Ask all ranks for their stacks, and return a failure that names the ranks that the others wait for, if any."""
     logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
     stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
@@ -319,8 +325,8 @@ def explain_stall(
 def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack]:
     """Have all ranks print their stacks, and return these by rank; () for a rank that printed none within 12 s.
 
-    A rank that is only slow to answer would be blamed for the hang, and half of a dump shows another thread's stack: so
-    it returns before 12 s only when the logs of all ranks that can answer have a stack and do not grow any more.
+    Returns earlier only when the logs of all ranks that can answer have a stack and have stopped growing: otherwise a
+    slow rank would be blamed for the hang, or half a dump would show another thread's stack.
     """
     paths = {rank: log_of(run, session, rank) for session in sessions for rank in session.ranks}
     sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
@@ -348,7 +354,7 @@ def log_of(run: RunDir, session: Session, rank: int) -> Path:
 
 
 def _read_since(path: Path, offset: int) -> str:
-    """Return the text of a file from a byte offset on; "" without the file."""
+    """Return the text of a file from the byte `offset` to its end; "" if there is no file."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -357,14 +363,14 @@ def _read_since(path: Path, offset: int) -> str:
 
 
 def _read_tail(path: Path, lines: int) -> str:
-    """Return the last lines of a file; "" without the file."""
+    """Return the last `lines` lines of a file; "" if there is no file."""
     if not path.exists():
         return ""
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def _last_words(path: Path, lines: int = 12) -> str:
-    """Return the last lines of a log below its path, or a sentence that nothing was written."""
+    """Return a log's path and its last `lines` lines below that, or a sentence that nothing was written."""
     return f"{path}:\n{_read_tail(path, lines)}" if path.exists() else f"{path}: nothing was written"
 
 
@@ -376,7 +382,7 @@ Stack = tuple[tuple[str, int, str], ...]
 
 
 def parse_stack(text: str) -> Stack:
-    """Return the main thread's stack of the last dump in a log's text, where it comes last; () without a dump."""
+    """Return the stack of the thread that comes last in a log's text, which is the main thread; () without a dump."""
     stack: list[tuple[str, int, str]] = []
     inside = False
     for line in text.splitlines():
@@ -391,10 +397,11 @@ def parse_stack(text: str) -> Stack:
 
 
 def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
-    """Return the ranks to blame for a hang; [] when nothing tells them from the others.
+    """Return the ranks to blame for a hang; [] when nothing distinguishes any from the others.
 
-    stacks: of each rank, () = no answer. states: the kernel's state letters. Stopped or mute ranks are blamed first,
-    then those that wait in no collective, then the fewest that stand at another place than the rest.
+    `stacks` has () for a rank that did not answer; `states` has the kernel's state letters. Blames ranks that are
+    stopped, else ranks without a stack, else those that wait in no collective, else the smallest group that waits at
+    another line than the others.
     """
     stopped = [rank for rank in stacks if states.get(rank) in ("T", "t")]
     mute = [rank for rank, stack in stacks.items() if not stack]
@@ -410,12 +417,12 @@ def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) ->
 
 
 def place_of(stack: Stack) -> str:
-    """Return where a stack stands, by the innermost frame of finlm's code: `pretrain.py:151 in log_step`."""
+    """Return the line of finlm's code that is innermost in a stack, else of any code: `pretrain.py:151 in log_step`."""
     innermost = next((frame for frame in stack if "/finlm/" in frame[0]), stack[0] if stack else ("?", 0, "?"))
     return f"{innermost[0].rpartition('/')[2]}:{innermost[1]} in {innermost[2]}"
 
 
 def format_stack(stack: Stack, frames: int = 8) -> str:
-    """Return the innermost frames, one per line."""
+    """Return the innermost `frames` frames of a stack as text, one per line."""
     lines = [f"  {'/'.join(file.split('/')[-2:])}:{line} in {name}" for file, line, name in stack[:frames]]
     return "\n".join(lines) or "  it printed no stack"

@@ -1,13 +1,13 @@
 """Break a run on purpose (`finlm drill`), on the user's hosts before the real run, and measure how it recovers.
 
-A `finlm train` of the recipe runs in a directory of its own while faults are sent to its hosts, one at a time: each
-when the run has saved a checkpoint since it recovered from the last. What happened is read from events.jsonl, as for
-any run. Detection is from the fault to the first row about it; what a fault costs is the time without a finished step
+A `finlm train` of the recipe runs in its own directory while faults are sent to its hosts, one at a time: each once the
+run has saved a checkpoint since it recovered from the last fault. What happened is read from events.jsonl, as for any
+run. Detection is the time from the fault to the first event about it. A fault costs the time without a finished step
 and the steps that were done again.
 
 `finlm plan --failures` simulates what launch/restart.py does when hosts fail at random (exponential times), at a rate
 of all hosts together. Each failure costs the time until it is noticed, the time until the ranks train again, and the
-steps since the newest checkpoint; one while the ranks come up, the first time too, costs another start.
+steps since the newest checkpoint; a failure while the ranks start, also for the first time, costs another start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ END_SECONDS = 180.0  # for the last checkpoint and report
 
 @dataclass
 class Injury:
-    """A fault: where and when it was caused, and what it cost in seconds and steps; None while that is not known."""
+    """A fault: where and when (unix seconds) it was caused, and its costs in seconds and steps; None while unknown."""
 
     fault: str
     host: str
@@ -64,10 +64,10 @@ class Injury:
 
 @dataclass(frozen=True)
 class Drill:
-    """What is drilled: the command that trains, its hosts and runs, and the schedule.
+    """The settings of a drill.
 
-    kinds: names of faults. seconds: how long in all. every: seconds between two faults. seed: 0 takes the faults in
-    turn.
+    `train` is the command that trains, `name` the recipe's. `kinds` are names of faults. `seconds` is the length of the
+    drill, `every` the seconds between two faults. With `seed` 0 the faults come in turn, else they are drawn at random.
     """
 
     train: Sequence[str]
@@ -81,7 +81,10 @@ class Drill:
 
 
 def check_kinds(text: str) -> list[str]:
-    """Return the faults of a comma-separated list, all for an empty list. Raises UserError for an unknown fault."""
+    """Return the fault names in a comma-separated list; all faults for an empty list.
+
+    Raises UserError for an unknown fault.
+    """
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()] or list(faults.FAULTS)
     if unknown := [kind for kind in kinds if kind not in faults.FAULTS]:
         raise UserError(f"no fault is called {unknown[0]}", fix=f"--faults takes {', '.join(faults.FAULTS)}")
@@ -89,11 +92,11 @@ def check_kinds(text: str) -> list[str]:
 
 
 def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
-    """Start the training, cause faults for d.seconds and end it; call show(faults with costs, share that trained).
+    """Start the training, cause faults for d.seconds and end it; then call show(faults with costs, share that trained).
 
-    The share is of the time, 0 to 1. A drill that is interrupted, or whose run ends early, shows what it has seen so
-    far too, once the training has ended. Raises UserError when the run ends early, or a host does not answer, and
-    KeyboardInterrupt or SystemExit when it is interrupted by a signal.
+    The share is of the time, 0 to 1. show() is also called, with what was seen so far, when the drill is interrupted or
+    the run ends early. Raises UserError when the run ends early or a host does not answer, and KeyboardInterrupt or
+    SystemExit when a signal interrupts it.
     """
     before = {run.path for run in list_runs(d.runs, d.name)}
     injuries, began = list[Injury](), 0.0
@@ -113,7 +116,11 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
 def _cause_faults(
     d: Drill, process: subprocess.Popen[bytes], before: set[Path], began: float, injuries: list[Injury]
 ) -> None:
-    """Cause a fault every d.every seconds until d.seconds after `began`, and add each to `injuries`."""
+    """Cause a fault every d.every seconds until d.seconds after `began`, print it, and append it to `injuries`.
+
+    Waits for a checkpoint before each fault, and for the run's recovery after it. `before` has the run directories that
+    existed before the drill. Raises UserError when the training ends.
+    """
     chance, end, due = random.Random(d.seed), began + d.seconds, began
     while time.time() < end:
         due += d.every
@@ -129,7 +136,10 @@ def _cause_faults(
 
 
 def _end_training(process: subprocess.Popen[bytes]) -> None:
-    """End the training with a checkpoint, within 180 s; one more interruption of the drill ends it at once."""
+    """Send the training SIGTERM, so that it ends with a checkpoint, and wait for that; kill it after 180 s.
+
+    An interruption of the drill meanwhile kills it at once and is raised again.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -142,7 +152,10 @@ def _end_training(process: subprocess.Popen[bytes]) -> None:
 
 
 def _find_run(d: Drill, before: set[Path]) -> RunDir:
-    """Return the newest run directory of the drill; `before`: those that were there. Raises UserError without any."""
+    """Return the newest run directory of the drill; `before` has those that existed before.
+
+    Raises UserError when there is none.
+    """
     runs = [run for run in list_runs(d.runs, d.name) if run.path not in before and run.events.exists()]
     if not runs:
         raise UserError("the drill's run did not begin", fix="`finlm train` with the same options says why")
@@ -160,18 +173,17 @@ def _check_alive(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until(process: subprocess.Popen[bytes], moment: float) -> None:
-    """Wait until a time.time(). Raises UserError when the training ends before."""
+    """Wait until the time `moment` (unix seconds). Raises UserError when the training ends before."""
     while time.time() < moment:
         _check_alive(process)
         time.sleep(POLL_SECONDS)
 
 
 def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> float:
-    """Wait for a step that is finished after the fault at `since`, and return its time.
+    """Wait for a step that is finished after the fault at `since`, and return its time; all times are unix seconds.
 
-    The step must come after the ranks' restart or, when the fault costs no restart, d.every seconds after the fault; at
-    the first call, with since=0, any step counts. Raises UserError when the training ends before. Times are
-    time.time().
+    The step must come after the ranks' restart or, when the fault causes no restart, d.every seconds after the fault.
+    With since=0 any step counts. Raises UserError when the training ends before.
     """
     while True:
         _check_alive(process)
@@ -188,9 +200,10 @@ def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path]
 
 
 def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> None:
-    """Wait for a checkpoint after `since` that is whole where it has to be: in memory, or `copied` with copies.
+    """Wait for a checkpoint after `since` (unix seconds) from which the run can resume.
 
-    Raises UserError when the training ends before.
+    This is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only a copied one. Raises
+    UserError when the training ends before.
     """
     while not any(
         row["time"] > since
@@ -202,9 +215,10 @@ def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set
 
 
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:
-    """Cause the fault `kind` on a host of the run, and return it.
+    """Cause the fault `kind` on a host of the run, and return it as an Injury.
 
-    A fault that the host could not cause is returned too; `what` gives the reason. Raises UserError when ssh fails.
+    If the host could not cause the fault, `what` begins with NOT_DONE and gives the reason. Raises UserError when ssh
+    fails.
     """
     step = max((row["step"] for row in run.read_events("step")), default=0)
     there = ssh.path_on_host(run.path.absolute(), host.access)
@@ -226,10 +240,10 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
 
 
 def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: float) -> float:
-    """Fill in what each fault cost, and return the share of the time (0 to 1) that trained steps which counted.
+    """Fill in what each fault cost, and return the share of the time (0 to 1) in which steps that count were trained.
 
-    Lost is the time from a fault to the next finished step, plus the steps done again at the median time of a step.
-    began, stopped: time.time().
+    A fault loses the time until the next finished step, plus the steps done again at the median time of a step. `began`
+    and `stopped` are unix seconds.
     """
     rows = list(run.read_events())
     steps = [row for row in rows if row["kind"] == "step"]
@@ -255,7 +269,7 @@ def _measure(run: RunDir, injuries: Sequence[Injury], began: float, stopped: flo
 
 
 def show(injuries: Sequence[Injury], share: float) -> None:
-    """Print the table of faults and the share of effective training time."""
+    """Print a table of the faults, and the share of effective training time."""
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.0f} s"
@@ -270,7 +284,7 @@ def show(injuries: Sequence[Injury], share: float) -> None:
 
 
 def to_json(injuries: Sequence[Injury], share: float) -> dict[str, object]:
-    """Return the result as `finlm drill --json` prints it."""
+    """Return the result as a dict, as `finlm drill --json` prints it."""
     return {"effective_time": round(share, 4), "faults": [dataclasses.asdict(each) for each in injuries]}
 
 
@@ -281,7 +295,7 @@ MOST_FAILURES = 500  # of a simulated run; the mean of more is no surer
 
 @dataclass(frozen=True)
 class Failing:
-    """What is simulated, in seconds; rate: failures a host and day."""
+    """The parameters of a simulation, in seconds; `rate` is failures per host and day."""
 
     hosts: int
     rate: float
@@ -298,7 +312,7 @@ class Failing:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The share of the time that trains, the bounds of 90 % of the simulated runs, and seconds between failures."""
+    """The mean share of the time that trains, bounds of 90 % of the simulated runs, mean seconds between failures."""
 
     share: float
     low: float
@@ -307,9 +321,9 @@ class Forecast:
 
 
 def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:
-    """Simulate 200 runs of so many seconds of wall time and return the shares of it that train.
+    """Simulate 200 runs of `seconds` of wall time, or of 500 failures if that is less, and return a Forecast.
 
-    Raises UserError for hosts that fail sooner than their ranks come up.
+    Raises UserError when failures come sooner, on average, than they are noticed and the ranks start again.
     """
     between = failing.between
     if between < failing.detection + failing.restart:
@@ -326,9 +340,10 @@ def forecast(failing: Failing, seconds: float, seed: int = 0) -> Forecast:
 
 
 def simulate(failing: Failing, seconds: float, chance: random.Random) -> float:
-    """Return the share of one run's wall time whose training was not lost. chance: draws the failures.
+    """Return the share of a run's wall time whose training was not lost, 0 to 1.
 
-    Every launch, the first too, takes failing.restart seconds before it trains, and may fail in them.
+    `chance` draws the times of the failures. Every launch, also the first, takes failing.restart seconds before it
+    trains, and may fail during them.
     """
     now = trained = 0.0
     while now < seconds:
@@ -341,7 +356,7 @@ def simulate(failing: Failing, seconds: float, chance: random.Random) -> float:
 
 
 def sentence(failing: Failing, result: Forecast) -> str:
-    """Return the forecast in words."""
+    """Return one line of text: how often a host fails, and what share of the time is spent training, with a range."""
     hosts = f"{failing.hosts} host{'s' * (failing.hosts > 1)}"
     return (
         f"{hosts}, {failing.rate:g} failures a host and day: one in {format_duration(result.between)}; "

@@ -1,9 +1,9 @@
 """Decide which run a `finlm train` goes on with, and where it starts from when model.init_from names a recipe.
 
-Plans never change. When the cluster, the ZeRO stage, the micro-batch or another part of how to train is not what an
-unfinished run was planned for, and what it trains is the same (data, order, tokens a step, schedule, seed, precision),
-a new run directory begins where that one stopped: its events are copied, its newest proved checkpoint is linked below
-continued/, and its manifest names the parent. The parent stays as it is.
+Plans never change. When the cluster, ZeRO stage, micro-batch or another part of how to train differs from an unfinished
+run's plan, but what it trains is the same (data, order, tokens a step, schedule, seed, precision), a new run directory
+begins where that run stopped: its events are copied, its newest intact checkpoint is linked below continued/, and the
+manifest names the parent. The parent stays as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _OF_THE_END = [
 
 
 class Known(NamedTuple):
-    """A run with its recipe and its plan.json."""
+    """A run with its recipe and the JSON of its plan.json."""
 
     run: RunDir
     recipe: Recipe
@@ -66,7 +66,7 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A run that a new run directory continues, the checkpoint it takes over, and what is changed."""
+    """A run that a new run directory continues, the checkpoint to take over, and the keys that change."""
 
     run: RunDir
     checkpoint: Path
@@ -75,9 +75,9 @@ class Earlier:
     former: tuple[Optim, int] | None = None  # of a finished run: its schedule and its steps
 
     def bring(self, run: RunDir) -> None:
-        """Put the checkpoint (links where the file system allows) and the events into a new run directory.
+        """Link (or copy) the checkpoint into continued/ of the new run `run`, and the events to its events.jsonl.
 
-        Of a finished run the events of its end are left out.
+        Of a finished run, leaves out the events of its end.
         """
         runs.link(self.checkpoint, run.path / "continued" / self.checkpoint.name)
         rows = self.run.read_events()
@@ -85,12 +85,12 @@ class Earlier:
         files.write_text(run.events, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest of the new run says about the run it continues."""
+        """Return what the new run's manifest says about the run it continues: run, step, changed."""
         return {"run": str(self.run.path), "step": self.step, "changed": list(self.changed)}
 
 
 def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
-    """Return the hosts of a plan as a cluster, reached as the recipe says."""
+    """Return the hosts of a plan as a Cluster, with the access that the recipe's hosts: gives."""
     return Cluster(
         tuple(
             Host(host.name, host.slots, host.gpu, access=recipe.hosts.get(host.name, HostAccess()))
@@ -100,10 +100,10 @@ def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
 
 
 def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
-    """Return the newest run of the same recipe, plan and data that is not finished, or None; print why it goes on.
+    """Return the newest run of the same recipe, plan and data that is not finished, or None; may print why it goes on.
 
-    A trained run also counts under another plan of the same training, and when its exports, exams or reports are now
-    asked for in another way: nothing is lost.
+    A trained run that is not finished also counts under another plan of the same training, and when its exports, evals
+    or reports are now configured in another way: nothing is lost.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained():
@@ -124,7 +124,7 @@ def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Run
 
 
 def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
-    """Return the newest finished run of the same recipe and data, or None; how it was carried out may differ."""
+    """Return the newest finished run of the same recipe and data, or None; hosts, plan and launch may differ."""
     for run, former, _ in _list_same_data(wanted, shards, runs, finished=True):
         if former.name == wanted.name and not _other_training(former, wanted):
             return run
@@ -134,8 +134,8 @@ def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
 def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier | None:
     """Return the newest unfinished run of the same training under another plan, to go on from, and print it.
 
-    None without such a run. Brings its newest checkpoint to this machine. Raises UserError when that run is running, or
-    a host that holds a part of its checkpoint cannot give it.
+    Returns None if there is none with a checkpoint. Gathers its newest checkpoint here. Raises UserError when that run
+    is running or was started elsewhere, or a host does not give its part of the checkpoint.
     """
     for run, former, planned in find_continuable(wanted, plan, shards, runs):
         check_free(run, wanted, accept_new)
@@ -162,9 +162,10 @@ def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
 
 
 def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier:
-    """Return the newest finished run of a recipe for a longer run to go on from, and print it.
+    """Return the newest finished run of the recipe for a longer run to go on from, and print it.
 
-    Raises UserError without such a run, where more than length and learning rate differ, or without a step to train.
+    Raises UserError if there is none or it has no checkpoint, if more than length and learning rate differ, or if no
+    steps are left to train.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs, finished=True):
         if former.name != wanted.name:
@@ -202,7 +203,7 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
 
 
 def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Iterator[Known]:
-    """Yield the unfinished runs of the same training under another plan, newest first; print why others are not.
+    """Yield the unfinished runs of the same training under another plan, newest first; print why others do not qualify.
 
     Reads no checkpoint.
     """
@@ -226,9 +227,9 @@ def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> It
 
 
 def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
-    """Return the fix, for a message, when the hosts `lost` do not come back, by the newest run that would go on.
+    """Return the text of a fix for when the hosts `lost` do not come back, by the newest run that would be continued.
 
-    runs: None for a new run.
+    `runs` is None for a new run.
     """
     for run, former, planned in _list_same_data(wanted, None, runs) if runs else ():
         if former.name == wanted.name and not run.is_trained():
@@ -239,13 +240,13 @@ def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
 
 
 def check_free(run: RunDir, recipe: Recipe, accept_new: bool) -> None:
-    """Raise UserError when another process or host runs the run: before doctor asks about the GPUs that it is on."""
+    """Raise UserError when another process runs the run or another host started it; called before doctor runs."""
     with lock_run(run):
         checkpoint_parts.check_started_here(run, hosts_of(Plan.read(run.plan), recipe), accept_new)
 
 
 def _other_training(former: Recipe, wanted: Recipe) -> list[str]:
-    """Return the keys in which two recipes differ and which a run that goes on may not change."""
+    """Return the keys in which two recipes differ and which must be the same for a run to be continued."""
     keys = [key for key, _, _ in rules.differing(former, wanted)]
     # A start brings its config.json, in reach when the recipe was read or not.
     same = (*rules.SAME_RUN, *(["model.config"] if wanted.model.init_from is not None else []))
@@ -253,9 +254,9 @@ def _other_training(former: Recipe, wanted: Recipe) -> list[str]:
 
 
 def _list_same_data(wanted: Recipe, shards: Path | None, runs: Path, *, finished: bool = False) -> Iterator[Known]:
-    """Yield the unfinished (or finished) runs of this name and data, newest first, except those that a run continues.
+    """Yield the unfinished (or `finished`) runs of this name and data, newest first, but none that another continues.
 
-    shards: None for any data. Prints runs whose manifest or plan cannot be read.
+    `shards` None allows any data. Prints runs whose manifest or plan is damaged; skips recipes that cannot be read.
     """
     continued = set()
     for run in list_runs(runs, wanted.name):
@@ -279,19 +280,19 @@ def _list_same_data(wanted: Recipe, shards: Path | None, runs: Path, *, finished
 
 
 def _list_changes(keys: Sequence[str], planned: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return `key old -> new` for each key in which plan.json `planned` and the plan differ."""
+    """Return `key old -> new` for each of `keys` in which `planned` (of plan.json) and the plan differ."""
     pairs = ((key, planned.get(key), getattr(plan, key)) for key in keys)
     return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
 
 
 def _list_differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return `key old -> new` for the main keys in which a plan.json and a plan differ, else the other such keys."""
+    """Return `key old -> new` for keys in SHOWN in which `old` (plan.json) and the plan differ, else other keys."""
     new = json.loads(json.dumps(plan.to_json()))
     return _list_changes(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
 
 
 def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
-    """Return (step, directory) of the run's checkpoints, oldest first; the newest may lie on other hosts only."""
+    """Return (step, directory) of the run's checkpoints, oldest first; the newest may exist on other hosts only."""
     checkpoints = [*run.continued_checkpoints(), *run.complete_checkpoints()]
     for written in sorted((run.recorded_checkpoint(), run.recorded_in_memory())):
         if written > max((step for step, _ in checkpoints), default=0):
@@ -300,10 +301,10 @@ def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
 
 
 def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
-    """Return the newest checkpoint whose files are all here and intact; parts on other hosts are brought here.
+    """Return the newest checkpoint whose files are all here and intact, gathering parts from other hosts; else None.
 
-    Prints damaged ones; None when none was ever saved. Raises checkpoint_parts.Incomplete when a host does not give its
-    part of the newest, and UserError when none is left whole: the run would start again at step 0.
+    None: no checkpoint was ever saved. Prints damaged ones. Raises Incomplete when a host does not give its part and no
+    older one is whole, and UserError when all are damaged: the run would start again at step 0.
     """
     missing: checkpoint_parts.Incomplete | None = None
     saved = _checkpoints(run)
@@ -338,9 +339,9 @@ PASSED_OVER = 5  # runs that are named
 
 
 def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, list[str]]:
-    """Return (export/ of the newest run that trained what a recipe says or None, newer runs passed over with reasons).
+    """Return (export/ of the newest trained run that matches the recipe, or None; why newer runs do not match).
 
-    load reads the recipes that it starts from: recipes.load or derive.load_toy.
+    `load` reads the recipe named in model.init_from: recipes.load or derive.load_toy.
     """
     passed = []
     for run in list_runs(runs, wanted.name):
@@ -361,7 +362,7 @@ def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, li
 
 
 def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) -> str | None:
-    """Return the first key in which a run trained something else than a recipe says, with both values, or None."""
+    """Return a text about the first key in which what a run trained differs from the recipe, or None if none does."""
     start = parents.start_recorded(run, former)
     theirs = parents.settings_of(former, start.settings if start else None)
     ours = parents.settings_of(wanted, _settings_of_parent(wanted, load))
@@ -375,7 +376,7 @@ def _find_difference(run: RunDir, former: Recipe, wanted: Recipe, load: Load) ->
 
 
 def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
-    """Return parents.settings_of of what a recipe starts from, or None for a start from scratch."""
+    """Return parents.settings_of() of what a recipe starts from, or None for a start from scratch."""
     init_from = wanted.model.init_from
     if init_from is None or not parents.is_recipe(init_from):
         start = parents.start_of(wanted)
@@ -385,7 +386,7 @@ def _settings_of_parent(wanted: Recipe, load: Load) -> Mapping[str, Any] | None:
 
 
 def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
-    """Return the export of the newest finished run of the recipe that is named. Raises UserError without one."""
+    """Return the export of the newest trained run of the recipe `named`. Raises UserError without a matching run."""
     export, passed = find_export(load(named).recipe, runs, load)
     if export is None:
         missing = f"no finished run of it as it is written in {runs.absolute()}"
@@ -399,9 +400,9 @@ def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
 
 
 def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
-    """Return where model.init_from lies: itself, the export of a recipe's newest run, or the Hub's snapshot.
+    """Return the directory of model.init_from: itself, the export of a recipe's newest run, or the Hub's snapshot.
 
-    Raises UserError when there is none, or NotPrepared where must_exist is False. A Hub id is downloaded if must_exist.
+    Downloads a Hub id if must_exist. If there is none, raises UserError, or NotPrepared if not must_exist.
     """
     init_from = wanted.model.init_from
     assert init_from is not None  # recipe.parents asks for it
@@ -421,11 +422,11 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
 
 
 def other_hosts(recipe: Recipe, hosts: Cluster, lost: HostLost, accept_new: bool) -> Iterator[tuple[Cluster, str]]:
-    """Yield the clusters that may go on without a lost host, the best first, each with what is done in words.
+    """Yield (cluster, what is done, in words) for each cluster that may go on without a lost host, the best first.
 
-    A spare of the hostfile in its place, else those that are left: the plan is made anew for them (pipeline.py), and
-    the run goes on in a new run directory, as after a change of hosts by hand. Asks the spares over ssh, and prints why
-    a spare cannot be used.
+    First each usable spare in its place, then the remaining hosts. The plan is made anew for them (pipeline.py), and
+    the run goes on in a new run directory, as after a change of hosts by hand. Asks the spares over ssh for their GPUs,
+    and prints why a spare cannot be used.
     """
     for spare in hosts.spares:
         if not ssh.answers(spare.destination):

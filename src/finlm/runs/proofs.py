@@ -1,14 +1,14 @@
 """Prove that a run can be repeated (`finlm reproduce`) and that a killed run resumes exactly (`finlm verify-resume`).
 
 reproduce trains the same run again, from the code, recipe and data it recorded, and compares loss for loss. The source
-files are hashed first, in seconds; one that differs, or another plan, ends it before anything is trained. The second
-run uses the hosts and slots of the first run's plan and the current directory; which GPUs of a host --include chose is
+files are hashed first, in seconds; if a file or the plan differs, it ends before anything is trained. The second run
+uses the hosts and slots of the first run's plan and the current directory; the GPUs of a host that --include chose are
 not kept.
 
-verify-resume trains a recipe twice, once undisturbed, once with SIGKILL for `finlm train` and all its processes at
-random moments (every other kill while a checkpoint is being written) and the same command after each. Rows must be
-equal everywhere; losses and the shards of the last checkpoint where arithmetic is reproducible (CPU; GPUs with
-train.deterministic).
+verify-resume trains a recipe twice: once undisturbed, and once with SIGKILL for `finlm train` and all its processes at
+random moments (every other kill while a checkpoint is being written) and the same command after each kill. The rows
+that each step read must be equal; losses and the shards of the last checkpoint must be equal where arithmetic is
+reproducible (CPU, or GPUs with train.deterministic).
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ POLL_SECONDS = 0.2
 
 
 def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
-    """Train the run again below `runs`, on the same data and code, and return the comparison of both.
+    """Train the run again in a new directory below `runs`, with the same data and code, and compare the two runs.
 
-    Returns the differences at once when the data cannot be made again as they were, or the new plan is another. Raises
-    UserError for a run that did not finish, or that cannot run here. tolerance: of the losses (compare.runs).
+    If the data prepared again differ, returns the differences without training. If the new plan differs, stops the new
+    training and returns those. `tolerance` applies to the losses, in nats. Raises UserError when the run is not
+    finished, its data cannot be prepared, or the new training fails.
     """
     if not run.is_trained():
         raise UserError(f"{run.path} has not finished", fix="the command that started it finishes it")
@@ -81,9 +82,9 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
 
 
 def _host_args(run: RunDir, scratch: Path) -> list[str]:
-    """Return the options that give a training the hosts and slots of the run's plan; [] for this machine alone.
+    """Return the command-line options for the hosts and slots of the run's plan; [] if it ran on this machine alone.
 
-    Writes the hostfile into `scratch`.
+    Writes a hostfile into `scratch` for them.
     """
     slots = {host["name"]: host["slots"] for host in files.read_json(run.plan)["hosts"]}
     if list(slots) == ["localhost"] and cluster.default_hostfile() is None:
@@ -100,9 +101,9 @@ def _host_args(run: RunDir, scratch: Path) -> list[str]:
 
 
 def _wait_for_run(train: subprocess.Popen[bytes], runs: Path, former: Set[Path]) -> RunDir | None:
-    """Wait until a training holds a run directory and return it; None when it ends before.
+    """Wait until the process `train` has locked a run directory below `runs`, and return it; None when it ends before.
 
-    former: paths that were there. Other processes may make runs there too: the lock names its holder.
+    `former` has the paths that existed before. Other processes may make runs there too: the lock file names its holder.
     """
     this_training = str(train.pid), os.uname().nodename
     while True:
@@ -116,7 +117,7 @@ def _wait_for_run(train: subprocess.Popen[bytes], runs: Path, former: Set[Path])
 
 
 def _compare_data(run: RunDir) -> Comparison | None:
-    """Prepare the data of a run again, and return a comparison when files or tokenizer are not the run's, else None.
+    """Run `finlm prepare` again for the run; return a Comparison if the data or tokenizer differ, else None.
 
     Raises UserError when `finlm prepare` fails.
     """
@@ -138,12 +139,12 @@ def _compare_data(run: RunDir) -> Comparison | None:
 
 
 def _finlm_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of finlm with this interpreter."""
+    """Return the command line of finlm with these arguments and this interpreter."""
     return [sys.executable, "-m", "finlm", *arguments]
 
 
 def _code_env(run: RunDir) -> dict[str, str]:
-    """Return the environment in which finlm is the code that the run carries."""
+    """Return this process's environment, with PYTHONPATH set so that finlm is the code in the run directory."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(run.code), os.environ.get("PYTHONPATH"))))}
 
 
@@ -153,7 +154,7 @@ END_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL: what was going on, the last step before it, and the step from which the next launch went on."""
+    """A SIGKILL: what the run was doing, its last step before it, and the step from which the next launch resumed."""
 
     moment: str
     after_step: int
@@ -162,7 +163,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared: the last step, the kills, the first step with other rows or loss, the differing files."""
+    """The result of a comparison: last step, kills, first step with other rows or loss, and the files that differ."""
 
     steps: int
     kills: tuple[Kill, ...]
@@ -172,7 +173,7 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """True when nothing differs."""
+        """Whether nothing differs."""
         return self.first_other_rows is None and self.first_other_loss is None and not self.other_files
 
     def to_json(self) -> dict[str, Any]:
@@ -181,9 +182,10 @@ class Verdict:
 
 
 def verify_resume(recipe: str, sets: Sequence[str], kills: int, runs: Path | None, seed: int) -> Verdict:
-    """Train a recipe undisturbed and killed `kills` times, below runs (None: a scratch directory), and compare.
+    """Train a recipe undisturbed, and again with up to `kills` kills, below `runs`, and return how they compare.
 
-    sets: the --set options. Raises UserError when a run does not get to its end, or when runs is not empty.
+    `runs` None means a scratch directory, removed afterwards. `sets` are --set options, `seed` draws the moments.
+    Raises UserError when a run does not get to its end, or when `runs` is not empty.
     """
     if runs is None:
         with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
@@ -196,7 +198,8 @@ def verify_resume(recipe: str, sets: Sequence[str], kills: int, runs: Path | Non
 def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, seed: int) -> Verdict:
     """Train the recipe below `scratch` undisturbed, and again with up to `kills` kills, and return how both compare.
 
-    Prints each kill on stderr.
+    First trains, once, the recipe that it starts from, if any. Prints each kill to stderr. Raises UserError when a
+    training does not get to its end.
     """
     options = [
         part for setting in [*sets, *_train_parent(recipe, sets, scratch / "start")] for part in ("--set", setting)
@@ -218,9 +221,9 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
 
 
 def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
-    """Train the recipe that this recipe starts from, if it names any, and return the --set value for its export.
+    """Train the recipe that model.init_from names, if any, and return the --set value for its export, as a list.
 
-    Raises UserError when that training fails.
+    Returns [] when it names no recipe. Raises UserError when that training fails.
     """
     parent = recipes.load(recipe, sets).recipe.model.init_from
     if parent is None or not parents.is_recipe(parent):
@@ -234,9 +237,9 @@ def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
 
 
 def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
-    """Train to the end and return the run; missing the recipe's expect: (exit code 1) is accepted.
+    """Train to the end and return the run. Missing the recipe's expect: (exit code 1) is accepted.
 
-    Raises UserError when the run does not get there.
+    Raises UserError when the run does not get to its end.
     """
     code, run = _train(recipe, options, runs), _find_run(runs)
     if run is None or not run.is_trained():
@@ -245,7 +248,10 @@ def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
 
 
 def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
-    """Print the end of the training's log, and return the error. code: of `finlm train`."""
+    """Print the last 4000 characters of the training log, <runs>.log, and return a UserError to raise.
+
+    `code` is the exit code of `finlm train`.
+    """
     screen.say(runs.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-4000:])
     return UserError(
         f"{recipe} was not trained to its end in {runs}, so there is nothing to compare",
@@ -255,7 +261,7 @@ def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
 
 
 def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[str, int]] = ()) -> Verdict:
-    """Return what differs between two finished runs. killed: moment and last step of each kill of `other`."""
+    """Return what differs between two finished runs. `killed` has (moment, last step) of each kill of `other`."""
     steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*kill, start) for kill, start in zip(killed, starts, strict=False))
@@ -270,24 +276,24 @@ def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[st
 
 
 class _Step(NamedTuple):
-    """CRC of the rows that a step read, and its loss."""
+    """The CRC of the rows that a step read, and its loss."""
 
     rows_crc: int
     loss: float
 
 
 def _steps(run: RunDir) -> dict[int, _Step]:
-    """Return the steps that count, by number: of a repeated step what was recorded last."""
+    """Return {step: its rows and loss}; of a repeated step, those recorded last."""
     return {row["step"]: _Step(row["rows_crc"], row["loss"]) for row in run.read_events("step")}
 
 
 def _command(recipe: str, options: Sequence[str], runs: Path) -> list[str]:
-    """Return the command line of a `finlm train` below runs."""
+    """Return the command line of `finlm train` of the recipe, with `options`, below `runs`."""
     return _finlm_command(["train", recipe, *options, "--runs", str(runs)])
 
 
 def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
-    """Train to the end and return the exit code; the output goes to a log file beside runs."""
+    """Run `finlm train` to its end and return the exit code. Its output is appended to <runs>.log."""
     runs.mkdir(parents=True, exist_ok=True)
     with (runs.with_suffix(".log")).open("ab") as log:
         return subprocess.run(_command(recipe, options, runs), stdout=log, stderr=log, check=False).returncode
@@ -296,9 +302,10 @@ def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
 def _train_and_kill(
     recipe: str, options: Sequence[str], runs: Path, chance: random.Random, steps: int, while_saving: bool
 ) -> tuple[str, int] | None:
-    """Train until a random moment, then kill it; return (moment, last step), None when the run ended before.
+    """Train until a random moment, then kill all processes; return (moment, last step).
 
-    The moment is a random time after a random step; while_saving: after that, when a half-written checkpoint appears.
+    Returns None when the run ended before, or was killed after an hour. The moment is a random time after a random
+    step; with `while_saving`, it also waits until a half-written checkpoint appears. Output is appended to <runs>.log.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)
@@ -323,9 +330,9 @@ def _train_and_kill(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to a process and all below it, in whatever session, and wait for their end, at most 60 s.
+    """Send SIGKILL to a process and all processes below it, also in other sessions, and wait up to 60 s for their end.
 
-    None of them may end another in good order.
+    So none of them can shut down another in order.
     """
     every = [*processes.descendants(process.pid), process.pid]
     for pid in every:
@@ -337,7 +344,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_step(runs: Path, since: float = 0.0) -> int:
-    """Return the last step of the run below runs recorded after `since` (time.time()); 0 without any."""
+    """Return the last step that the newest run below `runs` recorded after `since` (unix seconds), or 0."""
     run = _find_run(runs)
     if run is None or not run.events.exists():
         return 0
@@ -345,12 +352,12 @@ def _last_step(runs: Path, since: float = 0.0) -> int:
 
 
 def _find_run(runs: Path) -> RunDir | None:
-    """Return the newest run below runs, None without any."""
+    """Return the newest run below `runs`, or None if there is none."""
     return next(iter(list_runs(runs)), None)
 
 
 def show_verdict(verdict: Verdict) -> None:
-    """Print the kills and what is equal as a table."""
+    """Print the kills, and a table of what is equal and what differs."""
     for number, kill in enumerate(verdict.kills, 1):
         screen.show(
             f"kill {number:<3} {kill.moment:<44} after step {kill.after_step:>6}  resumed from {kill.resumed_from}"

@@ -19,9 +19,10 @@ MARK = "finlm-facts:"
 
 
 def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, list[str]]]) -> None:
-    """Run all programs at once and print MARK and the JSON of what each printed, with the start and end by this clock.
+    """Run all programs at once, and print MARK and the JSON of what each printed, with this host's start and end time.
 
-    env: set first. seconds: limit for each program. programs: source and arguments by name.
+    Adds `env` and the interpreter's directory on PATH to os.environ first. `seconds` is the limit for each program.
+    `programs` maps a name to (source, arguments).
     """
     began = time.time()
     # Ranks find ninja beside their interpreter, and so must the probe.
@@ -34,7 +35,10 @@ def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, li
 
 
 def run_program(source: str, arguments: list[str], seconds: float) -> Any:
-    """Run a program from its source, at most `seconds`; return the JSON document that it prints, or {"failed": why}."""
+    """Run a Python program from its source and return the JSON value that it prints, or {"failed": why}.
+
+    Kills it after `seconds`.
+    """
     pipe, errors = subprocess.PIPE, b""
     try:
         with subprocess.Popen([sys.executable, "-", *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as process:

@@ -21,7 +21,10 @@ RANK, LAUNCHER, AGENT = "finlm.train", "finlm.launch.node", "finlm.launch.agent"
 
 
 def main() -> None:
-    """Cause the fault FAULT of the run RUN, from the command line, and print {"done": what} or {"failed": why}."""
+    """Cause the fault FAULT of the run RUN, the arguments of the command line.
+
+    Prints MARK and {"done": what} or {"failed": why}.
+    """
     run, fault = Path(sys.argv[1]), sys.argv[2]
     try:
         answer = {"done": FAULTS[fault](run)}
@@ -31,7 +34,10 @@ def main() -> None:
 
 
 def find_processes(run: Path, word: str) -> list[int]:
-    """Return the pids of the run's processes of a kind on this host, sorted; word: the module that they run (-m)."""
+    """Return the sorted pids of the run's processes on this host that run the module `word` (python -m).
+
+    A process belongs to the run if its command line or environment names the run directory. Leaves out this process.
+    """
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,7 +53,10 @@ def find_processes(run: Path, word: str) -> list[int]:
 
 
 def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
-    """Send a signal to the first `how_many` processes of a kind and say which. Raises LookupError without any."""
+    """Send a signal to the first `how_many` of the run's processes that run the module `word`; return a text about it.
+
+    Raises LookupError when there is no such process.
+    """
     pids = find_processes(run, word)[:how_many]
     if not pids:
         raise LookupError(f"no process of {word} runs here")
@@ -58,12 +67,18 @@ def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
 
 
 def kill_all(run: Path) -> str:
-    """Kill the ranks and then the agent, whose end would end them, and say which. Raises LookupError without any."""
+    """Kill the run's ranks on this host, and then its agent; return a text that says so.
+
+    Raises LookupError when there are no ranks, or no agent. Killing the agent first would end the ranks.
+    """
     return "; ".join(send_signal(run, word, signal.SIGKILL, 99) for word in (RANK, AGENT))
 
 
 def cut_connection(run: Path) -> str:
-    """Kill the ssh server's process that carries the agent, and say which. Raises LookupError without one."""
+    """Kill the ssh server's process that carries the run's agent, and return a text that says so.
+
+    Raises LookupError when no agent came over ssh.
+    """
     for pid in find_processes(run, AGENT):
         parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
         while parent > 1:
@@ -76,9 +91,9 @@ def cut_connection(run: Path) -> str:
 
 
 def damage_checkpoint(run: Path) -> str:
-    """Flip a bit of the newest checkpoint's largest .pt file, kill a rank, and say so.
+    """Flip a bit of the largest .pt file of the newest checkpoint, kill a rank, and return a text that says so.
 
-    Raises LookupError without a checkpoint or a rank.
+    Raises LookupError when there is no checkpoint, or no rank; without a rank the bit is flipped all the same.
     """
     named = [path for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit() and path.exists()]
     steps = sorted(named, key=lambda path: path.stat().st_mtime)
@@ -94,7 +109,10 @@ def damage_checkpoint(run: Path) -> str:
 
 
 def slow_rank_down(run: Path) -> str:
-    """Stop and continue a rank every 0.2 s for 20 s, and say so. Raises LookupError without a rank."""
+    """Stop and continue a rank every 0.2 s for 20 s, and return a text that says so. Raises LookupError without a rank.
+
+    SIGTERM ends this process; the rank is always left running.
+    """
     pids = find_processes(run, RANK)[:1]
     if not pids:
         raise LookupError("no rank runs here")

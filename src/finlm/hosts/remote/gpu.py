@@ -61,7 +61,7 @@ class Xid:
 
 @dataclass
 class Device:
-    """A GPU as nvidia-smi describes it; memory in bytes; None where the driver does not tell."""
+    """A GPU as nvidia-smi describes it. Memory is in bytes; a field is None where the driver does not tell."""
 
     index: int
     name: str
@@ -79,7 +79,11 @@ class Device:
 
 @dataclass
 class Gpu:
-    """nvidia-smi's path, its devices or its error; CUDA_VISIBLE_DEVICES; NVIDIA GPUs on the PCI bus; recent Xids."""
+    """What nvidia-smi and the kernel report: nvidia-smi's path (None: not installed), its devices or its error.
+
+    `visible` is CUDA_VISIBLE_DEVICES, `pci` the number of NVIDIA GPUs on the PCI bus, `xids` the recent errors of the
+    driver.
+    """
 
     nvidia_smi: str | None
     visible: str | None
@@ -103,7 +107,10 @@ class Torch:
 
 @dataclass
 class Facts:
-    """What is printed; torch is None unless asked for; errors: why a section could not be gathered."""
+    """The document that is printed.
+
+    `torch` is None unless asked for; `errors` says why a section could not be gathered.
+    """
 
     gpu: Gpu | None
     torch: Torch | None
@@ -111,12 +118,15 @@ class Facts:
 
 
 def main() -> None:
-    """Print the JSON document."""
+    """Print gather_facts() as a JSON document; torch is asked too with --torch."""
     print(json.dumps(gather_facts("--torch" in sys.argv), default=vars))
 
 
 def gather_facts(with_torch: bool) -> Facts:
-    """Gather GPUs and, if asked for, torch at the same time. Never raises: an exception goes into `errors`."""
+    """Return the facts of the GPUs and, if `with_torch`, of torch, gathered at the same time.
+
+    Never raises: an exception becomes a text in `errors`, and its section stays None.
+    """
     result = Facts(None, None, {})
     sections: dict[str, Callable[[], Any]] = {"gpu": gather_gpu}
     with ThreadPoolExecutor(1) as pool:
@@ -131,9 +141,9 @@ def gather_facts(with_torch: bool) -> Facts:
 
 
 def run(*command: str, seconds: float = 30) -> tuple[int, str]:
-    """Return exit code and output of a command, standard error included; 127 and the reason without any.
+    """Return the exit code of a command and its stdout and stderr together, stripped.
 
-    That is when it cannot be started, or took longer than `seconds`.
+    Returns (127, reason) when it cannot be started or takes longer than `seconds`.
     """
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
@@ -152,7 +162,10 @@ def read(path: Path) -> str:
 
 
 def gather_gpu() -> Gpu:
-    """Ask nvidia-smi for the GPUs and their processes, and read the PCI bus and the kernel's log."""
+    """Return what nvidia-smi says of the GPUs and their processes, the GPUs on the PCI bus, and the driver's errors.
+
+    Has no devices where nvidia-smi is not installed, or where it fails, which sets `error`.
+    """
     smi = shutil.which("nvidia-smi")
     buses = list(Path("/sys/bus/pci/devices").glob("*"))
     pci = sum(read(bus / "vendor") == "0x10de" and read(bus / "class").startswith("0x03") for bus in buses)
@@ -182,13 +195,16 @@ def gather_gpu() -> Gpu:
 
 
 def parse_rows(keys: tuple[str, ...], answer: tuple[int, str]) -> list[dict[str, str]]:
-    """Return the rows of nvidia-smi's answer (exit code, output) as dicts by key; [] when it failed."""
+    """Return the rows of nvidia-smi's answer (exit code, output) as {key: value}; [] when it failed.
+
+    Skips rows that do not have as many cells as there are `keys`.
+    """
     cells = [[cell.strip() for cell in line.split(",")] for line in answer[1].splitlines()] if answer[0] == 0 else []
     return [dict(zip(keys, row)) for row in cells if len(row) == len(keys)]  # noqa: B905 - no `strict` in Python 3.8
 
 
 def make_device(row: dict[str, str]) -> Device:
-    """Return a GPU, without processes, from its rows of all queries."""
+    """Return a Device, without processes, from a GPU's rows of all queries merged into {key: value}."""
     capability = row.get("compute_cap", "")
     total, used, free = (parse_number(row[f"memory.{kind}"], MIB) for kind in ("total", "used", "free"))
     pending, failed = ({"yes": True, "no": False}.get(row.get(key, "").lower()) for key in HEALTH[2:])
@@ -209,12 +225,12 @@ def make_device(row: dict[str, str]) -> Device:
 
 
 def parse_number(text: str, unit: int = 1) -> int | None:
-    """Return a whole number times `unit`; None for nvidia-smi's [N/A] and its like."""
+    """Return the whole number in `text` times `unit`; None if it is not a number, such as nvidia-smi's [N/A]."""
     return int(text) * unit if text.isdigit() else None
 
 
 def read_xids() -> list[Xid] | None:
-    """Return the last 50 error reports of the driver in the kernel's log; None where it may not be read."""
+    """Return the last 50 Xids, the driver's error reports, in the kernel's log; None when dmesg fails."""
     code, output = run("dmesg")
     if code != 0:
         return None
@@ -223,7 +239,7 @@ def read_xids() -> list[Xid] | None:
 
 
 def gather_torch() -> Torch:
-    """Import torch in another process (1 to 3 s) and return what it reports. Raises OSError when that fails."""
+    """Import torch in another process (1 to 3 s) and return what it reports. Raises OSError when the import fails."""
     code, output = run(sys.executable, "-c", TORCH)
     _, mark, answer = output.rpartition("finlm-torch:")
     if not mark:

@@ -31,7 +31,7 @@ SSH_AT_ONCE = 2  # an ssh server drops connections at random from the tenth on t
 
 @dataclass
 class Peer:
-    """How a host is reached: its addresses, the first one to try in front, and the command line of an ssh login."""
+    """A host to call: its addresses, in the order in which to try them, and the command line of an ssh login."""
 
     name: str
     addresses: list[str]
@@ -40,7 +40,10 @@ class Peer:
 
 @dataclass
 class Request:
-    """What a host is to do; token: random text that all hosts of this examination share; seconds: time limit."""
+    """What a host is to do.
+
+    `token` is a random text that all hosts of this examination share, `seconds` the time limit.
+    """
 
     me: str
     port: int  # 0: nobody listens
@@ -51,7 +54,7 @@ class Request:
 
 @dataclass
 class Port:
-    """Whether the rendezvous port could be listened on, or why not."""
+    """Whether this host could listen on the rendezvous port; `error` says why not."""
 
     port: int
     free: bool = True
@@ -60,7 +63,7 @@ class Port:
 
 @dataclass
 class Call:
-    """A call to another host: who answered, its address there and ours, or the error of the last attempt."""
+    """The result of calling another host: the name that answered, its address and this host's, or the last error."""
 
     answered: str | None = None
     address: str | None = None
@@ -71,7 +74,7 @@ class Call:
 
 @dataclass
 class Login:
-    """Exit code and messages of an ssh login that ran `true`."""
+    """The exit code and the stderr of an ssh login that ran `true`."""
 
     code: int
     error: str
@@ -100,7 +103,7 @@ class Infiniband:
 
 @dataclass
 class Links:
-    """What is printed: calls and logins by host name, this host's network interfaces and InfiniBand ports."""
+    """The document that is printed: calls and logins by host name, this host's interfaces and InfiniBand ports."""
 
     port: Port | None
     peers: dict[str, Call]
@@ -111,7 +114,7 @@ class Links:
 
 
 def main() -> None:
-    """Print the JSON document for the request on the command line."""
+    """Print gather_facts() of the JSON request on the command line as JSON; on an exception, only {"errors": ...}."""
     try:
         fields = json.loads(sys.argv[1])
         print(
@@ -122,7 +125,10 @@ def main() -> None:
 
 
 def gather_facts(request: Request) -> Links:
-    """Call and log in to the other hosts, then list this host's interfaces. A failed list is explained in `errors`."""
+    """Call and log in to the other hosts, list this host's interfaces and InfiniBand ports, and return all results.
+
+    A list that fails stays None, with its reason in `errors`. Waits up to request.seconds for the others to call.
+    """
     others = [peer for peer in request.peers if peer.name != request.me]
     deadline = time.monotonic() + request.seconds
     port = Listener(request, {peer.name for peer in others}) if request.port else None
@@ -143,14 +149,20 @@ def gather_facts(request: Request) -> Links:
 
 
 def rotate_peers(me: str, peers: list[Peer]) -> list[Peer]:
-    """Return the peers with an ssh command, beginning with this host: not all hosts then log in to one at a time."""
+    """Return the peers that have an ssh command, beginning with the host `me`.
+
+    So the hosts do not all log in to the same host first.
+    """
     names = [peer.name for peer in peers]
     start = names.index(me) if me in names else 0
     return [peer for peer in peers[start:] + peers[:start] if peer.ssh]
 
 
 class Listener:
-    """A thread that tells everyone who calls the port this host's name."""
+    """A thread that tells everyone who calls the rendezvous port, and knows the token, this host's name.
+
+    `expected` are the hosts that have not called yet.
+    """
 
     def __init__(self, request: Request, expected: set[str]) -> None:
         self.request, self.expected, self.ended = request, expected, threading.Event()
@@ -165,7 +177,7 @@ class Listener:
         self.thread.start()
 
     def serve(self) -> None:
-        """Answer callers that know the token until `ended` is set; a caller sends its name first."""
+        """Answer callers until `ended` is set. A caller sends "token name" first; a wrong token gets no answer."""
         while not self.ended.is_set():
             with contextlib.suppress(OSError):
                 connection, _ = self.server.accept()
@@ -177,7 +189,10 @@ class Listener:
                         self.expected.discard(caller)
 
     def close(self, deadline: float) -> Port:
-        """Stop listening once all expected hosts have called or `deadline` is over, and return the port's state."""
+        """Stop listening once all expected hosts have called, or at `deadline`; return the port's state.
+
+        `deadline` is in time.monotonic() seconds.
+        """
         while self.state.free and self.expected and time.monotonic() < deadline:
             time.sleep(0.02)
         self.ended.set()
@@ -188,7 +203,10 @@ class Listener:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Open a listener on all addresses, as torch's rendezvous does (SO_REUSEADDR, IPv6 and IPv4). Raises OSError."""
+    """Return a socket that listens on all addresses, as torch's rendezvous does (SO_REUSEADDR, IPv6 and IPv4).
+
+    Raises OSError when the port cannot be listened on.
+    """
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -196,9 +214,10 @@ def open_listener(port: int) -> socket.socket:
 
 
 def call(request: Request, ways: list[str], deadline: float) -> Call:
-    """Call a host until it answers or `deadline` (time.monotonic()), and return who answered or the last error.
+    """Call a host until it answers or until `deadline` (time.monotonic()), and return who answered or the last error.
 
-    ways: addresses to try; the next is used only when a name does not resolve, and after the last it gives up.
+    `ways` are its addresses. The next address is tried only when a name does not resolve; if the last does not, gives
+    up.
     """
     result = Call()
     address, *others = ways
@@ -227,9 +246,10 @@ def call(request: Request, ways: list[str], deadline: float) -> Call:
 
 
 def try_login(argv: list[str], gate: threading.Semaphore) -> Login:
-    """Run a remote `true` and return its exit code and messages.
+    """Run `argv`, a remote `true` over ssh, and return its exit code and stderr; code 255 after 15 s.
 
-    Tried again when the connection was dropped, as a busy ssh server does at random. gate: limits the logins at a time.
+    Tries once more when the connection was dropped, as a busy ssh server does at random. `gate` limits how many logins
+    run at a time.
     """
     for _ in range(2):
         with gate:
@@ -245,7 +265,7 @@ def try_login(argv: list[str], gate: threading.Semaphore) -> Login:
 
 
 def list_cards() -> list[Card]:
-    """Return this host's network interfaces with their addresses, state and speed."""
+    """Return this host's network interfaces with their addresses, state and speed in Mbit/s."""
     cards = {}
     for _, name in socket.if_nameindex():
         speed = read(f"/sys/class/net/{name}/speed")

@@ -50,7 +50,7 @@ class Python:
 
 @dataclass
 class Cores:
-    """Logical cores, those this process may use, and how many that is within the cgroup's quota."""
+    """CPU cores: all logical cores, those this process may use, and how many that is within the cgroup's quota."""
 
     logical: int
     affinity: int
@@ -59,7 +59,7 @@ class Cores:
 
 @dataclass
 class Memory:
-    """Bytes of RAM: of the machine, and what is available within the cgroup's limit."""
+    """RAM in bytes: all of the machine, what is available within the cgroup's limit, and that limit (None: none)."""
 
     total: int
     available: int
@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass
 class Space:
-    """Bytes of a file system, and the files it may still hold; None where it does not count them."""
+    """The bytes of a file system, and how many more files it can hold; None where it does not count files."""
 
     total: int
     free: int
@@ -77,7 +77,10 @@ class Space:
 
 @dataclass
 class Disk:
-    """Bytes free where `path` is or would be created, whether it is writable, and bytes of checkpoints below it."""
+    """The file system where `path` is or would be created, whether that is writable, and bytes of checkpoints below it.
+
+    `is_directory` is False when the path is, or is below, a file.
+    """
 
     path: str
     is_directory: bool
@@ -90,7 +93,7 @@ class Disk:
 
 @dataclass
 class Tool:
-    """A compiler; whether it is on PATH or only beside this interpreter."""
+    """A compiler: its path, its version (None: unknown), and whether it is on PATH."""
 
     path: str
     version: str | None
@@ -99,7 +102,10 @@ class Tool:
 
 @dataclass
 class Lock:
-    """A lock of a build of a C++ extension; `held` tells whether a process that we may look into has it open."""
+    """The lock file of a build of a C++ extension.
+
+    `held` says whether a process that this user may look into has it open.
+    """
 
     path: str
     age_seconds: int
@@ -116,7 +122,10 @@ class Compiler:
 
 @dataclass
 class Extensions:
-    """Builds of torch's C++ extensions; network: other hosts may hold the locks."""
+    """Builds of torch's C++ extensions.
+
+    `network` says that they lie on a network disk, whose locks other hosts may hold.
+    """
 
     network: bool
     locks: list[Lock]
@@ -125,7 +134,7 @@ class Extensions:
 
 
 def main() -> None:
-    """Print the JSON document."""
+    """Print gather_facts() of the sections asked for as a JSON document."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--disk", action="append", default=[], metavar="ROLE=PATH")
     parser.add_argument("--only", action="append", default=[], metavar="SECTION")
@@ -134,7 +143,10 @@ def main() -> None:
 
 
 def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, Any]:
-    """Gather all sections, or those in `only`, by name. A failed section is None, with its reason in `errors`."""
+    """Return {section: facts} of all sections, or of those in `only`. `disks` maps a role to a path.
+
+    A section that fails is None, with its reason in `errors`.
+    """
     sections: dict[str, Callable[[], Any]] = {
         "hostname": socket.gethostname,
         "machine": machine_id,
@@ -166,7 +178,10 @@ def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, A
 
 
 def run(*command: str) -> tuple[int, str]:
-    """Return exit code and output of a command, standard error included; 127 and the reason when it gave no answer."""
+    """Return the exit code of a command and its stdout and stderr together, stripped.
+
+    Returns (127, reason) when it cannot be started or takes over 60 s.
+    """
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(command, stdout=pipe, stderr=to_output, stdin=subprocess.DEVNULL, timeout=60)
@@ -183,15 +198,15 @@ def read(path: str | Path) -> str:
 
 
 def machine_id() -> str:
-    """Return a text that is equal for two names of one machine: its boot id and network namespace.
+    """Return a text that is equal for two names of one machine: its boot id and its network namespace.
 
-    Containers share the boot id and differ in the namespace.
+    Containers of one machine share the boot id and differ in the namespace.
     """
     return f"{read('/proc/sys/kernel/random/boot_id')} {os.readlink('/proc/self/ns/net')}"  # noqa: PTH115 - Python 3.8
 
 
 def cpu() -> str:
-    """Return the CPU's name, family and model, and the instructions by which torch's libraries choose their kernels."""
+    """Return the CPU's name, family and model, and those of its instruction sets by which torch chooses its kernels."""
     rows = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", read("/proc/cpuinfo"), re.M))
     name = rows.get("model name", platform.processor() or platform.machine())
     has = (rows.get("flags") or rows.get("Features") or "").split()
@@ -201,7 +216,7 @@ def cpu() -> str:
 
 
 def cores() -> Cores:
-    """Count the CPU cores; within a cgroup's quota half a core is possible."""
+    """Return this host's CPU cores; within a cgroup's quota, `usable` may be a fraction."""
     quotas = []
     for directory in cgroups("cpu"):  # v2: "max 100000" or "200000 100000"; v1: two files, -1 for none
         v1 = f"{read(directory / 'cpu.cfs_quota_us')} {read(directory / 'cpu.cfs_period_us')}"
@@ -213,7 +228,7 @@ def cores() -> Cores:
 
 
 def cgroups(controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup directory and its ancestors', in v2 and in v1's hierarchy of the controller."""
+    """Yield this process's cgroup directory and its ancestors, in v2 and in v1's hierarchy of `controller`."""
     for line in read("/proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
@@ -224,7 +239,7 @@ def cgroups(controller: str) -> Iterator[Path]:
 
 
 def memory() -> Memory:
-    """Read the machine's memory, what is available, and the cgroup's limit."""
+    """Return the machine's RAM, what is available of it, and the cgroup's limit, in bytes."""
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
     total, available, limit = int(rows["MemTotal"]) * 1024, int(rows["MemAvailable"]) * 1024, None
     for directory in cgroups("memory"):
@@ -245,7 +260,7 @@ def space(path: str | Path) -> Space:
 
 
 def disk(path: str) -> Disk:
-    """Return the space for `path`, which need not exist yet, and the bytes of checkpoints below, in memory too."""
+    """Return the space for `path`, which need not exist yet, and the bytes of checkpoints below it, in memory too."""
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -255,14 +270,17 @@ def disk(path: str) -> Disk:
 
 
 def limits() -> dict[str, list[int | None]]:
-    """Return soft and hard resource limits by name; None = unlimited."""
+    """Return {name: [soft, hard]} of the limits of open files and of locked memory (bytes); None = unlimited."""
     kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
     pairs = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
     return {name: [None if n == resource.RLIM_INFINITY else n for n in pair] for name, pair in pairs.items()}
 
 
 def tool(name: str) -> Tool | None:
-    """Return a compiler's path and version; None when it is not installed."""
+    """Return a compiler's path and version; None when it is not installed.
+
+    Looks on PATH, then beside this interpreter and in CUDA_HOME/bin.
+    """
     on_path, cuda = shutil.which(name), os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = on_path or shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{cuda}/bin")
     if path is None:
@@ -272,7 +290,7 @@ def tool(name: str) -> Tool | None:
 
 
 def can_link_libaio() -> bool | None:
-    """Return whether a program that uses libaio compiles and links, which is DeepSpeed's own test; None without g++."""
+    """Return whether g++ compiles and links a program that uses libaio, as DeepSpeed tests it; None without g++."""
     if shutil.which("g++") is None:
         return None
     with tempfile.TemporaryDirectory() as directory:
@@ -283,7 +301,7 @@ def can_link_libaio() -> bool | None:
 
 
 def packages() -> dict[str, str | None]:
-    """Return versions of what training needs and of every NCCL wheel; None = not installed."""
+    """Return {package: version} of what training needs and of every NCCL wheel; None = not installed."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         versions.setdefault((distribution.metadata["Name"] or "").lower(), distribution.version)
@@ -292,7 +310,7 @@ def packages() -> dict[str, str | None]:
 
 
 def extensions() -> Extensions:
-    """Find the lock files of builds of C++ extensions, the compilers that run now, and the ops built already."""
+    """Return the lock files of builds of C++ extensions, the compilers that run now, and the ops built already."""
     cache = os.environ.get("XDG_CACHE_HOME") or f"{Path.home()}/.cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
     paths = sorted({*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")})

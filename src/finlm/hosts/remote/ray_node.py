@@ -32,7 +32,11 @@ _libc = ctypes.CDLL(None)
 
 
 def serve() -> None:
-    """Greet, start Ray as asked, and end it when stdin closes or Ray ends."""
+    """Send this host's facts, start Ray as asked, and end it when stdin closes; also say when Ray ends by itself.
+
+    Reads the environment and then the request from stdin, a line of JSON each. Starts Ray up to three times when it was
+    only too slow.
+    """
     os.environ.update(json.loads(sys.stdin.readline() or "{}"))
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     say(describe_host())
@@ -60,10 +64,10 @@ def serve() -> None:
 
 
 def go_on_beside_keeper() -> None:
-    """Return in a child of this process, which itself waits for the child and then ends what a kill of it has left.
+    """Fork: return in the child, while this process waits for the child's end and then ends what it left, and exits.
 
-    Both are subreapers: what Ray leaves behind becomes a child of the one that lives. When this process is killed the
-    child gets SIGTERM.
+    Both are subreapers: what Ray leaves behind becomes a child of the process that still lives. When this process is
+    killed, the child gets SIGTERM.
     """
     keeper = os.getpid()
     _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, not inherited
@@ -78,7 +82,10 @@ def go_on_beside_keeper() -> None:
 
 
 def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
-    """Start Ray, say when it runs, and wait until it ends or the line is closed; return what it has printed."""
+    """Start Ray with `arguments` of `ray start`, wait until it ends or `closed` is set, and return what it has printed.
+
+    Sends {"started": true} as soon as Ray runs.
+    """
     parent, is_started = os.getpid(), False
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
@@ -93,14 +100,15 @@ def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
 
 
 def say(message: dict[str, Any]) -> None:
-    """Print a message on a line that begins with MARK."""
+    """Print a message as JSON on a line that begins with MARK."""
     print(MARK + json.dumps(message), flush=True)
 
 
 def describe_host() -> dict[str, Any]:
-    """Return {ray, python: versions, workers: how many cores and memory allow, from, at: ends of the ssh connection}.
+    """Return {ray, python, workers, from, at} of this host.
 
-    "" where Ray is not installed, and for the ends on this machine itself.
+    `ray` is the version of Ray, "" if it is not installed, and `python` that of Python. `workers` is how many its cores
+    and free memory allow. `from` and `at` are the addresses of the ssh connection's ends, "" without ssh.
     """
     try:
         from importlib import metadata
@@ -121,7 +129,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def count_cores() -> int:
-    """Return the cores of this process: its affinity, and the quota of its cgroup (v2)."""
+    """Return how many cores this process may use, by its affinity and its cgroup's quota (v2); at least 1."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -131,20 +139,23 @@ def count_cores() -> int:
 
 
 def read_log(log: Any) -> bytes:
-    """Return what the child has printed."""
+    """Return all bytes of an open log file; its position does not move."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), size, 0)
 
 
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the one that started it ends (PR_SET_PDEATHSIG)."""
+    """Have the kernel send this process the signal `number` when its parent ends (PR_SET_PDEATHSIG).
+
+    Sends it at once when `parent` is not the parent any more.
+    """
     _libc.prctl(1, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def end_all() -> None:
-    """End every process below this one: SIGTERM, and SIGKILL after 8 s; a last look 2 s later."""
+    """End every process below this process: SIGTERM, and after 8 s SIGKILL for at most 2 s more."""
     for number, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + patience
         left = find_descendants()
@@ -160,13 +171,13 @@ def end_all() -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process; do nothing when it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def reap() -> None:
-    """Collect the children that have ended."""
+    """Collect the children that have ended, so that no zombies stay."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -175,7 +186,7 @@ def reap() -> None:
 
 
 def find_descendants() -> list[int]:
-    """Return the pids of all processes below this one."""
+    """Return the pids of all processes below this process, nearest first."""
     parents = {}
     for name in os.listdir("/proc"):
         try:

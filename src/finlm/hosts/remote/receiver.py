@@ -32,7 +32,10 @@ HASHED_BYTES = 64 << 20  # for doctor larger files are only measured; sync hashe
 
 @dataclass
 class Tree:
-    """Files by relative name with their sha256, below a path of this host; follow: links count by their target."""
+    """The files to have below `path` on this host: sha256 by relative name.
+
+    `follow`: a link counts as what it leads to.
+    """
 
     path: str
     files: dict[str, str]
@@ -41,7 +44,7 @@ class Tree:
 
 @dataclass
 class Request:
-    """What sync asks: "prepare", "verify", or to "read" a run directory, which needs `root` alone."""
+    """A request of sync: `do` is "prepare", "verify", or "read" (a run directory), which needs only `root`."""
 
     do: str
     root: str
@@ -53,10 +56,11 @@ class Request:
 
 @dataclass
 class Prepared:
-    """Whether this host may be written to.
+    """The reply to "prepare": whether this host may be written to.
 
-    `state`: "ready", "shared" (the source's own disk), "foreign" (a directory sync did not write) or "taken" (files in
-    the way that sync did not put there). `names` are the first of `count` files in the way.
+    `state` is "ready", "shared" (this is the source's own disk), "foreign" (a directory that sync did not write) or
+    "taken" (there are files in the way that sync did not put there). `names` are the first of the `count` files in the
+    way. `is_run`, `holder` and `is_held` describe a foreign run directory. `removed` and `changed` count files.
     """
 
     state: str
@@ -72,7 +76,7 @@ class Prepared:
 
 @dataclass
 class Proof:
-    """The hash of a tree as it lies here, and the names that differ from the request."""
+    """The hash of a tree as it is on this host, and the names of the files that differ from the request."""
 
     tree: str
     differing: list[str]
@@ -80,11 +84,11 @@ class Proof:
 
 @dataclass
 class Contents:
-    """What a run directory on this host holds.
+    """The content of a run directory on this host.
 
-    `parts`: the manifest of every complete checkpoint by its folder, None where it cannot be read; `damaged`: folders
-    set aside; `source`: from where sync brought the directory; `holder`, `is_held`: pid and machine of the process that
-    runs it or ran it last, and whether it still does.
+    `parts` maps the folder of every complete checkpoint to the JSON of its manifest, None if that is unreadable.
+    `damaged` lists folders that were set aside. `source` is where sync copied the directory from, or "". `holder` is
+    "pid machine" of the process that runs the run or ran it last, or ""; `is_held` says that it runs now.
     """
 
     parts: dict[str, Any]
@@ -96,7 +100,7 @@ class Contents:
 
 @dataclass
 class Recorded:
-    """The files that sync put below a path; tree: their tree hash once proved."""
+    """The files that sync put below a path. `tree` is their tree hash, None until it was verified."""
 
     tree: str | None = None
     files: list[str] = field(default_factory=list)
@@ -104,7 +108,7 @@ class Recorded:
 
 @dataclass
 class Record:
-    """The content of RECORD, the file that sync leaves on a host: what it put where, and from which source."""
+    """The content of RECORD, the file that sync leaves on a host: files by tree path, and the source they came from."""
 
     trees: dict[str, Recorded]
     source: str = ""
@@ -121,7 +125,7 @@ def decode(path: bytes) -> str:
 
 
 def local(*parts: str) -> Path:
-    """Return the path of texts from `text` or `decode`, in this host's own encoding."""
+    """Return the Path of these parts, which are texts of text() or decode(), in this host's file system encoding."""
     return Path(*(os.fsdecode(encode(part)) for part in parts))
 
 
@@ -131,7 +135,7 @@ def text(path: str | Path) -> str:
 
 
 def digest(path: Path, follow: bool) -> str | None:
-    """Return hex sha256 of a file's bytes, or of a symlink's target unless followed; None without such a file."""
+    """Return the hex sha256 of a file, or of a link's target path if not `follow`; None if there is no such file."""
     result = hashlib.sha256()
     try:
         if path.is_symlink() and not follow:
@@ -148,7 +152,10 @@ def digest(path: Path, follow: bool) -> str | None:
 
 
 def digests(root: str, names: list[str], follow: bool) -> dict[str, str | None]:
-    """Return digest() of every name under root; four at a time, since hashlib releases the interpreter lock."""
+    """Return {name: digest()} of every name below root. Hashes four files at a time.
+
+    Raises OSError for unreadable files.
+    """
     with ThreadPoolExecutor(4) as pool:
         values = pool.map(lambda name: digest(local(root, name), follow), names)
         return dict(zip(names, values))  # noqa: B905 - `strict` is not in Python 3.8
@@ -161,14 +168,15 @@ def tree_hash(files: dict[str, str | None]) -> str:
 
 
 def fingerprints(path: str, names: list[str], follow: bool) -> dict[str, str | None]:
-    """Return fingerprint() of every name below path: "sha256 ..." or "... bytes"; None where there is no such file."""
+    """Return {name: fingerprint()} of every name below path."""
     return {name: fingerprint(Path(path, name), follow) for name in names}
 
 
 def fingerprint(path: Path, follow: bool) -> str | None:
-    """Return the sha256 of a file, above 64 MiB its size; for a link not followed its target; None without a file.
+    """Return "sha256 <hex>" of a file, or "<n> bytes" if it is larger than 64 MiB; None if there is no such file.
 
-    When the file cannot be read, return the reason.
+    Returns "link to <target>" for a link if not `follow`, "not a file" for a directory, and the system's message when
+    the file cannot be read.
     """
     try:
         if path.is_symlink() and not follow:
@@ -184,9 +192,11 @@ def fingerprint(path: Path, follow: bool) -> str | None:
 
 
 def prepare(request: Request) -> Prepared:
-    """Decide whether this host may be written to, remove what left the source, and record what will come.
+    """Decide whether this host may be written to, remove files that are gone at the source, and record what will come.
 
-    With `dry_run` nothing is written and `changed` counts the differing files.
+    Removes only files that an earlier sync recorded, and writes only if the state is "ready". With `dry_run`, writes
+    and removes nothing. `changed` counts the files that differ; without `dry_run`, only those that were not recorded
+    before. Raises OSError.
     """
     root = local(request.root)
     if _is_shared(request):
@@ -222,7 +232,11 @@ def prepare(request: Request) -> Prepared:
 
 
 def verify(request: Request) -> dict[str, Proof]:
-    """Hash the files here and return a proof by tree path; record the trees when all files are equal."""
+    """Hash the request's files on this host, and return a Proof by tree path.
+
+    If all files are equal, also writes the record with the tree hashes and removes the remains of cut transfers, except
+    on a shared disk.
+    """
     proofs = {}
     for tree in request.trees:
         present = digests(tree.path, list(tree.files), tree.follow)
@@ -237,7 +251,7 @@ def verify(request: Request) -> dict[str, Proof]:
 
 
 def read_run(root: Path) -> Contents:
-    """Return what a run directory holds; writes nothing."""
+    """Return the checkpoints, source and lock of a run directory; writes nothing."""
     parts = {}
     for path in sorted(root.glob("checkpoints/step-*/manifest.json")):
         if path.parent.name[5:].isdigit():
@@ -256,7 +270,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_holder(root: Path) -> tuple[str, bool]:
-    """Return the pid and machine written in a run's lock, and whether the lock is held now; "" without a lock."""
+    """Return ("pid machine" in the run's .lock, whether the lock is held now); ("", False) without a lock."""
     try:
         with (root / ".lock").open(encoding="utf-8") as lock:
             holder = lock.read().strip()
@@ -270,13 +284,13 @@ def _read_holder(root: Path) -> tuple[str, bool]:
 
 
 def _is_shared(request: Request) -> bool:
-    """Return True when this host sees the very directory the files come from, on a shared disk."""
+    """Return whether this host sees the source's own directory: the lock file in it has the request's token."""
     lock = local(request.root, LOCK)
     return bool(request.token) and lock.exists() and lock.read_text(encoding="ascii") == request.token
 
 
 def _read_record(root: Path) -> Record | None:
-    """Return what sync recorded in a directory; None when it was never there."""
+    """Return the Record that sync left in a directory; None when there is none."""
     path = root / RECORD
     if not path.exists():
         return None
@@ -285,7 +299,7 @@ def _read_record(root: Path) -> Record | None:
 
 
 def _is_in_the_way(root: str, name: str, leaving: set[str]) -> bool:
-    """Return True when something is at this path; a folder with nothing but `leaving` files is not in the way."""
+    """Return whether something is at this path. A folder is not in the way if all files in it are in `leaving`."""
     path = local(root, name)
     if path.is_dir() and not path.is_symlink():
         below = (Path(folder) / file for folder, _, files in os.walk(path) for file in files)
@@ -294,14 +308,14 @@ def _is_in_the_way(root: str, name: str, leaving: set[str]) -> bool:
 
 
 def _may_go(root: str, name: str) -> bool:
-    """Return True for a recorded file that still exists, inside root even if a folder became a link elsewhere."""
+    """Return whether a recorded file still exists inside root, not behind a folder that has become a link elsewhere."""
     path = local(root, name)
     inside = os.path.commonpath([path.parent.resolve(), local(root).resolve()]) == str(local(root).resolve())
     return inside and (path.is_symlink() or path.is_file())
 
 
 def _remove(root: str, name: str) -> None:
-    """Remove a file and the folders it leaves empty."""
+    """Remove a file, and the folders that it leaves empty below `root`."""
     path = local(root, name)
     path.unlink()
     folder = path.parent
@@ -311,9 +325,10 @@ def _remove(root: str, name: str) -> None:
 
 
 def _adopt_cut_transfers(root: str, names: set[str]) -> None:
-    """Keep what a killed rsync left under a temporary name as its partial file, which the next rsync continues.
+    """Move what a killed rsync left under a temporary name to its partial file, which the next rsync continues.
 
-    What another sync is writing at this moment stays: two runs may send the same data to a host.
+    Looks only at temporary names of the files `names`. Skips files that a process has open: two runs may send the same
+    data to a host.
     """
     wanted = {local(root, name) for name in names}
     written: set[str] | None = None
@@ -345,7 +360,10 @@ def _list_open_files() -> set[str]:
 
 
 def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) -> None:
-    """Record the files of the request's trees, with their tree hash once proved; other trees' records stay."""
+    """Write RECORD atomically: the files of the request's trees, and their tree hashes from `proofs`, if any.
+
+    Changes `record` in place; what it says of other trees stays.
+    """
     for tree in request.trees:
         record.trees[tree.path] = Recorded(proofs[tree.path].tree if proofs else None, sorted(tree.files))
     record.source = request.source
@@ -360,7 +378,10 @@ def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) ->
 
 
 def answer(line: str) -> None:
-    """Do a request, a line of JSON, and print MARK and the reply; an OSError or ValueError becomes {"error": why}."""
+    """Do the request in a line of JSON, and print MARK and the reply as JSON.
+
+    An OSError or ValueError is replied as {"error": why}.
+    """
     fields = json.loads(line)
     trees = [Tree(**tree) for tree in fields.pop("trees", ())]
     request = Request(trees=trees, **fields)
@@ -376,5 +397,5 @@ def answer(line: str) -> None:
 
 
 def answer_fingerprints(line: str) -> None:
-    """Print {role: {name: fingerprint}} for the JSON {role: arguments of fingerprints()}."""
+    """Print as JSON {role: {name: fingerprint}} for `line`, the JSON {role: arguments of fingerprints()}."""
     print(json.dumps({role: fingerprints(**tree) for role, tree in json.loads(line).items()}))
