@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from finlm import prepare
 from finlm.base import files
@@ -223,6 +225,13 @@ def test_documents_from_a_date_on_are_held_out_and_those_before_are_not(tmp_path
     decided, manifest = sides(tmp_path, "data.held_out_from=2024-01-02")
     assert [code == selection.HELD_OUT for code in decided] == [row["date"] >= "2024-01-02" for row in rows]
     assert manifest["leak"] == {"documents": 1, "held_out": 1}  # rows 0 and 9
+
+
+def test_the_column_that_holds_documents_out_is_read_from_parquet(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(announcements(tmp_path / "a.jsonl"))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    wanted = sides(tmp_path, "data.held_out_from=2024-01-02")[0]
+    assert sides(tmp_path, f"data.sources={tmp_path}/a.parquet", "data.held_out_from=2024-01-02")[0] == wanted
 
 
 @pytest.mark.parametrize(

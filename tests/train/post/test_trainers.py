@@ -18,12 +18,14 @@ from finlm.train.post import grpo, preferences, rollouts, trainers
 from train.model.test_causal_lm import planned
 
 
-@pytest.mark.parametrize(("precision", "ends"), [("bf16", True), ("fp16", False)])
-def test_a_run_ends_when_no_step_changes_its_weights_any_more(precision: str, ends: bool) -> None:
+@pytest.mark.parametrize(("precision", "scale", "ends"), [("bf16", 0, True), ("fp16", 0, False), ("fp16", 128, True)])
+def test_a_run_ends_when_no_step_changes_its_weights_any_more(precision: str, scale: int, ends: bool) -> None:
     rows = list[dict[str, Any]]()
     r = SimpleNamespace(
         plan=SimpleNamespace(precision=precision),
-        recipe=SimpleNamespace(incidents=SimpleNamespace(stop_after=3)),
+        recipe=SimpleNamespace(
+            incidents=SimpleNamespace(stop_after=3), train=SimpleNamespace(fp16=SimpleNamespace(loss_scale=scale))
+        ),
         events=SimpleNamespace(record=lambda kind, **row: rows.append(row)),
     )
     trainer = SimpleNamespace(rank=r, exit_code=0, skipped=incidents.Skipped())

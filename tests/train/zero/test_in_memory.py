@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,15 @@ def test_a_checkpoint_that_is_gone_from_memory_is_refused_by_that_name(tmp_path:
     with pytest.raises(UserError, match="is not a complete checkpoint") as refused:
         complete_checkpoint(link)
     assert "it was in this host's memory" in refused.value.evidence
+
+
+def test_a_file_that_cannot_be_made_is_received_all_the_same(tmp_path: Path) -> None:
+    """Its sender would wait for ten minutes."""
+    blocks = list[int]()
+    store = SimpleNamespace(_receive=lambda _, tensor: blocks.append(len(tensor)) or tensor)
+    size = in_memory.BLOCK_BYTES + 7
+    (problem,) = in_memory.InMemory._receive_file(store, 1, tmp_path / "gone" / "part", size)  # type: ignore[arg-type]
+    assert "No such file" in problem and sum(blocks) == size
 
 
 @pytest.mark.parametrize(

@@ -382,13 +382,16 @@ def _source(path: File) -> Any:
 
 
 def _columns(item: Input, path: File, names: list[str]) -> list[str]:
-    """Return the columns that hold the text and the counted fields: whole names, or the part before the first dot.
+    """Return the columns with the text, the counted fields and those that decide what is held out.
+
+    A field is a column's whole name, or its part before the first dot is.
 
     Returns all names if item.text_field is WHOLE_ROW. Raises UserError when no column holds the text.
     """
     if item.text_field == WHOLE_ROW:
         return names
-    wanted = {name if name in names else name.partition(".")[0] for name in (item.text_field, *item.meta.values())}
+    fields = item.text_field, *item.meta.values(), *item.sides.values()
+    wanted = {name if name in names else name.partition(".")[0] for name in fields}
     if item.text_field not in names and item.text_field.partition(".")[0] not in names:
         raise UserError(
             f"source {item.source}: {path} has no column {item.text_field!r}",

@@ -241,11 +241,12 @@ class _Record(TrainerCallback):  # type: ignore[misc]
     def _note_skipped(self, step: int) -> None:
         """Record the incident of a skipped step.
 
-        Except in fp16, sets exit_code 1 when more than incidents.stop_after of the last 100 steps were skipped.
+        Except under a dynamic loss scale, sets exit_code 1 when more than incidents.stop_after of the last 100 steps
+        were skipped.
         """
         r = self.r
         detail = "gradient overflow; loss scale lowered"
-        if r.plan.precision != "fp16":
+        if r.plan.precision != "fp16" or r.recipe.train.fp16.loss_scale:
             count, most = self.trainer.skipped.count(step), r.recipe.incidents.stop_after
             detail = f"a gradient is not finite, {count} of the last {RECENT_STEPS} steps"
             if count > most:
