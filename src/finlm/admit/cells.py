@@ -1,8 +1,7 @@
-"""Cells of the gate that need no run: at small size and by its own config.json, a model under finlm's swaps computes
-what transformers' eager one computes.
+"""Check, without a run, that a small model of a type computes the same with finlm's swaps as transformers' eager model.
 
-A cell is a function of a Case that returns what is wrong, or "". Weights are drawn so that none could be left out
-unseen: biases are not 0, norms not 1.
+A cell is such a check of `finlm admit`: a function of a Case that returns what is wrong, or "". Weights are drawn so
+that none could be left out unseen: biases are not 0, norms not 1.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MEMORY_TOLERANCE = 0.05  # share of what a layer keeps; under partial rotation a
 
 @dataclass(frozen=True)
 class Case:
-    """What the cells look at."""
+    """What the cells check: a model type's configuration, its row of the table, and a small model with its plan."""
 
     config: traits.Config  # the model's own
     row: traits.TypeRecord
@@ -64,19 +63,19 @@ class Case:
 
     @functools.cached_property
     def plain(self) -> Any:
-        """transformers' model with its own attention."""
+        """The small model as transformers' class with eager attention; built once."""
         return build(self.small, "eager")
 
     @functools.cached_property
     def expected(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """(loss, gradients) of the plain model."""
+        """(loss, gradients by parameter) of the plain model on batch()."""
         inputs, labels = batch()
         logits = self.plain(input_ids=inputs, use_cache=False).logits.float()
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return _gradients(self.plain, loss)
 
     def swapped(self, **changes: Any) -> Any:
-        """Return a model with the plain one's weights, under the swaps of the plan with these fields changed."""
+        """Return a model with the plain model's weights and the swaps of the plan with these fields changed."""
         plan = dataclasses.replace(self.plan, **{"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY} | changes)
         padded = type(self.small)(**self.small.to_dict() | {"vocab_size": plan.padded_vocab_size})
         model = build(padded, plain_attention(self.small), self.plain)
@@ -85,7 +84,7 @@ class Case:
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
-    """Return a model in fp32, in training mode, with weights of `like`, or drawn ones; rows beyond `like`'s are 0."""
+    """Return a model in fp32, training mode, with the weights of `like` or random; rows beyond `like`'s are 0."""
     torch.manual_seed(0)
     model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -100,7 +99,7 @@ def build(config: Any, attention: str, like: Any = None) -> Any:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (inputs, labels), some labels ignored, the same each time: int64 [rows, tokens]."""
+    """Return (inputs, labels), int64 [rows, tokens], the same each time; every fifth label is IGNORED."""
     generator = torch.Generator().manual_seed(1)
     inputs, labels = torch.randint(3, VOCABULARY, (2, len(LENGTHS), sum(LENGTHS[0])), generator=generator).unbind(0)
     labels[:, ::5] = IGNORED
@@ -116,7 +115,7 @@ def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.T
 
 
 def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
-    """Return what differs by more than rounding, the loss or the gradient of a tensor; "" for nothing."""
+    """Return what differs by more than rounding, the loss or a tensor's gradient; "" if nothing does."""
     if not abs(found[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
         return f"loss {found[0]:.6f}, transformers' {expected[0]:.6f}"
     if lost := sorted(expected[1].keys() - found[1].keys()):
@@ -132,7 +131,7 @@ def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float,
 
 
 def check_swap(case: Case, **changes: Any) -> str:
-    """Return how loss or gradients under the swaps of a changed plan differ from transformers' eager ones, or ""."""
+    """Return how loss or gradients with the swaps of a changed plan differ from transformers' eager; "" if equal."""
     torch._dynamo.reset()
     # The compiler's code generator is not what differs by model, and takes half a minute a graph.
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -142,7 +141,7 @@ def check_swap(case: Case, **changes: Any) -> str:
 
 
 def check_packed(case: Case) -> str:
-    """Return how documents of packed rows differ from each of them alone, or ""."""
+    """Return how the documents of packed rows differ from each document alone in loss or gradients; "" if equal."""
     inputs, labels = batch()
     alone, model = build(case.small, "eager", case.plain), case.swapped()
     expected = torch.zeros(())
@@ -158,7 +157,7 @@ def check_packed(case: Case) -> str:
 
 
 def check_adapters(case: Case) -> str:
-    """Return how a model with adapters differs from the weights that they are merged into, or ""."""
+    """Return how a model with adapters differs from one with them merged, in logits or parameter count; "" if equal."""
     from peft import get_peft_model
 
     recipe = case.recipe.model_copy(update={"lora": Lora(rank=4, alpha=8)})
@@ -190,7 +189,7 @@ def check_adapters(case: Case) -> str:
 
 
 def check_four_bits(case: Case) -> str:
-    """Return how a model with matrices in 4 bits differs from one with the same rounded ones, or ""."""
+    """Return how a model with 4-bit matrices differs from one with the same rounded values; "" if equal."""
     if any("e" in sizes for sizes in case.row.layer.values() if len(sizes) > 2):  # it has experts, no linear layers
         model = case.recipe.model.model_copy(update={"config": case.small.to_dict()})
         asked = {"model": model, "lora": Lora(rank=4, alpha=8, quantize="nf4")}
@@ -207,7 +206,7 @@ def check_four_bits(case: Case) -> str:
 
 
 def check_parameters(case: Case) -> str:
-    """Return how planned parameters and windows differ from transformers' model at its own size, or ""."""
+    """Return how planned parameters and windows differ from transformers' model of the type's own size; "" if equal."""
     with torch.device("meta"):
         own = type(case.small)(**{key: value for key, value in case.config.items() if key != "quantization_config"})
         model = causal_class(own)._from_config(own)
@@ -223,14 +222,14 @@ def check_parameters(case: Case) -> str:
 
 
 def check_small_parameters(case: Case) -> str:
-    """Return how planned parameters differ from those of the small model, or ""."""
+    """Return how the planned number of parameters differs from the small model's; "" if equal."""
     planned = shape.of_config(case.small.to_dict(), VOCABULARY, case.row).parameters
     real = sum(parameter.numel() for parameter in case.plain.parameters())
     return "" if planned == real else f"{planned:,} parameters planned, {real:,} in transformers' model"
 
 
 def check_activations(case: Case) -> str:
-    """Return how the planned bytes that a layer keeps differ from what autograd saves, in bf16, not compiled, or ""."""
+    """Return how the planned bytes a layer keeps differ from those autograd saves, bf16, not compiled; "" if close."""
     config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
     sizes = [_kept(config, times) for times in (1, 2)]
@@ -243,9 +242,9 @@ def check_activations(case: Case) -> str:
 
 
 def _kept(config: Any, times: int) -> int:
-    """Return the bytes that a forward pass of so many times its layers saves for its backward pass, without weights.
+    """Return the bytes that a forward pass of `times` as many layers saves for its backward pass, without weights.
 
-    Counts each storage once. Builds a model of its own in bf16; `config` is copied, not changed.
+    Counts each storage once. Builds its own model in bf16; `config` is copied, not changed.
     """
     config = copy.deepcopy(config)
     layers = config.num_hidden_layers
@@ -268,7 +267,7 @@ def _kept(config: Any, times: int) -> int:
 
 
 def check_template(directory: Path) -> str:
-    """Return how ids or loss spans of a dialogue differ from those of the model's own tokenizer and template, or ""."""
+    """Return how a dialogue's ids or loss spans differ from those by the model's own template; "" if equal."""
     encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
     theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
     found = encoder.encode(DIALOGUE)
@@ -281,9 +280,9 @@ def check_template(directory: Path) -> str:
 
 
 def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
-    """Yield (key, its value in the class, the model's config.json with another one) for what a key may switch.
+    """Yield (key, its default in the class, config.json with another value) for each key that may switch something.
 
-    Those are true or false, a factor, a cap, a window, a part of the rotation.
+    These are booleans, factors, caps, windows and the share of the rotation.
     """
     known = record.own_keys(record.whole_config(str(case.config["model_type"])))
     for key, value in known.items():
@@ -308,7 +307,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
 
 
 def check_settings(case: Case) -> str:
-    """Return what is wrong when one of the switching keys is set otherwise, except keys that the row holds; or ""."""
+    """Return what is wrong when a switching key has another value, unless the row pins it (`held`); "" if nothing."""
     for key, why in unlike(case):
         if key not in case.row.held:
             return why
@@ -316,7 +315,7 @@ def check_settings(case: Case) -> str:
 
 
 def unlike(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong) for every key that finlm would train or plan wrongly at another value."""
+    """Yield (key, what is wrong) for every key that finlm would train or plan wrongly with another value."""
     for key, _, config in other_settings(case):
         try:
             other = case_of(config, case.row, case.recipe, case.plan)
@@ -329,7 +328,7 @@ def unlike(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def hold(case: Case) -> traits.TypeRecord:
-    """Return the case's row with `held` filled in: keys that finlm trains at one value only."""
+    """Return the case's row with `held` filled in: {key: value} of the keys that finlm trains with one value only."""
     values = {key: value for key, value, _ in other_settings(case)}
     return dataclasses.replace(case.row, held={key: values[key] for key, _ in unlike(case)})
 
@@ -350,7 +349,7 @@ CELLS: dict[str, Callable[[Case], str]] = {
 
 
 def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
-    """Return the case of a model's config.json. Raises UserError when transformers refuses it."""
+    """Return the Case of a model's config.json. Raises UserError when transformers rejects the configuration."""
     try:
         small = shrink(config, row, VOCABULARY)
     except Exception as error:  # of every class's own validation
@@ -369,7 +368,7 @@ SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "q
 
 
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """Return transformers' configuration of the same model, small."""
+    """Return transformers' configuration object of the same model at small size, with a vocabulary of vocab_size."""
     known = row.defaults | dict(config)
     values = dict(traits.without_dropout(config)) | {
         "hidden_size": SMALL_HIDDEN,
@@ -415,9 +414,9 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
 
 
 def few_layers(config: Config, known: Config, pattern: int) -> Config:
-    """Return the keys for few layers, with one of each kind. known: the config with its class's defaults.
+    """Return the configuration keys for few layers, with at least one layer of each type.
 
-    pattern: TypeRecord.pattern.
+    `known` is the config with its class's defaults, `pattern` that of the TypeRecord.
     """
     found = dict[str, object]()
     if known.get("sliding_window"):
@@ -438,7 +437,7 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
 
 
 def _shrink_rope(rope: Config, pairs: int) -> Config:
-    """Return RoPE's parameters for fewer dimensions, which change what comes after ORIGINAL tokens."""
+    """Return RoPE's parameters for `pairs` pairs of dimensions and an original length of ORIGINAL tokens."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _shrink_rope(value, pairs) if isinstance(value, dict) else value for kind, value in rope.items()}
     found = {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}

@@ -1,8 +1,8 @@
-"""`finlm admit MODEL`: does finlm train this model as transformers does? A table of cells, each passed or with what is
-wrong.
+"""Run `finlm admit MODEL`: does finlm train this model as transformers does? Print a table of checks and results.
 
-MODEL is a directory with config.json, or a model_type of transformers. A type that model_types.json does not
-have is admitted for this user when every cell passes: its row goes to ~/.config/finlm/model_types.json.
+MODEL is a directory with config.json, or a model_type of transformers. A check, called cell, has passed or says what is
+wrong. A type that model_types.json does not have is admitted for this user when every cell passes: its row goes to
+~/.config/finlm/model_types.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from finlm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a type is admitted, and what is wrong in each cell, or ""."""
+    """Whether a type is admitted, the seconds it took, and what is wrong by cell, "" for a passed one."""
 
     model_type: str
     admitted: bool
@@ -41,11 +41,10 @@ class Verdict:
 
 
 def admit(model: str) -> Verdict:
-    """Look at every cell, print the table and return the verdict.
+    """Run every cell on a model directory or model_type, print the table and return the verdict; takes minutes.
 
-    The row of a type that is new and passes is kept in the user's file.
-
-    Raises UserError for what is no model, or has a structure that no cell can look at.
+    If a new type passes, writes its row to the user's model_types.json and prints that to stderr. Raises UserError if
+    it is no model, or has a structure that no cell can check.
     """
     began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
@@ -72,7 +71,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
     """Return (config.json, directory) of a model directory, or (default configuration, None) of a model_type.
 
     The default is transformers', with every dropout 0 and without null keys. Raises UserError when `model` is neither,
-    or a type whose class refuses its own defaults.
+    or a type whose class rejects its own defaults.
     """
     path = Path(model)
     if (path / "config.json").is_file():
@@ -101,7 +100,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
 
 
 def row_of(model_type: str) -> traits.TypeRecord:
-    """Return the row of a type, with `held` filled in where its class can be built.
+    """Return the table row of a type, with `held` filled in if its class can be built; builds and runs small models.
 
     Raises UserError for a type that no cell can check.
     """
@@ -114,7 +113,7 @@ def row_of(model_type: str) -> traits.TypeRecord:
 
 
 def _small_run() -> tuple[Recipe, Plan]:
-    """Return (recipe, plan) of the gate's small models, on one CPU rank."""
+    """Return (recipe, plan) of the small models, on a single CPU rank."""
     loaded = recipe.load(runs.RECIPE, ("hardware.hosts=[{name: localhost, slots: 1}]",)).recipe
     return loaded, planner.make(loaded, cluster.from_hardware(loaded.hardware), shape.of(loaded))
 
@@ -122,7 +121,11 @@ def _small_run() -> tuple[Recipe, Plan]:
 def examine(
     config: traits.Config, row: traits.TypeRecord, directory: Path | None, trainer: runs.Trainer
 ) -> Iterator[tuple[str, str]]:
-    """Yield every cell's name with what is wrong, or ""."""
+    """Run every cell; yield its name with what is wrong, or "" if it passed.
+
+    `directory` is the model's, for the cell of its chat template, or None. Raises UserError when transformers rejects
+    the configuration.
+    """
     model_type = str(config["model_type"])
     with runs.admitted(model_type, row), tempfile.TemporaryDirectory(prefix="finlm-admit-") as scratch:
         case = cells.case_of(config, row, *_small_run())
@@ -140,7 +143,7 @@ def examine(
 
 
 def _has_template(directory: Path) -> bool:
-    """Return whether a model's directory has a tokenizer with a chat template; a base model's has none."""
+    """Return whether a model directory has a tokenizer with a chat template; a base model's has none."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return False
     settings = directory / "tokenizer_config.json"
@@ -149,7 +152,7 @@ def _has_template(directory: Path) -> bool:
 
 
 def _look(cell: Callable[[Any], str], at: Any) -> str:
-    """Return what is wrong in a cell, be it said or raised; "" for nothing."""
+    """Run a cell on `at` and return what is wrong, returned or raised, or "" if it passed; hides stderr meanwhile."""
     with contextlib.redirect_stderr(io.StringIO()):  # plans, library warnings
         try:
             return cell(at)

@@ -1,7 +1,7 @@
-"""The row of a model type in model_types.json.
+"""Make the row of a model type in model_types.json.
 
-It is read off transformers' own class at a size whose numbers differ.
-A tensor's sizes become symbols (q*h is the query projection), so the planner counts a model of any size without torch.
+It is measured on transformers' own class at a size whose numbers all differ. A tensor's sizes become symbols (q*h is
+the query projection), so that the planner can count a model of any size without torch.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
 
 
 def record(model_type: str) -> TypeRecord:
-    """Return the row of a type without the gate's verdict.
+    """Return the row of a type, without the results of the cells; builds several small models.
 
-    Raises UserError for a type that finlm's swaps do not know.
+    Raises UserError for a type that transformers does not have or whose structure finlm's swaps do not fit.
     """
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
         raise UserError(
@@ -104,13 +104,13 @@ def record(model_type: str) -> TypeRecord:
 
 
 def _unsaid(model_type: str) -> Config:
-    """Return the keys that a class reads and fills in from others unless they are None here."""
+    """Return {key of _UNSAID: the class's default}, None if it has no default, "" if the class lacks the key."""
     config = CONFIG_MAPPING[model_type]()
     return {key: getattr(config, key, "") for key in _UNSAID}
 
 
 def _runs(model_type: str, left_out: str) -> bool:
-    """Return whether a model whose configuration says nothing for a key can be built and run."""
+    """Return whether a model can be built and run when its configuration has None for the key left_out."""
     try:
         with torch.no_grad():
             AutoModelForCausalLM.from_config(small_config(model_type, 2, **{left_out: None}))(torch.arange(8)[None])
@@ -120,7 +120,7 @@ def _runs(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return what a layer of a model keeps uncompiled in bf16, as fields of TypeRecord."""
+    """Return, as fields of TypeRecord, what a layer saves for its backward pass in bf16, not compiled."""
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
@@ -158,7 +158,7 @@ def _measure(config: Any) -> dict[str, Any]:
 
 
 def _scales(model_type: str) -> dict[str, int]:
-    """Return {key of SCALES: 1 where the class multiplies its logits by it, -1 where it divides}."""
+    """Return {key of SCALES: 1 if the class multiplies logits by it, -1 if it divides}; runs a model per key."""
     found: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
@@ -174,7 +174,7 @@ def _scales(model_type: str) -> dict[str, int]:
 
 
 def _router_bytes(block: Any, router: Any, states: torch.Tensor) -> int:
-    """Return the bytes that the router of a block keeps a number of its input: of copies in another dtype."""
+    """Return how many bytes a block's router saves per number of its input, in copies of another dtype."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*router.parameters(), states)}
     forward, kept = router.forward, dict[int, int]()
 
@@ -190,7 +190,7 @@ def _router_bytes(block: Any, router: Any, states: torch.Tensor) -> int:
 
 
 def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
-    """Return the bytes that a module keeps for its backward pass beside its weights."""
+    """Return the bytes that a module saves for its backward pass: without weights, with `states` if with_input."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     left_out |= set() if with_input else {states.untyped_storage().data_ptr()}
     with collect_saved(left_out) as kept:
@@ -201,7 +201,10 @@ def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
 
 @contextmanager
 def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
-    """Collect what autograd saves within the block: bytes by address of each storage, those of left_out not."""
+    """Yield a dict that fills, during the block, with the storages that autograd saves: {address: bytes}.
+
+    Leaves out the addresses in left_out.
+    """
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,13 +218,13 @@ def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
 
 
 def own_keys(config: Any) -> Config:
-    """Return the keys of a class's configuration that not every model has."""
+    """Return {key: value} of a configuration without the keys that every class has."""
     common = {*PreTrainedConfig().to_dict(), "use_cache", "initializer_range"} - {"tie_word_embeddings"}
     return {key: value for key, value in config.to_dict().items() if key not in common and not key.startswith("_")}
 
 
 def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[str, dict[str, list[str] | None]]]:
-    """Return (layer, outer, switches) of a TypeRecord; `plain` is changed meanwhile."""
+    """Return (layer, outer, switches) of a TypeRecord; changes `plain` meanwhile and restores it."""
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
     values: Config = dict.fromkeys(keys, True)
@@ -248,14 +251,14 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
 
 
 def whole_config(model_type: str) -> Any:
-    """Return transformers' default configuration of a type, with a RoPE that is whole."""
+    """Return transformers' default configuration of a type, with complete RoPE parameters."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
     return kind(**_rope(config))
 
 
 def _rope(config: Any) -> Config:
-    """Return keys that replace a default RoPE that lacks what it needs; {} for another."""
+    """Return the keys that replace default RoPE parameters which lack a factor they need; {} if none are missing."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") == "default" or "factor" in rope:
         return {}
@@ -263,7 +266,10 @@ def _rope(config: Any) -> Config:
 
 
 def small_config(model_type: str, layers: int = 2, **changes: float | None) -> Any:
-    """Return a configuration of transformers' class with SIZES and these changes."""
+    """Return a configuration of the type's class with the sizes of SIZES, so many layers, and these changes.
+
+    Raises whatever the class raises for values that it does not accept.
+    """
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()
     values: dict[str, Any] = {key: SIZES[symbol] for key, symbol in NAMED.items() if key in known}
@@ -283,7 +289,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
 
 
 def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
-    """Return the keys that make all layers, or none, dense ones among layers of experts; {} where a class has none."""
+    """Return the keys that make all layers dense, or none of them; {} for a class without experts."""
     made: Config = {
         "mlp_layer_types": ["dense" if dense else "sparse"] * layers,
         "first_k_dense_replace": layers * dense,
@@ -293,7 +299,10 @@ def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
 
 
 def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] | None]:
-    """Return the tensors of layers without experts as changes of a layer with; {} where all layers are of one kind."""
+    """Return how the tensors of layers without experts differ from `layer`; None for a tensor that they lack.
+
+    Returns {} if all layers are alike.
+    """
     if not (changes := _of_kind(CONFIG_MAPPING[model_type](), 2, dense=True)):
         return {}
     config = small_config(model_type, **changes)
@@ -306,14 +315,14 @@ def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] 
 
 
 def _buffers(config: Any) -> list[str]:
-    """Return the names of a layer's buffers that are saved with its tensors."""
+    """Return the sorted names of a layer's buffers that are saved with its tensors."""
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(config).model.layers[0]
     return sorted(layer.state_dict().keys() - dict(layer.named_parameters()).keys())
 
 
 def _symbols(config: Any) -> dict[str, int]:
-    """Return the number that each symbol of a size (h, f, a, g, d, q, k, ...) stands for in a model of SIZES."""
+    """Return {symbol: number} for the sizes (h, f, a, g, d, q, k, ...) of a small model's configuration."""
     head = getattr(config, "head_dim", None) or SIZES["h"] // SIZES["a"]
     groups = SIZES["g"] if hasattr(config, "num_key_value_heads") else SIZES["a"]
     more: dict[str, int] = {}
@@ -325,7 +334,7 @@ def _symbols(config: Any) -> dict[str, int]:
 
 
 def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
-    """Return ({tensor's name: sizes} of a layer, sizes of each tensor beside layers, embedding and head), in symbols.
+    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside layers, embedding and head]), in symbols.
 
     Builds the model on the meta device, without memory. Raises UserError for a structure that finlm's swaps do not fit.
     """
@@ -353,7 +362,7 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
 
 
 def _size(number: int, symbols: dict[str, int], name: str) -> str:
-    """Return the first of EXPRESSIONS that gives this number. Raises UserError when none does."""
+    """Return the first of EXPRESSIONS whose value is this number. Raises UserError, naming the tensor, if none is."""
     known: tuple[str, ...] = EXPRESSIONS + OF_LATENT if "l" in symbols else EXPRESSIONS
     for expression in known:
         if evaluate(expression, symbols) == number:
@@ -365,7 +374,7 @@ def _size(number: int, symbols: dict[str, int], name: str) -> str:
 
 
 def _defaults(model_type: str, other: Any) -> dict[str, Any]:
-    """Return what the class takes for a key of FIELDS that config.json lacks; None for what follows from other keys."""
+    """Return {key of FIELDS: the class's default when config.json lacks it}; None if it follows from other keys."""
     kind = CONFIG_MAPPING[model_type]
     config = kind()
     found: dict[str, Any] = {}
@@ -384,13 +393,13 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
 
 
 def _fixed(kind: Any, key: str, value: Any) -> Any:
-    """Return the value, or None when another number of heads or another width would give another one."""
+    """Return the value, or None if the default of `key` changes with the number of heads or the width."""
     changed = kind(num_attention_heads=8, hidden_size=2048).to_dict().get(key)
     return value if changed == value else None
 
 
 def _pattern(model_type: str) -> int:
-    """Return n where every n-th layer alone sees all before; 0 when none does, or all do; -1 for no such pattern."""
+    """Return n if only every n-th layer has full attention; 0 if none or all have; -1 for another pattern."""
     kinds = getattr(small_config(model_type, LAYERS), "layer_types", None) or []
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     if not full or len(full) == len(kinds):
@@ -401,7 +410,7 @@ def _pattern(model_type: str) -> int:
 
 
 def write(rows: dict[str, TypeRecord], path: Path) -> None:
-    """Write the table to path, a row a line; make its folder."""
+    """Write the table of rows as JSON to `path`, a row a line; make its folder."""
     lines = [f" {json.dumps(name)}: {json.dumps(asdict(rows[name]))}" for name in sorted(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,9 +1,9 @@
-"""Cells of the gate that train: a small model of the type goes on from weights, in runs of four steps on two CPU ranks.
+"""Checks (cells) of `finlm admit` that train: a small model of the type, in runs of four steps on two CPU ranks.
 
-ZeRO stages give the same losses, a run that goes on from a checkpoint gives those of one that did not stop, and the
-export is transformers' model again with every field of the start's config.json. The corpus is the synthetic one.
+ZeRO stages give the same losses, a run that goes on from a checkpoint gives those of a run that did not stop, and the
+export is transformers' model again with every field of the start's config.json. The corpus is the synthetic corpus.
 
-`python -m finlm.admit.runs` is the process that the ranks are forked from, as it has imported the trainer: a run
+`python -m finlm.admit.runs` is the process that the ranks are forked from, because it has imported the trainer: a run
 directory a line on stdin, its ranks' exit codes a line of JSON on a pipe of its own, as libraries print on stdout. A
 launch through `finlm train` would import torch and DeepSpeed anew for every rank of every run, which is most of such a
 run's time.
@@ -44,7 +44,10 @@ DECIDED = (
 
 
 class Trainer:
-    """The process that ranks are forked from, with the corpus and the settings that all runs share."""
+    """Starts the process that ranks are forked from, and trains a tokenizer; all runs share its corpus and settings.
+
+    A context manager: at its end the process is closed, after 30 s killed.
+    """
 
     def __init__(self, shared: Path) -> None:
         self.cache, self.settings = shared / "cache", shared / "settings"
@@ -62,7 +65,10 @@ class Trainer:
         self.answers = os.fdopen(read_end)
 
     def train(self, run: RunDir) -> None:
-        """Run the ranks of a run directory to the last step. Raises RuntimeError with the end of a log."""
+        """Run the ranks of a run directory to the last step.
+
+        Raises RuntimeError with the last line of a log if a rank fails.
+        """
         assert self.process.stdin
         with suppress(BrokenPipeError):  # it has ended; there is no answer then
             self.process.stdin.write(json.dumps([str(run.path), RANKS]) + "\n")
@@ -88,7 +94,7 @@ class Trainer:
 
 
 class Runs:
-    """The runs of one model in a scratch directory; a run that was made once is not made again."""
+    """The runs of a small model in a scratch directory; each run is trained once and then reused."""
 
     def __init__(self, case: cells.Case, scratch: Path, trainer: Trainer) -> None:
         self.scratch, self.trainer = scratch, trainer
@@ -102,9 +108,9 @@ class Runs:
         files.write_json(self.start / "config.json", said | {"of_the_author": [1]})
 
     def run(self, stage: int) -> RunDir:
-        """Return the finished run at a ZeRO stage, made at the first call.
+        """Return the finished run at this ZeRO stage; prepare and train it at the first call.
 
-        Raises RuntimeError with the end of its log when it failed.
+        Raises RuntimeError with the last line of its log if it failed.
         """
         if stage not in self.made:
             loaded = recipe.load(RECIPE, self._overrides(stage))
@@ -118,7 +124,7 @@ class Runs:
         return self.made[stage]
 
     def _overrides(self, stage: int) -> tuple[str, ...]:
-        """Return --set values of a run of STEPS steps at this ZeRO stage, from the small model in self.start."""
+        """Return the --set values for a run of STEPS steps at this ZeRO stage, from the small model in self.start."""
         config = files.read_json(self.start / "config.json")
         eps = next((config[key] for key in traits.NORM_EPS if key in config), 1e-5)
         return (
@@ -149,7 +155,7 @@ class Runs:
 
 @contextmanager
 def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
-    """Make this process take the type for admitted, by this row, within the block."""
+    """Make this process treat the type as admitted, with this row, in the block; replaces traits.records."""
     known = dict(traits.records())
     former, traits.records = traits.records, lambda: known | {model_type: row}  # type: ignore[assignment]
     try:
@@ -159,7 +165,7 @@ def admitted(model_type: str, row: traits.TypeRecord) -> Iterator[None]:
 
 
 def losses(run: RunDir) -> list[float]:
-    """Return the loss of every step, in order, as recorded last."""
+    """Return the loss of every step, in order of steps; of a repeated step the last."""
     found = {row["step"]: row["loss"] for row in run.read_events("step")}
     return [found[step] for step in sorted(found)]
 
@@ -169,7 +175,7 @@ def _apart(found: list[float], expected: list[float]) -> float:
 
 
 def check_stages(runs: Runs) -> str:
-    """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not move; "" if all is well.
+    """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not change; "" if all is well.
 
     Raises RuntimeError when ranks fail.
     """
@@ -181,9 +187,9 @@ def check_stages(runs: Runs) -> str:
 
 
 def check_resume(runs: Runs) -> str:
-    """Train a copy of the run again from its first checkpoint; return "" when the losses are those of the unbroken run.
+    """Train a copy of the run again from its first checkpoint; return how its losses differ from the run's, "" if not.
 
-    Else return what differs, in words. Raises RuntimeError when the ranks fail.
+    Raises RuntimeError when the ranks fail.
     """
     whole = runs.run(1)
     half = RunDir(runs.scratch / "half" / whole.path.name)
@@ -200,7 +206,7 @@ def check_resume(runs: Runs) -> str:
 def check_export(runs: Runs) -> str:
     """Export a run and return which field of the start's config.json the export changed, or "".
 
-    Raises RuntimeError when the export, loaded again, is not the trained model.
+    Raises RuntimeError if the export, loaded again, is not the trained model.
     """
     from finlm.inference import export
 
@@ -219,9 +225,9 @@ CELLS: dict[str, Callable[[Runs], str]] = {
 
 
 def main() -> None:
-    """Read [run directory, ranks] lines of JSON from stdin until it closes; write the ranks' exit codes for each.
+    """Read [run directory, ranks] as lines of JSON from stdin until it closes; fork them and write their exit codes.
 
-    The first argument is the file descriptor that they are written to.
+    The first argument of the command line is the file descriptor to write to.
     """
     answers = os.fdopen(int(sys.argv[1]), "w")
     importlib.import_module("finlm.train.pretrain")
@@ -231,9 +237,9 @@ def main() -> None:
 
 
 def fork_ranks(path: str, world_size: int) -> list[int]:
-    """Fork the ranks of a run directory, wait for them, and return their exit codes by rank.
+    """Fork the ranks of a run directory, wait for them, and return their exit codes by rank (negative: a signal).
 
-    They meet at a free port of 127.0.0.1. When one fails, the others are killed.
+    They meet at a free port of 127.0.0.1. When a rank fails, the others are killed.
     """
     port = str(processes.free_port(0))
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size), "FINLM_HOST": "localhost"}

@@ -1,6 +1,6 @@
-"""The admitted types: recipe/models/model_types.json, and docs/models.md with its Chinese twin, types x cells.
+"""Write the table of admitted types, recipe/models/model_types.json, and docs/models.md with its Chinese twin.
 
-`python -m finlm.admit.table TYPE ...` puts those types through the gate and writes their rows (minutes of two cores),
+`python -m finlm.admit.table TYPE ...` runs all cells on those types and writes their rows (minutes of two cores),
 without a type it writes the pages from the rows, `--check` says whether these are current.
 """
 
@@ -22,7 +22,7 @@ _WORDS = {"en": ("passed", "fails"), "zh": ("通过", "未通过")}
 
 
 def page(lang: str) -> str:
-    """Return the whole page in one language."""
+    """Return the text of docs/models.md in this language ("en" or "zh")."""
     rows = traits.shipped()
     names = list(dict.fromkeys(cell for row in rows.values() for cell in row.cells))
     passed, fails = _WORDS[lang]
@@ -37,7 +37,10 @@ def page(lang: str) -> str:
 
 
 def gate(names: Sequence[str]) -> None:
-    """Put types through the gate and write their rows, also those that fail; say on stderr what no cell can check."""
+    """Run all cells on these types and write their rows, also of those that fail; print the results to stderr.
+
+    A type that no cell can check gets no row.
+    """
     from finlm.admit import command, record, runs
 
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
@@ -53,7 +56,10 @@ def gate(names: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gate the types that are named, then write or check the pages; return 1 when --check finds a stale one, else 0."""
+    """Run the cells on the named types, then write both pages and return 0.
+
+    With --check writes no page and returns 1 if one is stale.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)

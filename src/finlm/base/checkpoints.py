@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 20
 
 
 class Unreadable(UserError):
-    """The error of a manifest that is not JSON, so damaged; other errors mean another version or a stranger's."""
+    """Raised when a manifest is not JSON, so damaged; other versions and foreign manifests raise a plain UserError."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Part:
 class Manifest:
     """The files of a checkpoint in one directory, and the layout that the shards were cut for.
 
-    identity: a hash over the files of all ranks, which tells apart two saves of one step; empty in older manifests.
+    `identity` is a hash over the files of all ranks. It differs between two saves of one step and is empty in older
+    manifests.
     """
 
     step: int
@@ -68,12 +69,12 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of all files in bytes."""
         return sum(part.bytes for part in self.files.values())
 
     @property
     def is_whole(self) -> bool:
-        """Whether a run can resume from these files alone: those of every rank, or ZeRO stage 0."""
+        """Whether a run can resume from these files alone: they include those of every rank, or the ZeRO stage is 0."""
         return self.zero_stage == 0 or {part.rank for part in self.files.values()} >= set(range(self.world_size))
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +83,11 @@ class Manifest:
 
     @staticmethod
     def from_json(value: Any, where: str) -> Manifest:
-        """Parse manifest.json; `where` names it in errors. Raises UserError when finlm did not write it."""
+        """Return the Manifest of manifest.json's parsed content, `value`; `where` is the path that errors name.
+
+        Raises UserError if a field is missing or invalid, the version is another, or a file name leads outside the
+        directory.
+        """
         try:
             if value["version"] != VERSION:
                 raise KeyError(f"version {value['version']}")
@@ -109,7 +114,10 @@ class Manifest:
 
     @staticmethod
     def read_if_readable(directory: Path) -> Manifest | None:
-        """Read manifest.json as `read` does; None when there is none, or it is not JSON."""
+        """Return the manifest as `read` does, or None if manifest.json is missing or not JSON.
+
+        Raises UserError when finlm did not write it.
+        """
         try:
             return Manifest.read(directory)
         except (FileNotFoundError, Unreadable):
@@ -117,9 +125,10 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Read manifest.json of a complete checkpoint.
+        """Return the manifest of a complete checkpoint from its manifest.json.
 
-        Raises FileNotFoundError without one, Unreadable when it is not JSON, UserError when finlm did not write it.
+        Raises FileNotFoundError without manifest.json, Unreadable when it is not JSON, UserError when finlm did not
+        write it.
         """
         path = directory / MANIFEST
         try:
@@ -131,7 +140,10 @@ class Manifest:
 
 
 def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
-    """Return the steps that all hosts hold from one save; each: {step: identity} of a host, "" = not known."""
+    """Return the steps that every host has a checkpoint of, from the same save.
+
+    `each` has one {step: identity} per host, at least one host. An identity "" is unknown and matches any other.
+    """
     steps = set(each[0]).intersection(*each[1:])
     return {step for step in steps if len({identities[step] for identities in each} - {""}) <= 1}
 
@@ -139,9 +151,10 @@ def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
 def missing_error(
     where: Path, steps: Mapping[str, Iterable[int]], *, recorded: int = 0, damaged: str = ""
 ) -> UserError:
-    """Return the error of a run whose checkpoints are not on all hosts. steps: held steps by host name.
+    """Return, without raising it, the UserError of a run at `where` whose checkpoints are not on all hosts.
 
-    recorded: the newest step that events.jsonl says was saved. damaged: names of damaged checkpoints.
+    `steps` maps host names to the steps that they have. `recorded` is the newest step that events.jsonl says was saved,
+    0 if none. `damaged` names damaged checkpoints, "" if none.
     """
     held = {host: ", ".join(map(str, sorted(each))) for host, each in steps.items()}
     evidence = "; ".join(f"{host}: {'steps ' + each if each else 'none'}" for host, each in held.items())
@@ -156,7 +169,10 @@ def missing_error(
 
 
 def whole_checkpoints(directories: Iterable[tuple[int, Path]]) -> dict[int, Path]:
-    """Return {step: directory} of the checkpoints with all ranks' files, oldest first; skip unreadable ones."""
+    """Return {step: directory} of the checkpoints that have all ranks' files, oldest first.
+
+    Takes (step, directory) pairs. Leaves out checkpoints whose manifest is missing or cannot be read.
+    """
     whole = {}
     for step, directory in sorted(directories):
         with contextlib.suppress(UserError, FileNotFoundError):
@@ -166,7 +182,10 @@ def whole_checkpoints(directories: Iterable[tuple[int, Path]]) -> dict[int, Path
 
 
 def identities(directories: Iterable[tuple[int, Path]]) -> dict[int, str]:
-    """Return {step: identity} of complete checkpoints; identity "" for a manifest that cannot be read."""
+    """Return {step: identity} of complete checkpoints, from (step, directory) pairs.
+
+    The identity is "" for a manifest that cannot be read. Leaves out directories without a manifest.
+    """
     known = {}
     for step, directory in directories:
         try:
@@ -179,14 +198,17 @@ def identities(directories: Iterable[tuple[int, Path]]) -> dict[int, str]:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a manifest's file name stays inside its directory and is not the manifest's."""
+    """Return whether a manifest's file name stays inside its directory and is not the manifest's own name."""
     parts = name.split("/")
     safe = all(part not in ("", ".", "..") for part in parts) and not any(c in name for c in "\\\0")
     return safe and not PurePosixPath(name).is_absolute() and name != MANIFEST
 
 
 def sha256(paths: Iterable[Path], threads: int, advance: Callable[[], None] | None = None) -> dict[Path, str]:
-    """Return {path: hex sha256 over its blocks' sha256}, hashed in parallel; advance is called after each block."""
+    """Return {path: hex sha256 over the sha256s of the file's 64 MiB blocks}, hashing blocks in parallel.
+
+    Calls `advance` after each block. Raises OSError when a file cannot be read.
+    """
     blocks = [(path, start) for path in paths for start in range(0, max(1, path.stat().st_size), BLOCK_BYTES)]
     with ThreadPoolExecutor(max(1, min(threads, len(blocks)))) as pool:
         whole: dict[Path, Any] = {}
@@ -198,7 +220,7 @@ def sha256(paths: Iterable[Path], threads: int, advance: Callable[[], None] | No
 
 
 def _block_digest(block: tuple[Path, int]) -> bytes:
-    """Return the sha256 of the block (path, first byte) of BLOCK_BYTES; the last block is shorter."""
+    """Return the raw sha256 of one block of a file, BLOCK_BYTES or less at its end; `block` is (path, first byte)."""
     path, start = block
     hashed, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -213,7 +235,11 @@ def _block_digest(block: tuple[Path, int]) -> bytes:
 def faults(
     directory: Path, parts: Mapping[str, Part], threads: int, advance: Callable[[], None] | None = None
 ) -> list[str]:
-    """Return one sentence for each file unlike the manifest's; sizes are checked first, then contents in parallel."""
+    """Return a sentence for each file that is missing, a link, or differs from its Part in size or sha256; [] if none.
+
+    Compares sizes first, then contents in parallel; calls `advance` after each hashed block. A read error does not
+    raise: it ends the hashing and becomes a sentence.
+    """
     problems, whole = [], {}
     for name, part in parts.items():
         path = directory / name
@@ -232,20 +258,20 @@ def faults(
 
 
 def strangers(directory: Path, manifest: Manifest) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not list. Nothing reads such files."""
+    """Return the sorted relative paths of a checkpoint's files that its manifest does not list; nothing reads them."""
     present = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
     return sorted(name for name in present if name != MANIFEST and name not in manifest.files)
 
 
 def temporary_path(directory: Path) -> Path:
-    """Return the hidden directory beside step-N that a checkpoint is written to before it is published."""
+    """Return the path of the hidden directory beside step-N where a checkpoint is written before it is published."""
     return directory.with_name(f".{directory.name}.saving")
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into step-N's temporary directory and rename that to `directory`, flushed to disk.
+    """Write the manifest into step-N's temporary directory and rename that to `directory`; flush the entries to disk.
 
-    A former step-N is removed.
+    Removes a former step-N.
     """
     saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())
@@ -256,7 +282,10 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 
 def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
-    """Publish step-N in a host's memory, then put `link` to it into the run's checkpoints, last."""
+    """Publish step-N at `directory`, in a host's memory, then make `link`, in the run's checkpoints, a symlink to it.
+
+    Removes the checkpoint that `link` was, or led to, before. The link appears last and whole.
+    """
     publish(directory, manifest)
     if not (link.is_symlink() and link.readlink() == directory):
         remove(link)
@@ -267,9 +296,9 @@ def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint if it exists, renamed first: a kill leaves no half-removed one that counts.
+    """Remove a checkpoint, if it exists; rename it first, so that a kill leaves no incomplete checkpoint at this path.
 
-    Of a link to one in memory, remove the link and then what it leads to.
+    If `directory` is a symlink to a checkpoint in memory, remove the link and then the checkpoint.
     """
     if directory.is_symlink():
         link, directory = directory, Path(os.path.realpath(directory))
@@ -282,14 +311,20 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a damaged checkpoint to step-N.damaged, so that it no longer counts; return the new path."""
+    """Rename a damaged checkpoint to step-N.damaged, so that it no longer counts, and return the new path.
+
+    Removes an earlier step-N.damaged.
+    """
     damaged = directory.with_name(f"{directory.name}.damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     return directory.rename(damaged)
 
 
 def steps_to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Return the steps to delete: all but the newest keep_last and the multiples of keep_every."""
+    """Return the steps to delete, in order: all but the newest keep_last and the multiples of keep_every.
+
+    `keep_last` must be at least 1. `keep_every` None keeps no multiples.
+    """
     ordered = sorted(steps)
     return [step for step in ordered[:-keep_last] if keep_every is None or step % keep_every]
 

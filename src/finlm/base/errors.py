@@ -34,11 +34,14 @@ class UserError(Exception):
 
 
 def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:
-    """Make the error again when it is unpickled."""
+    """Return the error rebuilt when it is unpickled."""
     return cls(problem, evidence=evidence, fix=fix)
 
 
 def reason(error: OSError) -> str:
-    """Return in words why the system refused, also of an error that carries a number alone, or nothing."""
+    """Return in words why the system call failed: strerror, else the text of an errno in the error's arguments.
+
+    Falls back to str(error), then to the name of the error's class.
+    """
     number = error.errno or next((each for each in error.args if isinstance(each, int)), 0)
     return error.strerror or (os.strerror(number) if number else str(error)) or type(error).__name__

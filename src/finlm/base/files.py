@@ -24,7 +24,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write the parts to path atomically (temporary file, fsync, rename), making missing parent directories."""
+    """Write the parts to path atomically (temporary file, fsync, rename), making missing parents. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")  # hosts may share a disk
     try:
@@ -38,7 +38,10 @@ def write_bytes(path: Path, *parts: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write value to path as JSON with its keys in their own order, atomically; indented unless too long to read."""
+    """Write value to path atomically as JSON, with its keys in their own order; indented below a million characters.
+
+    Makes missing parent directories. Raises TypeError for a value that JSON cannot hold.
+    """
     text = json.dumps(value, ensure_ascii=False)
     if len(text) < _READABLE:  # indenting takes ten times as long
         text = json.dumps(value, ensure_ascii=False, indent=2)
@@ -46,11 +49,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class NotJson(UserError, ValueError):
-    """The error of a file that should hold JSON and does not: a power cut emptied it, or somebody edited it."""
+    """Raised when a file that should hold JSON does not: a power cut emptied it, or somebody edited it."""
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value in path. Raises NotJson, and FileNotFoundError."""
+    """Return the JSON value in path. Raises NotJson if it is not JSON in UTF-8, and OSError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -59,7 +62,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append value to path as one line of JSON, on a new line even after one that a kill cut short."""
+    """Append value to path as one line of JSON, creating the file; first end a last line that a kill cut short."""
     line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     with path.open("ab+") as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
@@ -68,7 +71,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield each value of a JSON-lines file, without lines cut short by a kill; none for a missing file."""
+    """Yield each value of a JSON-lines file; skip lines that are not JSON. Yields nothing for a missing file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -96,7 +99,7 @@ def sha256_json(value: Any) -> str:
 
 
 def within(root: Path, name: str) -> Path:
-    """Return root / name, for a name that came from elsewhere. Raises ValueError when it leads out of root."""
+    """Return root / name for an untrusted name. Raises ValueError if it is absolute or leads out of root."""
     path = root / name
     if Path(name).is_absolute() or not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{name!r} leads out of {root}")

@@ -41,7 +41,7 @@ missed: set[str] = set()  # sentences that had no translation, for the tests
 
 
 class _Pattern(NamedTuple):
-    """A sentence of the catalogue with holes: its longest fixed text, and both languages."""
+    """A sentence of the catalogue with holes: its longest stretch of fixed text, and the sentence in both languages."""
 
     fixed: str
     english: str
@@ -49,7 +49,11 @@ class _Pattern(NamedTuple):
 
 
 def choose(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Return the language that a command line asks for with --lang, else the environment's, else "en"."""
+    """Return the language of messages, "en" or "zh", from --lang in the arguments, else from the environment.
+
+    Any other value of --lang gives "en". In the environment the first variable of VARIABLES that is set decides; "en"
+    if none is.
+    """
     for position, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--lang":
@@ -60,7 +64,7 @@ def choose(arguments: Sequence[str], environment: Mapping[str, str] = os.environ
 
 
 def use(language: str) -> None:
-    """Translate messages to a language from now on."""
+    """Set the language, "en" or "zh", that `translate` uses in this process from now on."""
     global _language
     _language = language
 
@@ -71,18 +75,21 @@ def current() -> str:
 
 
 def add(sentences: Mapping[str, str]) -> None:
-    """Add sentences that are translated elsewhere than in the catalogue; none of them has holes."""
+    """Add translations, {English: Chinese}, of sentences without holes that are not in the catalogue zh.toml."""
     _more.update(sentences)
 
 
 @functools.cache
 def words(language: str) -> Mapping[str, str]:
-    """Return the words of the report's and the board's pages; none for English, which stands in their templates."""
+    """Return {English: Chinese} for the report's and the board's pages; empty for English, the templates' language."""
     return _catalogue()["pages"] if language == "zh" else {}
 
 
 def translate(text: str, language: str | None = None) -> str:
-    """Return a message in a language (default: the current one), line by line; what is not known stays as it is."""
+    """Return a message translated line by line to `language` (default: the current one); unknown text stays English.
+
+    Adds unknown sentences to `missed`.
+    """
     if (language or _language) == "en" or not text:
         return text
     return "\n".join(map(_line, text.split("\n")))
@@ -90,13 +97,13 @@ def translate(text: str, language: str | None = None) -> str:
 
 @functools.cache
 def _catalogue() -> dict[str, dict[str, str]]:
-    """Return the catalogue's tables: `messages` and `pages`."""
+    """Return the tables of zh.toml, `messages` and `pages`: {English: Chinese} each."""
     return tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def _patterns() -> list[_Pattern]:
-    """Return the sentences with holes, those with the most fixed text first."""
+    """Return the catalogue's sentences that have holes, those with the most fixed text first."""
     found = []
     for english, chinese in _catalogue()["messages"].items():
         if HOLE.search(english):
@@ -106,7 +113,7 @@ def _patterns() -> list[_Pattern]:
 
 @functools.cache
 def _sentence_pattern(english: str) -> re.Pattern[str]:
-    """Return the regular expression of a whole sentence of the catalogue, with a group for each hole."""
+    """Return the regular expression for a whole sentence of the catalogue, with a named group for each hole."""
     parts = re.split(HOLE.pattern, english)  # fixed text, name, fixed text, ...
     return re.compile(
         "".join(f"(?P<{part}>{_hole_pattern(part)})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
@@ -114,12 +121,12 @@ def _sentence_pattern(english: str) -> re.Pattern[str]:
 
 
 def _hole_pattern(name: str) -> str:
-    """Return the regular expression of what a hole may hold: a message, a number, or anything within a clause."""
+    """Return the pattern of the text that fits a hole: a number, any text for a _name, else text without "; "."""
     return ".+" if name.startswith("_") else _NUMBERS.get(name, "(?:(?!; ).)+?")
 
 
 def _line(line: str) -> str:
-    """Return a line translated, with its indentation, list mark and columns kept."""
+    """Return a line translated, with its indentation, list mark (- or #) and columns kept."""
     start = re.match(r"\s*(?:- |# )?", line)
     indent = start[0] if start else ""
     body = line[len(indent) :]
@@ -134,7 +141,7 @@ def _line(line: str) -> str:
 
 
 def _part(text: str) -> str:
-    """Return a sentence or a part of one translated; it is noted as missed where it stays English."""
+    """Return a sentence or part of one, translated if known, else as given; adds unknown sentences to `missed`."""
     known = _find(text)
     if known is None and _SENTENCE.search(text):
         missed.add(text)
@@ -142,7 +149,7 @@ def _part(text: str) -> str:
 
 
 def _find(text: str) -> str | None:
-    """Return a sentence translated as a whole, else by its parts; None where nothing of it is known."""
+    """Return the translation of a sentence: as a whole, else by its parts. None when no part of it is known."""
     said = _exact(text)
     if said is not None:
         return said
@@ -159,7 +166,7 @@ def _find(text: str) -> str | None:
 
 
 def _match(text: str, start: str = "") -> str | None:
-    """Return a sentence translated by the first pattern that it matches of those that begin with `start`, or None."""
+    """Return a sentence translated by the first matching pattern that begins with `start`; None if none does."""
     for pattern in _patterns():
         if not pattern.english.startswith(start) or pattern.fixed not in text:
             continue
@@ -170,7 +177,10 @@ def _match(text: str, start: str = "") -> str | None:
 
 
 def _find_parts(text: str, main: str, remark: str) -> str | None:
-    """Return a sentence translated clause by clause; None where no clause is known. main, remark: of _split_remark."""
+    """Return a sentence translated clause by clause, or item by item at commas; None when no clause is known.
+
+    `main` and `remark` are what _split_remark(text) returned.
+    """
     if "; " in text:
         clauses = text.split("; ")
         return "；".join(map(_part, clauses)) if any(_find(clause) for clause in clauses) else None
@@ -184,12 +194,12 @@ def _find_parts(text: str, main: str, remark: str) -> str | None:
 
 
 def _exact(text: str) -> str | None:
-    """Return the translation of a sentence without holes; None where it is not known."""
+    """Return the translation of a sentence without holes, from the catalogue or add(); None if it is unknown."""
     return _catalogue()["messages"].get(text) or _more.get(text)
 
 
 def _split_remark(text: str) -> tuple[str, str]:
-    """Return (sentence, what stands in brackets at its end); ("the text", "") without brackets."""
+    """Return (text before, text in) the parentheses that end a sentence; (text, "") if none end it."""
     depth = 0
     for position in range(len(text) - 1, 0, -1) if text.endswith(")") else ():
         depth += {")": 1, "(": -1}.get(text[position], 0)
@@ -199,5 +209,5 @@ def _split_remark(text: str) -> tuple[str, str]:
 
 
 def width(text: str) -> int:
-    """Return the terminal columns that text takes; Chinese characters take two."""
+    """Return how many terminal columns text takes; Chinese characters take two."""
     return len(text) + len(re.findall(f"[{WIDE}]", text))

@@ -29,8 +29,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel SIGKILL this process when the thread that started it ends; survives exec, not fork.
 
-    parent: its pid, where the caller knows it from before; when that process has ended since, this process kills itself
-    now.
+    `parent` is the parent's pid, if the caller learnt it earlier; default: the parent now. If that process is no longer
+    the parent, kills this process at once. Does nothing outside Linux.
     """
     if _libc is None:
         return
@@ -50,13 +50,13 @@ def shield() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process, instead of init, the parent of descendants whose parent dies (child subreaper)."""
+    """Make this process, instead of init, the parent of descendants whose parent dies (child subreaper; Linux only)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Status(NamedTuple):
-    """A process in /proc: state letter, parent's pid, exit code (signals negative), start in ticks since boot."""
+    """A process in /proc: state letter, parent's pid, exit code (-N for signal N), start in clock ticks since boot."""
 
     state: str
     parent: int
@@ -65,7 +65,7 @@ class Status(NamedTuple):
 
 
 def read_status(pid: int) -> Status | None:
-    """Return what /proc says of a process; None when there is none."""
+    """Return the Status of a process from /proc; None when there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -75,18 +75,18 @@ def read_status(pid: int) -> Status | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return False for a process that has ended, also when its exit code has not been collected."""
+    """Return whether a process exists and has not ended; False for a zombie, whose exit code nobody has collected."""
     status = read_status(pid)
     return status is not None and status.state not in "ZX"
 
 
 def children(parent: int) -> list[int]:
-    """Return the pids of the processes whose parent is `parent`."""
+    """Return the pids of the direct children of the process `parent`."""
     return [pid for pid, above in _read_parents().items() if above == parent]
 
 
 def descendants(top: int) -> list[int]:
-    """Return the pids of all processes below `top`, nearest first."""
+    """Return the pids of all descendants of the process `top`: its children first, then theirs."""
     parents, level, below = _read_parents(), [top], []
     while level:
         level = [pid for pid, above in parents.items() if above in level]
@@ -105,13 +105,16 @@ def _read_parents() -> dict[int, int]:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended a moment ago: then nothing happens."""
+    """Send signal `number` to a process, or do nothing if it has ended. Raises PermissionError if not allowed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def free_port(port: int) -> int | str:
-    """Return `port` when it can be listened on, or for 0 some free port of PORTS; else the reason as text."""
+    """Return `port` if it can be listened on, or for 0 a random free port of PORTS; else the system's reason as text.
+
+    For 0, tries 100 ports. The port is not kept open.
+    """
     reason = ""
     for candidate in random.SystemRandom().sample(PORTS, TRIES) if port == 0 else (port,):
         with socket.socket() as probe:
@@ -126,7 +129,7 @@ def free_port(port: int) -> int | str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; port 0 takes any that is free. Raises UserError when it cannot."""
+    """Return a TCP socket that listens at this address; port 0 takes any free port. Raises UserError if it cannot."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family)

@@ -73,7 +73,7 @@ class RunDir:
 
     @property
     def shards(self) -> Path:
-        """Directory of the prepared data: the link `shards` where there is one, else the path in the manifest."""
+        """Directory of the prepared data: the symlink `shards` if there is one, else the path in manifest.json."""
         link = self.path / "shards"
         return link if link.is_symlink() else Path(files.read_json(self.manifest)["shards"]["path"])
 
@@ -82,17 +82,20 @@ class RunDir:
         return self.path / "rewards" / f"{sha256}.py"
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Append {"kind": ..., "time": unix seconds, ...} to events.jsonl; NaN and infinity become null."""
+        """Append {"kind": kind, "time": Unix seconds, **fields} to events.jsonl; NaN and infinity become null."""
         files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_finite(fields)})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the rows of events.jsonl in order; only those of one kind when it is given."""
+        """Yield the events of events.jsonl in order: all, or those of this kind. Yields nothing if the file is missing.
+
+        Skips lines that are not JSON.
+        """
         for row in files.read_json_lines(self.events):
             if kind is None or row["kind"] == kind:
                 yield row
 
     def is_trained(self) -> bool:
-        """Return whether the ranks have done the last step; export and later steps may still be missing."""
+        """Return whether events.jsonl says that the ranks did the last step; export and later work may be missing."""
         return any(row["status"] == "finished" for row in self.read_events("end"))
 
     def checkpoint(self, step: int) -> Path:
@@ -100,17 +103,17 @@ class RunDir:
         return Path(self.checkpoints) / f"step-{step}"
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """Return (step, directory) of every checkpoint whose manifest exists, oldest first."""
+        """Return (step, directory) of every checkpoint of this run whose manifest.json exists, oldest first."""
         return complete_checkpoints(self.checkpoints)
 
     def recorded_checkpoint(self) -> int:
-        """Return the newest step that events.jsonl records a checkpoint of, on any host; 0 without one."""
+        """Return the newest step for which events.jsonl records a checkpoint, on any host; 0 if there is none."""
         return max((row["step"] for row in self.read_events("checkpoint")), default=0)
 
     def recorded_in_memory(self) -> int:
-        """Return the newest step that events.jsonl records a checkpoint in memory of; 0 without one.
+        """Return the newest step for which events.jsonl records a checkpoint in memory; 0 if there is none.
 
-        A later start or rollback to an earlier step gives 0: the checkpoint was gone by then.
+        A later start at, or rollback to, an earlier step gives 0: the checkpoint was gone by then.
         """
         newest = 0
         for row in self.read_events():
@@ -121,7 +124,11 @@ class RunDir:
         return newest
 
     def count_failures(self) -> tuple[int, float]:
-        """Return (failures, seconds): launches that ended without a word or failed, and the time of all launches."""
+        """Return (number of launches that failed, seconds of all launches), from events.jsonl.
+
+        A launch failed if its last event is not an `end`, or an `end` with status failed. Its seconds run from its
+        start to its last step or end.
+        """
         launches = list[tuple[float, float, bool]]()  # first and last row, whether it ended well
         for row in self.read_events():
             if row["kind"] == "start":
@@ -131,21 +138,21 @@ class RunDir:
         return sum(not well for *_, well in launches), sum(last - first for first, last, _ in launches)
 
     def memory(self, directory: str) -> Path:
-        """Return where this run's checkpoints in a host's memory lie, below checkpoint.memory_directory."""
+        """Return where this run's checkpoints in a host's memory lie; `directory` is checkpoint.memory_directory."""
         path = str(self.path.resolve())
         return Path(directory) / f"finlm-{os.getuid()}" / f"{self.path.name}-{files.sha256_json(path)[:8]}"
 
     def host_lock(self, host: str) -> Path:
-        """Return the path of the lock file that a host's ranks hold; hosts may share a disk, so each has one."""
+        """Return the path of the lock file for a host's ranks; each host has one, because hosts may share a disk."""
         return self.path / f".lock-{host}"
 
     def continued_checkpoints(self) -> list[tuple[int, Path]]:
-        """Return (step, directory) of another run's checkpoint that this run starts from, if any."""
+        """Return [(step, directory)] of another run's checkpoint that this run starts from; [] if there is none."""
         return complete_checkpoints(self.path / "continued")
 
 
 def _finite(value: Any) -> Any:
-    """Return the JSON-able value with None in place of NaN and infinity, which JSON does not have."""
+    """Return a copy of the JSON-able value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -154,7 +161,7 @@ def _finite(value: Any) -> Any:
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of every step-N in the directory whose manifest exists, oldest first."""
+    """Return (step, directory) of every step-N in the directory whose manifest.json exists, oldest first."""
     numbered = (
         (path.parent.name.removeprefix("step-"), path.parent) for path in directory.glob("step-*/manifest.json")
     )

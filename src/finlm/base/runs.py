@@ -27,10 +27,11 @@ _proved: set[tuple[Any, ...]] = set()  # names, sizes and times of the files tha
 
 
 def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> None:
-    """Compare every file with its Part by size and sha256; raise UserError naming those that differ.
+    """Compare every file in `directory` with its Part by size and sha256; raise UserError that names those that differ.
 
-    Files already compared by this process and unchanged since are skipped; a bar is shown when it takes over a second.
-    other: one more line of evidence. fix: the error's fix.
+    Skips the work if this process has compared them before and they have not changed since. After a second shows a
+    progress bar, and at the end prints the time to stderr. `other` is one more line of evidence, "" for none; `fix` is
+    the error's fix.
     """
     state = (directory.resolve(), *((name, part, _state(directory / name)) for name, part in sorted(parts.items())))
     if state in _proved:
@@ -61,7 +62,7 @@ def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> N
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return (inode, bytes, mtime in ns) of a file, which change when it is written again; None for a missing file."""
+    """Return (inode, bytes, mtime in ns) of a file, which change when it is written again; None if unreadable."""
     try:
         stat = path.stat()
     except OSError:
@@ -70,7 +71,10 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def seal_model(directory: Path, **origin: Any) -> None:
-    """Write finlm.json, origin and hashes of all files, into a finished model directory; set rights by the umask."""
+    """Write finlm.json into a finished model directory: `origin`, and size and sha256 of all its files but README.md.
+
+    Sets the mode of the files as the umask says. Files in subdirectories are not listed.
+    """
     paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CARD)
     parts = {
         path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in sha256(paths, THREADS).items()
@@ -80,7 +84,10 @@ def seal_model(directory: Path, **origin: Any) -> None:
 
 
 def prove_model(directory: Path) -> None:
-    """Compare a model directory with its finlm.json, if any. Raises UserError for a damaged file."""
+    """Compare a model directory with its finlm.json; do nothing without one.
+
+    Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory.
+    """
     path = directory / MODEL_MANIFEST
     if not path.is_file():
         return
@@ -100,7 +107,10 @@ _held: set[Path] = set()  # run directories that this process has locked
 
 @contextmanager
 def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
-    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on; remove it when the block raises."""
+    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on if taken.
+
+    When the block raises, removes the directory if it is still empty.
+    """
     for count in itertools.count(1):
         path = runs / (stem if count == 1 else f"{stem}.{count}")
         try:
@@ -119,7 +129,7 @@ def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
 def is_finished(run: RunDir) -> bool:
     """Return whether `finlm train` did all steps of the run: finished.json exists.
 
-    Runs of versions without finished.json, as their manifest shows, count as finished with a row `prediction`.
+    A run of a version without finished.json, as its manifest shows, is finished if events.jsonl has a `prediction`.
     """
     if run.finished.exists():
         return True
@@ -129,9 +139,10 @@ def is_finished(run: RunDir) -> bool:
 
 
 def list_runs(runs: Path, name: str = "") -> list[RunDir]:
-    """Return the run directories below runs, newest first: all, or those whose name begins with `<name>-`.
+    """Return the run directories below `runs`: all, or those whose name begins with `<name>-`.
 
-    quickstart-* are runs of a recipe quickstart-sft too: the caller compares the name in recipe.yaml.
+    Sorted by directory name in reverse: of one recipe, the newest first. The name `quickstart` also selects the runs of
+    a recipe quickstart-sft, so the caller compares the name in recipe.yaml.
     """
     paths = sorted(runs.glob(f"{name}-*" if name else "[!.]*"), reverse=True)
     return [RunDir(path) for path in paths if (path / "recipe.yaml").exists()]
@@ -140,8 +151,8 @@ def list_runs(runs: Path, name: str = "") -> list[RunDir]:
 def newest_checkpoint(run: RunDir) -> Path:
     """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
 
-    Prints on stderr when a newer one is passed over: its parts are on other hosts only, or its manifest is damaged.
-    Raises UserError when there is none. A checkpoint of another version is returned, for its reader to explain.
+    Prints to stderr when it passes over a newer one, which has parts on other hosts or a damaged manifest. Returns a
+    checkpoint of another version, for its reader to explain. Raises UserError when there is none.
     """
     complete = run.complete_checkpoints()
     if not complete:
@@ -165,7 +176,7 @@ def newest_checkpoint(run: RunDir) -> Path:
 
 
 def run_of_checkpoint(path: Path) -> RunDir:
-    """Return the run of runs/<run>/checkpoints/step-N, which may itself be a link into this host's memory.
+    """Return the run that the checkpoint runs/<run>/checkpoints/step-N belongs to; step-N may be a link into memory.
 
     Raises UserError when it lies in no run directory.
     """
@@ -173,9 +184,9 @@ def run_of_checkpoint(path: Path) -> RunDir:
 
 
 def complete_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at path, or the newest of the run there, after checking its files' hashes.
+    """Return the checkpoint at `path`, or the newest one if `path` is a run, after comparing its files' hashes.
 
-    Raises UserError when there is no complete one, when files of it are on other hosts, or when it is damaged.
+    Raises UserError when there is no complete one, when some of its files are on other hosts, or when it is damaged.
     """
     if (path / "plan.json").is_file():
         path = newest_checkpoint(RunDir(path))
@@ -204,9 +215,10 @@ def complete_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def lock_run(run: RunDir) -> Iterator[None]:
-    """Lock the run in the block; a nested call passes. Raises UserError with the pid of another holder.
+    """Lock the run (its file .lock) in the block, without waiting; a nested call in this process does nothing.
 
-    Ranks hold another lock, .lock-<host> (hold); for those of a killed `finlm train` the agent waits.
+    Writes this process's pid and host into .lock. Raises UserError with the pid of the process that holds the lock. The
+    ranks hold another lock, .lock-<host> (see hold).
     """
     own = run.path.resolve()
     if own in _held:
@@ -233,7 +245,7 @@ def lock_run(run: RunDir) -> Iterator[None]:
 
 
 def holder(run: RunDir) -> tuple[str, str]:
-    """Return (pid, machine's name) of the process that last locked the run, from .lock; ("", "") when nobody did."""
+    """Return (pid, machine's name) of the process that last locked the run, from .lock; ("", "") if nobody did."""
     try:
         pid, _, node = (run.path / ".lock").read_text(encoding="utf-8").strip().partition(" ")
     except FileNotFoundError:
@@ -242,7 +254,7 @@ def holder(run: RunDir) -> tuple[str, str]:
 
 
 def is_held(run: RunDir) -> bool | None:
-    """Return whether a process of this machine holds the run's lock; None when the files that tell cannot be read."""
+    """Return whether a process of this machine holds the run's lock; None if .lock or /proc/locks cannot be read."""
     try:
         inode = (run.path / ".lock").stat().st_ino
         return f":{inode} " in Path("/proc/locks").read_text()
@@ -253,9 +265,9 @@ def is_held(run: RunDir) -> bool | None:
 class RunFailed(UserError):
     """Training ended before the last step; exit_code is that of the first rank that failed, 128 + N for signal N.
 
-    host: where it failed, if known. is_final: starting the run again would fail again. is_certain: the cause was
-    measured, so the logs need no search. cause: its id in diagnose/signatures.yaml, empty when the logs show none.
-    is_gone: the host does not answer.
+    `host` is where it failed, "" if unknown. `is_final` means that starting the run again would fail again.
+    `is_certain` means that the cause was measured, so the logs need no search. `cause` is its id in
+    diagnose/signatures.yaml, empty when the logs show none. `is_gone` means that the host does not answer.
     """
 
     cause = ""
@@ -277,7 +289,10 @@ class RunFailed(UserError):
 
 
 def link(directory: Path, target: Path) -> None:
-    """Hard-link, else copy, a checkpoint's listed files and its manifest into target, which is emptied first."""
+    """Hard-link, else copy, a checkpoint's listed files and its manifest into target, which is emptied first.
+
+    Raises UserError or FileNotFoundError if the manifest cannot be read (Manifest.read), OSError for a missing file.
+    """
     shutil.rmtree(target, ignore_errors=True)
     for name in [*Manifest.read(directory).files, checkpoints.MANIFEST]:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +309,7 @@ def tree_hash(root: Path, paths: Iterable[Path]) -> str:
 
 
 def follow_umask(directory: Path) -> None:
-    """Set the mode of all files below to 0666 less the umask: safetensors writes them for the owner alone."""
+    """Set the mode of all files below to 0666 less the umask: safetensors writes them for their owner only."""
     umask = os.umask(0)
     os.umask(umask)
     for path in directory.rglob("*"):
@@ -303,19 +318,19 @@ def follow_umask(directory: Path) -> None:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Return the bytes of all files below a directory."""
+    """Return the total size in bytes of all files below a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
-    """Write env/<host>.env, one NAME=VALUE a line. Values must be single lines; nothing in them is special."""
+    """Write the run's env/<host>.env atomically, one NAME=VALUE a line, sorted; values must not contain line breaks."""
     files.write_text(run.env / f"{host}.env", "".join(f"{name}={value}\n" for name, value in sorted(env.items())))
 
 
 def hold(run: RunDir) -> int | None:
-    """Lock this host's lock file, shared, until this rank ends; return its descriptor, or None without file locks.
+    """Take a shared lock on this host's lock file until this process ends; return its descriptor.
 
-    Not inherited: the launcher starts ranks without its descriptors.
+    Returns None if the lock cannot be taken. Child processes do not inherit the descriptor.
     """
     try:
         lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)
@@ -326,7 +341,10 @@ def hold(run: RunDir) -> int | None:
 
 
 def apply_host_env(run_path: Path) -> None:
-    """Set os.environ from this host's env/<host>.env. The training entry calls it before importing torch."""
+    """Set os.environ from the run's env/<host>.env for this host; do nothing if there is none.
+
+    The training entry calls it before importing torch.
+    """
     file = run_path / "env" / f"{host_name()}.env"
     if not file.exists():
         return

@@ -51,25 +51,29 @@ class Board(Protocol):
 
 
 def send_results(*, to_stderr: bool) -> None:
-    """Send results for people to stdout from now on, or to stderr when stdout carries JSON."""
+    """Send results (`show`, `heading`, `write`, `table`) to stderr from now on, or to stdout; stdout may carry JSON."""
     global _results
     _results = _STDERR if to_stderr else _STDOUT
 
 
 def is_read() -> bool:
-    """Return False once a write to stdout has failed: nobody reads it any more."""
+    """Return whether stdout can still be written to; False once a write to it has failed."""
     return _is_read
 
 
 def flush() -> None:
-    """Flush stdout, ignoring errors: the interpreter's last flush at exit would complain of a closed pipe."""
+    """Flush stdout, ignoring all OSErrors: the interpreter's last flush at exit would complain of a closed pipe."""
     with suppress(UserError), _ignore_closed(_STDOUT):
         _stream(_STDOUT).flush()
 
 
 @contextmanager
 def _ignore_closed(number: int) -> Iterator[None]:
-    """Ignore a closed stream in the block: it becomes /dev/null. Raises UserError for a full disk behind stdout."""
+    """Suppress OSError while the block writes to file descriptor `number`.
+
+    A closed stream is redirected to /dev/null, and so is stdout after any OSError, whereupon is_read() is False. Raises
+    UserError if writing to stdout fails for another reason, such as a full disk.
+    """
     global _is_read
     try:
         yield
@@ -87,7 +91,7 @@ def _ignore_closed(number: int) -> Iterator[None]:
 
 
 class _Stream:
-    """Standard output or error as a file for rich, below any live display; a closed stream is ignored."""
+    """Stdout (number 1) or stderr (2) as a file for rich, below any live display; a closed stream is ignored."""
 
     def __init__(self, number: int) -> None:
         stream = _stream(number)
@@ -106,13 +110,16 @@ class _Stream:
 
 
 def _stream(number: int) -> TextIO:
-    """Return sys.stdout for 1, sys.stderr for 2, or an empty buffer where the shell closed it."""
+    """Return sys.stdout for number 1, else sys.stderr; an empty buffer if the shell closed that stream."""
     stream = sys.stdout if number == _STDOUT else sys.stderr
     return stream or io.StringIO()  # None: closed by the shell
 
 
 def console(number: int = _STDERR) -> Console:
-    """Return a rich console on stderr, or stdout for 1; 100 columns when not on a terminal, so that logs look alike."""
+    """Return a rich console on stderr, or on stdout if number is 1.
+
+    Not on a terminal, it has 100 columns, so that logs look alike.
+    """
     from rich.console import Console
 
     stream = _Stream(number)
@@ -121,55 +128,58 @@ def console(number: int = _STDERR) -> Console:
 
 
 def say(text: str = "") -> None:
-    """Print plain lines on stderr; no markup, so that paths with brackets print as they are."""
+    """Print text to stderr, translated; no markup, so that paths with brackets print as they are."""
     _print(_STDERR, translate(text))
 
 
 def program() -> str:
-    """Return the words that start finlm here: `finlm` where it is on the path, else PYTHON -m finlm."""
+    """Return the command that starts finlm here: `finlm` if it is on the PATH, else PYTHON -m finlm."""
     interpreter = Path(sys.executable)
     shown = interpreter.relative_to(Path.cwd()) if interpreter.is_relative_to(Path.cwd()) else interpreter
     return "finlm" if shutil.which("finlm") else f"{shown} -m finlm"
 
 
 def say_command(command: str) -> None:
-    """Print a command to type on stderr, indented, in one line so that it can be copied."""
+    """Print a command to type to stderr, indented and never folded, so that it can be copied."""
     with _ignore_closed(_STDERR):
         print(f"  {command}", file=_stream(_STDERR), flush=True)
 
 
 def show(text: str = "") -> None:
-    """Print plain lines of a command's result."""
+    """Print text, translated, as part of a command's result (to stdout, unless send_results says stderr)."""
     _print(_results, translate(text))
 
 
 def heading(text: str) -> None:
-    """Print a line of the result, bold on a terminal."""
+    """Print a line of the result, translated, bold on a terminal."""
     text = translate(text)
     _print(_results, text, text)
 
 
 def write(text: str) -> None:
-    """Write a piece of the result as it is, without an end of line."""
+    """Print a piece of the result as it is: not translated, not folded, without an end of line."""
     with _ignore_closed(_results):
         print(text, end="", file=_stream(_results), flush=True)
 
 
 def print_json(document: Any) -> None:
-    """Print the one JSON document of a command, on stdout."""
+    """Print the document as one line of JSON to stdout."""
     with _ignore_closed(_STDOUT):
         print(json.dumps(document, ensure_ascii=False), flush=True)
 
 
 def print_styled(parts: Sequence[tuple[str, str]]) -> None:
-    """Print stretches of (text, style; "" = plain) as one paragraph of the result."""
+    """Print (text, rich style; "" = plain) pairs as one paragraph of the result, each text translated."""
     from rich.text import Text
 
     console(_results).print(Text.assemble(*((translate(text), style) for text, style in parts)))
 
 
 def _print(number: int, text: str, start: str = "", style: str = "bold") -> None:
-    """Print lines; on a terminal folded, with `start` (the beginning of text, else all of it) in the style."""
+    """Print lines to descriptor `number`; on a terminal, fold them to its width and set `start` in the rich style.
+
+    `start` is the beginning of text; if text does not begin with it, all of text is styled. "" means no style.
+    """
     stream = _stream(number)
     if stream.isatty():
         text = "\n".join(fold(line, _columns(stream)) for line in text.split("\n"))
@@ -185,7 +195,7 @@ def _print(number: int, text: str, start: str = "", style: str = "bold") -> None
 
 
 def _columns(stream: IO[str]) -> int:
-    """Return the terminal's width in columns; 80 when it is not known."""
+    """Return the width of the stream's terminal in columns; 80 when it is not known."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except OSError:
@@ -193,7 +203,10 @@ def _columns(stream: IO[str]) -> int:
 
 
 def fold(line: str, columns: int) -> str:
-    """Return the line broken between words, later lines indented to its text; longer words stay whole."""
+    """Return the line broken between words to fit the columns; words that are longer stay whole.
+
+    Later lines are indented to where the text of a list item, or the value after a name, begins.
+    """
     if width(line) <= columns:
         return line
     begins = _HANGING.match(line)
@@ -209,9 +222,9 @@ def fold(line: str, columns: int) -> str:
 
 @contextmanager
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
-    """Show a progress bar with elapsed and remaining time during the block and yield its Advance.
+    """Show a progress bar with elapsed and remaining time on stderr during the block; yield the function that moves it.
 
-    Where stderr is not a terminal, a line is printed at each tenth, ending with `unit`.
+    If stderr is not a terminal, that function prints a line at each tenth of `total`, ending with `unit`.
     """
     if not sys.stderr.isatty():
         yield _plain_progress(description, total, unit)
@@ -230,9 +243,9 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
 
 @contextmanager
 def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
-    """Show a block of named values under a bar and yield the Board that redraws it; yield None when not on a terminal.
+    """Show a bar above named values during the block; yield the function that redraws it, None when not on a terminal.
 
-    is_result: draw where results go instead of on stderr. The block vanishes at the end.
+    Draws on stderr, or with `is_result` where results go. Vanishes at the end of the block.
     """
     number = _results if is_result else _STDERR
     if not _stream(number).isatty():
@@ -259,7 +272,10 @@ def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
 
 
 def _plain_progress(description: str, total: float | None, unit: str) -> Advance:
-    """Return an Advance that prints a line on stderr at each tenth, for a pipe or a log file."""
+    """Return an Advance that prints a line to stderr at each tenth of `total`, for a pipe or a log file.
+
+    Prints nothing if `total` is None or 0.
+    """
     done, shown = 0.0, 0
 
     name = translate(description)
@@ -276,7 +292,7 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
 
 
 def fail(error: UserError) -> None:
-    """Print a user mistake as problem / evidence / fix on stderr; on a terminal these three words are coloured."""
+    """Print an error as problem / evidence / fix to stderr, translated; on a terminal these labels are coloured."""
     for label, text, style in (
         ("error:", error.problem, "bold red"),
         ("  evidence:", error.evidence, "bold"),
@@ -292,10 +308,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of words under a header, coloured on a terminal: green ok, yellow warn, red FAIL.
+    """Print rows below a header as part of the result, translated; on a terminal ok is green, warn yellow, FAIL red.
 
-    On a terminal that is too narrow for the longest words of the columns, each row is a block of lines; in a file or a
-    pipe it is one line.
+    On a terminal that is too narrow for the longest words of the columns, each row becomes a block of lines. In a file
+    or a pipe each row is one line.
     """
     lines = [[translate(" ".join(cell.split())) for cell in row] for row in (header, *rows)]
     stream = _stream(_results)
@@ -326,7 +342,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def format_count(value: float) -> str:
-    """Return a count with three digits and a suffix: 6394000000 -> '6.39B'."""
+    """Return a count as text; from 10,000 on with three digits and a suffix k, M, B or T: 6394000000 -> '6.39B'."""
     value = float(f"{value:.3g}") if abs(value) >= 1e4 else value  # 999,999,999 is 1B, not 1e+03M
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
@@ -335,17 +351,21 @@ def format_count(value: float) -> str:
 
 
 def format_rate(value: float) -> str:
-    """Return a rate with two digits, or all before the point: 0.0123 -> '0.012', 312.5 -> '312'."""
+    """Return a number with two digits, or as a whole number from 99.5 on: 0.0123 -> '0.012', 312.5 -> '312'."""
     return f"{value:.2g}" if abs(value) < 99.5 else f"{value:,.0f}"
 
 
 def relative(path: Path) -> Path:
-    """Return the path relative to the current directory where it lies below it, else the path as it is."""
+    """Return the path relative to the current directory if it lies below it, else the path as given."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def write_pages(pages: Mapping[Path, str], argv: Sequence[str] | None, command: str) -> int:
-    """Write the pages that `command` generates; with --check only name stale ones, and return 1 for any, else 0."""
+    """Write those of the generated `pages`, {path: text}, whose file differs, and return 0.
+
+    With --check in `argv` (None: sys.argv), writes nothing: prints to stderr which pages are stale, with the `command`
+    that writes them, and returns 1 if any is.
+    """
     check = "--check" in (sys.argv[1:] if argv is None else argv)
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:

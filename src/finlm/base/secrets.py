@@ -38,12 +38,15 @@ _ASSIGNED = re.compile(
 
 
 def redact(name: str, value: str) -> str:
-    """Return value, or REDACTED when the name is that of a secret; known tokens and logins inside URLs are cut out."""
+    """Return REDACTED if the name looks like a secret's, else value with REDACTED for tokens and URL logins in it."""
     return REDACTED if _SECRET_NAME.search(name) else _without_tokens(value)
 
 
 def redact_key(key: str, value: Any) -> Any:
-    """Return a recipe's value at a dotted key without secrets; below `env` the variable's name decides."""
+    """Return a copy of the recipe's value at a dotted key, with REDACTED for secrets; nested values are searched too.
+
+    Below `env` the last part of the key is a variable's name, and a secret's name hides its whole value.
+    """
     if isinstance(value, Mapping):
         return {name: redact_key(f"{key}.{name}", inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -68,9 +71,10 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """Return the arguments with REDACTED for credentials; of a recipe's keys only env and hosts may hold any.
+    """Return the command's arguments with REDACTED for credentials.
 
-    A whole section given as one value (env={A: b}) is cut out whole.
+    Hides values of options and env variables with secret names, known forms of tokens, URL logins, and any whole env or
+    hosts section that is given as one value (env={A: b}). Values of other recipe keys lose only tokens and logins.
     """
     result: list[str] = []
     for argument in command:
@@ -87,11 +91,14 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 
 def _without_tokens(text: str) -> str:
-    """Return text with REDACTED for known forms of tokens, and for logins and secret parameters in URLs."""
+    """Return text with REDACTED for known forms of tokens, and for logins and secret query parameters in URLs."""
     return _KNOWN.sub(REDACTED, _URL_QUERY.sub(rf"\1{REDACTED}", _URL_LOGIN.sub(REDACTED, text)))
 
 
 def _is_secret_option(argument: str) -> bool:
-    """Return True for --api-key and the like; --tokens is a count everywhere in finlm."""
+    """Return whether an argument is an option whose value, the next argument, is a secret, such as --api-key.
+
+    --tokens is not: it is a count everywhere in finlm.
+    """
     is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
     return is_option and _SECRET_NAME.search(argument) is not None

@@ -36,15 +36,15 @@ _SPACE_TO_SPARE = 16 * 2**20
 
 
 class HasSize(Protocol):
-    """What is known of a file."""
+    """What stat() says of a file."""
 
     @property
     def st_size(self) -> int:
-        """Its bytes."""
+        """The file's size in bytes."""
 
 
 class StoreFile(Protocol):
-    """A file of a store (corpus/read/remote.py), which stands where a Path to read stands; str() gives its URL."""
+    """A file of an object store (corpus/read/remote.py), used like a Path for reading; str() gives its URL."""
 
     @property
     def name(self) -> str:
@@ -55,34 +55,34 @@ class StoreFile(Protocol):
         """The last suffix of its name."""
 
     def with_name(self, name: str) -> Self:
-        """Return a file of another name beside it."""
+        """Return the file of another name in the same directory."""
 
     def stat(self) -> HasSize:
-        """Return its size when it was listed."""
+        """Return the file's size when it was listed."""
 
     def open(self, mode: Literal["rb"], /) -> BufferedReader:
-        """Open it for reading in ranges."""
+        """Open the file for reading; reads it in ranges."""
 
     def open_exactly(self) -> RawIOBase:
-        """Open it for reading of just the ranges that are asked for."""
+        """Open the file for reading; fetches just the ranges that are asked for."""
 
     def state(self) -> list[Any]:
-        """Return what told its content from another when it was listed; holds "" where that says nothing."""
+        """Return [size, version] when it was listed, which change with its content; "" for a version not known."""
 
     def state_now(self) -> list[Any] | None:
-        """Return the same of the file that the store holds now, None when it is gone."""
+        """Return [size, version] of the file that the store holds under this name now; None if it is gone."""
 
 
 File = Path | StoreFile
 
 
 class NotPrepared(Exception):
-    """The error of a step that is missing from a cache that may not build."""
+    """Raised when a step or a file's hash is missing from a cache that was opened with build=False."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A complete step: its directory, full key and manifest, and whether it was in the cache already."""
+    """A complete step: its directory, full key and manifest, and whether it was already in the cache."""
 
     path: Path
     key: str
@@ -91,7 +91,7 @@ class Step:
 
 
 class Cache:
-    """The steps below a directory. With build=False nothing is written and a missing step raises NotPrepared."""
+    """The steps in a cache directory. With build=False nothing is built, and a missing step raises NotPrepared."""
 
     def __init__(self, directory: Path, *, build: bool) -> None:
         self.directory = directory
@@ -102,9 +102,9 @@ class Cache:
 
     @contextmanager
     def lock_cache(self) -> Iterator[None]:
-        """Lock the cache directory in the block, waiting for another process; remove what a killed one left unfinished.
+        """Lock the cache directory in the block, waiting for another process; first remove what a killed one left.
 
-        Raises UserError when the directory cannot be written or the disk is full.
+        Raises UserError when the directory cannot be written, or when the disk is full during the block.
         """
         with ExitStack() as held:
             try:
@@ -127,10 +127,11 @@ class Cache:
         make: Callable[[Path], dict[str, Any]],
         needed_bytes: int | Callable[[], int],
     ) -> Step:
-        """Return the step of this name and these inputs from the cache, or build it by make(directory) -> manifest.
+        """Return the step of this name and these inputs from the cache, or build it with make(directory) -> manifest.
 
-        A step whose files are damaged is removed and built again, with a notice on stderr. needed_bytes: disk space to
-        check for before building. Raises UserError, and NotPrepared when the step is missing and build is False.
+        A step whose files have the wrong length is removed and built again, with a notice on stderr. `needed_bytes` is
+        the disk space to check for before building, or a function that returns it. Raises UserError when the disk is
+        too full, NotPrepared when the step is missing or damaged and build is False.
         """
         key = files.sha256_json({"step": name, **depends_on})
         path = self.directory / f"{name}-{key[:16]}"
@@ -158,16 +159,15 @@ class Cache:
         return Step(path, key, manifest, reused=False)
 
     def chunk(self, name: str, key: str) -> Path:
-        """Return the path, without a suffix, at which a step keeps the chunk with this key."""
+        """Return the path, without a suffix, where the step `name` keeps the chunk with this key; it need not exist."""
         return self.directory / "chunks" / name / key[:2] / key
 
     def fingerprints(self, paths: Sequence[File]) -> dict[File, str]:
-        """Return the sha256 of each file; files whose path, inode, size and times are known are not read again.
+        """Return {file: hex sha256}; files whose path, inode, size and times are known from before are not read again.
 
-        Of a store's file, size and version must be known. Several of those are read at once.
-
-        Stores new hashes in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile,
-        NotPrepared for an unknown file when build is False.
+        Of a store's file, size and version must be known instead; several of those are read at once. Stores new hashes
+        in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile, NotPrepared for a
+        file with no known hash when build is False, OSError for a missing local file.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
         states, names = {path: _state(path) for path in paths}, {path: str(_absolute(path)) for path in paths}
@@ -184,7 +184,7 @@ class Cache:
 
 
 def require_space(directory: Path, needed_bytes: int, step: str) -> None:
-    """Raise UserError when the disk has less free space than needed_bytes and a reserve of 16 MiB."""
+    """Raise UserError, naming the step, when the directory's disk has less than needed_bytes + 16 MiB free."""
     free = shutil.disk_usage(directory).free
     if free < needed_bytes + _SPACE_TO_SPARE:
         raise UserError(
@@ -197,7 +197,10 @@ def require_space(directory: Path, needed_bytes: int, step: str) -> None:
 
 @contextmanager
 def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
-    """Turn ENOSPC and EDQUOT of the block into a UserError; its callers remove unfinished files."""
+    """Turn an OSError of the block that says full disk or quota (ENOSPC, EDQUOT) into a UserError that names the step.
+
+    Callers remove unfinished files.
+    """
     try:
         yield
     except OSError as error:
@@ -212,7 +215,10 @@ def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
 
 @contextmanager
 def bar(description: str, total: int, fast_bytes: int) -> Iterator[screen.Advance]:
-    """Show a progress bar over bytes in the block; none for at most fast_bytes, which take about two seconds."""
+    """Show a progress bar over `total` bytes in the block; none for at most fast_bytes, which take about two seconds.
+
+    Yields the function that moves it.
+    """
     shown = screen.progress(description, total) if total > fast_bytes else nullcontext(ignore_progress)
     with shown as advance:
         yield advance
@@ -239,13 +245,13 @@ def _damage(directory: Path, lengths: Mapping[str, int]) -> str:
 
 
 def ignore_progress(amount: float, description: str | None = None) -> None:
-    """Do nothing: the Advance where no bar is shown."""
+    """Do nothing; used as the Advance where no bar is shown."""
 
 
 def _state(path: File) -> list[Any]:
-    """Return inode, size, mtime and ctime of a file; ctime cannot be set, as mtime can (rsync -t, cp -p).
+    """Return [inode, size, mtime, ctime] of a file, times in ns; ctime cannot be set, as mtime can (rsync -t, cp -p).
 
-    Of a store's file, what it was listed with.
+    Of a store's file, returns [size, version] when it was listed.
     """
     if not isinstance(path, Path):
         return path.state()
@@ -254,13 +260,13 @@ def _state(path: File) -> list[Any]:
 
 
 def check_unchanged(path: File, state: list[Any]) -> None:
-    """Raise UserError when a file is no longer in this state."""
+    """Raise UserError when a file no longer has this state (_state, or state_now for a store's file)."""
     if (_state(path) if isinstance(path, Path) else path.state_now()) != state:
         raise file_changed(path)
 
 
 def file_changed(path: File) -> UserError:
-    """Return the error of a file whose bytes changed while, or after, they were hashed."""
+    """Return the UserError for a file whose bytes changed while, or after, they were hashed."""
     if isinstance(path, Path):
         size: Any = path.stat().st_size if path.exists() else None
     else:
@@ -274,7 +280,7 @@ def file_changed(path: File) -> UserError:
 
 
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
-    """Yield the sha256 of each file in order; as many as _AT_ONCE of a store's files are read at once."""
+    """Yield the hex sha256 of each file in order; if any is a store's file, reads up to _AT_ONCE files at once."""
     if all(isinstance(path, Path) for path in paths):
         yield from (sha256(path, advance) for path in paths)
         return
@@ -286,12 +292,12 @@ def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
 
 
 def _absolute(path: File) -> File:
-    """Return the path from the root; a store's file as it is."""
+    """Return a path made absolute; a store's file as given."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:
-    """Return the hex sha256 of a file; advance gets each block's bytes. Raises UserError when it cannot be opened."""
+    """Return a file's hex sha256; calls advance(bytes) for each block. Raises UserError when it cannot be opened."""
     digest = hashlib.sha256()
     try:
         file = path.open("rb")
@@ -306,9 +312,9 @@ def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock inside the block; make the directory if it is missing. Raises OSError.
+    """Hold an exclusive lock on a directory in the block; make the directory if it is missing. Raises OSError.
 
-    While another process holds the lock it waits, without a limit, and says so on stderr.
+    Waits without a limit while another process holds the lock, and says so on stderr.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:

@@ -21,7 +21,10 @@ def parse_count(text: str | int) -> int:
 
 
 def _parse(text: str | int, units: dict[str, int], examples: str) -> int:
-    """Return the whole number of text, a number with a suffix of `units`. Raises ValueError that shows the examples."""
+    """Return the whole number that text stands for; `units` maps suffixes in capitals to factors.
+
+    Raises ValueError, which shows the examples, on anything else or a negative number.
+    """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise ValueError(f"expected {examples}, got {text!r}")
     if isinstance(text, int):
@@ -46,7 +49,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds in a fitting unit: 90061 -> '25 hours'; years from 730 days on, for plans."""
+    """Return seconds in a fitting unit with three digits: 90061 -> '25 hours'; years from 730 days on, for plans."""
     for size, unit in ((730 * 86400, "years"), (2 * 86400, "days"), (2 * 3600, "hours"), (120, "minutes")):
         if seconds >= size:
             per = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60}[unit]
@@ -55,7 +58,10 @@ def format_duration(seconds: float) -> str:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes free for this process: MemAvailable, or what cgroup limits leave (page cache is free)."""
+    """Return how many bytes of memory this process can still use: MemAvailable, or less where a cgroup limits it.
+
+    Page cache counts as free. `proc` and `cgroup` are where these file systems are mounted.
+    """
     rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     least = int(rows["MemAvailable"].split()[0]) * 1024
     own = proc / "self" / "cgroup"
@@ -75,7 +81,10 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def _bytes_left(directory: Path, limit: str, used: str, otherwise: int) -> int:
-    """Return the bytes that a cgroup's limit leaves; `otherwise` where it has none."""
+    """Return the bytes that a cgroup's limit leaves, inactive page cache included; `otherwise` if it has no limit.
+
+    `limit` and `used` are the names of the files in the cgroup's directory to read.
+    """
     try:
         most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())

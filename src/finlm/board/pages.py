@@ -1,7 +1,7 @@
-"""What each page of the board shows, from the functions behind `runs`, `report`, `compare`, `plan`, `diff`.
+"""Build each page of the board from the functions behind the commands `runs`, `report`, `compare`, `plan` and `diff`.
 
-A run and several runs side by side are the report's own templates in the board's frame, filled anew at every look;
-histories that have not changed are not read again.
+The pages of a run and of several runs use the report's own templates in the board's frame and are rendered at every
+request; histories that have not changed are not read again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PLANNING = threading.Lock()  # a plan keeps a core busy: one at a time, however
 
 
 class Missing(Exception):
-    """An address names what is not listed."""
+    """Raised when an address names a run or recipe that is not listed."""
 
 
 @dataclass(frozen=True)
 class Board:
-    """The directories that the board shows, and whether actions are allowed."""
+    """The directory of runs and the hostfile that the board shows, and whether actions are allowed."""
 
     runs: Path
     hostfile: str | None = None
@@ -57,7 +57,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Page:
-    """A page. poll: seconds until a browser asks again; 0: never. place: which entry of the menu it belongs to."""
+    """A page to render. `poll` is the seconds until a browser asks again, 0: never; `place` is its menu entry."""
 
     template: str
     title: str
@@ -68,7 +68,7 @@ class Page:
 
 
 def render(page: Page, board: Board, lang: str, csrf: str) -> str:
-    """Return the HTML of a page in a language."""
+    """Return the page as HTML in this language, "en" or "zh"; `csrf` goes into it only if actions are allowed."""
     made = environment(lang)
     return made.get_template(page.template).render(
         page.values,
@@ -84,19 +84,19 @@ def render(page: Page, board: Board, lang: str, csrf: str) -> str:
 
 @lru_cache
 def environment(lang: str) -> Environment:
-    """Return the jinja2 templates with the words of a language."""
+    """Return the jinja2 environment of the board's templates with the words of this language; cached."""
     made = run_page.environment(FILES, lang=lang)
     made.globals["docs"] = [name for name in _DOCS if find_docs(name, lang)]
     return made
 
 
 def problem(error: UserError) -> Page:
-    """Return the page of a mistake: problem, evidence, fix."""
+    """Return the page that shows an error: problem, evidence, fix."""
     return Page("problem.html", error.problem, "", {"error": error})
 
 
 def damage_error(names: Sequence[str], error: Exception) -> UserError:
-    """Return the UserError about runs whose files a reader (see DAMAGED) could not make sense of."""
+    """Return the UserError about runs of these names whose files raised `error` (one of DAMAGED) when read."""
     return UserError(
         f"{', '.join(names)} holds files that finlm did not write",
         evidence=f"{type(error).__name__}: {error}",
@@ -108,13 +108,13 @@ def damage_error(names: Sequence[str], error: Exception) -> UserError:
 
 
 def _list_runs(board: Board) -> list[RunDir]:
-    """Return the runs of the directory, without links that lead out of it."""
+    """Return the runs of the board's directory, without links that lead out of it."""
     root = board.runs.resolve()
     return [run for run in list_runs(board.runs) if run.path.resolve().is_relative_to(root)]
 
 
 def find_run(board: Board, name: str) -> RunDir:
-    """Return the run of this name. Raises Missing."""
+    """Return the run of this directory name. Raises Missing."""
     found = next((run for run in _list_runs(board) if run.path.name == name), None)
     if found is None:
         raise Missing("there is no such run")
@@ -122,7 +122,7 @@ def find_run(board: Board, name: str) -> RunDir:
 
 
 def _mark(run: RunDir) -> tuple[tuple[int, int], ...]:
-    """Return a value that changes when a run goes on or is resumed: sizes and times of its files."""
+    """Return sizes and mtimes of a run's files, which change when the run goes on or is resumed."""
     return tuple(_size_and_time(path) for path in (run.events, run.plan, run.manifest, run.path / ".lock"))
 
 
@@ -144,7 +144,7 @@ _OPEN = ("running", "not started")  # states that time alone may change
 
 
 def list_lines(board: Board) -> list[Listed]:
-    """Return the rows of `finlm runs`, newest first; reads again only runs that changed or are still open."""
+    """Return the rows of `finlm runs`, newest first; reads again only runs that changed or are not over."""
     found = _newest(board)
     for run in found:
         mark, kept = _mark(run), _lines.get(run.path)
@@ -169,7 +169,7 @@ def _newest(board: Board) -> list[RunDir]:
 
 
 def runs(board: Board, wanted: str) -> Page:
-    """Return the page of all runs, or of those with every word of `wanted` in their name, state or recipe."""
+    """Return the page of at most 500 runs: all, or those with every word of `wanted` in name, state or recipe."""
     lines = list_lines(board)
     words = wanted.lower().split()
     found = [line for line in lines if all(word in f"{line.name} {line.state} {line.recipe}".lower() for word in words)]
@@ -178,7 +178,10 @@ def runs(board: Board, wanted: str) -> Page:
 
 
 def run(board: Board, name: str, lang: str) -> Page:
-    """Return the page of a run: its report's content, live. Raises Missing, and DAMAGED for files of another origin."""
+    """Return the page of a run: its report's content as of now.
+
+    Raises Missing, and DAMAGED for files that finlm did not write.
+    """
     found = find_run(board, name)
     read = _history(found.path, _mark(found))
     state = history.state(found, read)
@@ -198,7 +201,7 @@ def run(board: Board, name: str, lang: str) -> Page:
 
 
 def _seconds_left(run: RunDir, read: History) -> float | None:
-    """Return the seconds to the last step, as `finlm watch` computes them."""
+    """Return the predicted seconds to the last step, as `finlm watch` does; None if they or the plan are not known."""
     try:
         state = live.State(Plan.read(run.plan))
     except UserError:
@@ -223,7 +226,7 @@ def _findings(path: Path, lang: str, logs: tuple[tuple[str, int, int], ...]) -> 
 
 
 def _read_dropped(run: RunDir) -> list[Mapping[str, Any]]:
-    """Return samples of dropped documents by reason."""
+    """Return at most 60 samples of dropped documents, at most 6 of each reason; [] if the data are not here."""
     kept: dict[str, list[Mapping[str, Any]]] = {}
     for row in _samples(run.path, _size_and_time(run.recipe)):
         if isinstance(row, dict) and len(kept.setdefault(str(row.get("reason")), [])) < _MOST_SAMPLES // 10:
@@ -240,7 +243,7 @@ def _samples(path: Path, mark: tuple[int, int]) -> Sequence[Any]:
 
 
 def find_report(board: Board, name: str) -> Path | None:
-    """Return the report of a run, None without one or where it is a link that leads elsewhere. Raises Missing."""
+    """Return the path of a run's report; None if there is none or it is a link that leads elsewhere. Raises Missing."""
     return _report_of(find_run(board, name))
 
 
@@ -253,7 +256,7 @@ def _report_of(found: RunDir) -> Path | None:
 
 
 def compare(board: Board, names: Sequence[str], lang: str) -> Page:
-    """Return the page of runs side by side; of two also the differences of their recipes.
+    """Return the page of runs side by side; for two runs also with the differences of their recipes.
 
     Raises Missing, DAMAGED, and UserError for fewer than two runs, or too many.
     """
@@ -277,7 +280,7 @@ def _recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the recipe of this name. Raises Missing."""
+    """Return the file of the recipe of this name. Raises Missing."""
     found = _recipes().get(name)
     if found is None:
         raise Missing("there is no such recipe")
@@ -294,7 +297,7 @@ def recipes(board: Board) -> Page:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The fields of the form of a recipe: values as --set takes them, and hosts as `finlm plan` does."""
+    """What the form of a recipe says: values as --set takes them, and hosts as `finlm plan` takes them."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -305,13 +308,13 @@ class Wanted:
 
     @classmethod
     def read(cls, board: Board, name: str, ask: Mapping[str, str]) -> Wanted:
-        """Return the fields of a request."""
+        """Return the Wanted of a request's parameters `ask`, for the recipe `name`."""
         lines = tuple(line.strip() for line in ask.get("set", "").splitlines() if line.strip())
         local, hostfile = ask.get("on") == "local", board.hostfile if ask.get("on") == "hostfile" else None
         return cls(name, lines, ask.get("gpu", "").strip() or None, local, hostfile, dict(ask))
 
     def options(self) -> argparse.Namespace:
-        """Return them as options of `finlm plan`."""
+        """Return the hosts as options of `finlm plan`."""
         return argparse.Namespace(hostfile=self.hostfile, local=self.local, gpu=self.gpu)
 
 
@@ -324,7 +327,7 @@ def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
 
 
 def plan(board: Board, ask: Mapping[str, str]) -> Page:
-    """Return the page of what `finlm plan` prints, of a recipe with the values of the form.
+    """Return the page of what `finlm plan` prints for a recipe with the form's values; plans one request at a time.
 
     Raises UserError and Missing.
     """
@@ -346,7 +349,7 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 
 
 def diff(board: Board, one: str, other: str) -> Page:
-    """Return the page of the differences of two recipes and their plans, empty until both are named.
+    """Return the page of the differences of two recipes and their plans; without differences until both are named.
 
     Raises UserError and Missing.
     """
@@ -363,7 +366,7 @@ def diff(board: Board, one: str, other: str) -> Page:
 
 
 def hosts(board: Board) -> Page:
-    """Return the page of hosts: the hostfile, and findings of the newest run's doctor. Asks no host."""
+    """Return the page of hosts: the hostfile, and doctor's findings in the newest run with hosts. Asks no host."""
     path = board.hostfile or cluster.default_hostfile()
     seen = [(run, Manifest.read(run), history.read_object(run.doctor)) for run in _newest(board)[:20]]
     of_run = next(((run, made, doctor) for run, made, doctor in seen if made and made.hosts), None)
@@ -381,7 +384,7 @@ def hosts(board: Board) -> Page:
 
 
 def find_docs(name: str, lang: str) -> Path | None:
-    """Return the path of a page of docs/ in a language; None for another name, or where it is not installed."""
+    """Return the path of a page of docs/ in this language; None for an unknown name, or if it is not installed."""
     if name not in _DOCS:
         return None
     return parents.shipped_file(Path("docs") / f"{name}{'.zh-CN' if lang == 'zh' else ''}.md")

@@ -1,8 +1,8 @@
-"""`finlm board`: runs, recipes and hosts as pages in the browser, on starlette and uvicorn.
+"""Run `finlm board`: serve runs, recipes and hosts as pages in the browser, with starlette and uvicorn.
 
-Listens at 127.0.0.1, and elsewhere or with --allow-actions only behind a token. A page reads what the commands read,
-by their functions; nothing is written without --allow-actions. Runs and recipes are looked up in a listing, so that no
-path is ever made of an address.
+Listens at 127.0.0.1; elsewhere, or with --allow-actions, only behind a token. A page reads what the commands read, with
+their functions; nothing is written without --allow-actions. Runs and recipes are looked up in a listing, so that no
+path is ever built from an address.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _REPORT_POLICY = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command. token: None where none is needed."""
+    """The settings of the server; `token` is None if none is needed, `csrf` changes with every start."""
 
     board: pages.Board
     lang: str = "en"
@@ -82,7 +82,8 @@ class Settings:
 def run(options: argparse.Namespace) -> int:
     """Run `finlm board`: print the address and serve the pages until Ctrl-C. Return 0.
 
-    Raises UserError for a port that cannot be listened on, a directory that cannot be read, or a short token.
+    Sets HF_HUB_OFFLINE, so that no page uses the network. Raises UserError for a port that cannot be listened on, a
+    directory that cannot be read, or a token that is too short.
     """
     if options.runs.exists() and not (options.runs.is_dir() and os.access(options.runs, os.R_OK | os.X_OK)):
         raise UserError(f"--runs: {options.runs} is no directory that can be read", fix="give a directory of runs")
@@ -103,7 +104,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _token(options: argparse.Namespace) -> str | None:
-    """Return the token of --token-file, or a new one where one is needed, or None. Raises UserError for a short one."""
+    """Return the token of --token-file, else a new random token if one is needed, else None.
+
+    Raises UserError for a token of fewer than 16 ASCII characters, OSError for a file that cannot be read.
+    """
     if options.token_file is not None:
         token = options.token_file.read_text(encoding="utf-8").strip()
         if len(token) < 16 or not token.isascii():
@@ -117,7 +121,7 @@ def _token(options: argparse.Namespace) -> str | None:
 
 
 def app(settings: Settings) -> Starlette:
-    """Return the application: the routes of all pages behind _Site.guard."""
+    """Return the starlette application: the routes of all pages, behind _Site.guard."""
     site = _Site(settings)
     routes = [
         Route("/", site.page(lambda board, ask: pages.runs(board, ask.get("q", "")))),
@@ -143,7 +147,7 @@ def app(settings: Settings) -> Starlette:
 
 
 class Asked(dict[str, str]):
-    """What an address asks for: its parameters, the names in its path, and the language."""
+    """What a request asks for: its query parameters, the names in its path, and `lang`, "en" or "zh"."""
 
     def __init__(self, request: Request, lang: str) -> None:
         super().__init__(request.query_params)
@@ -160,21 +164,21 @@ def _compare(board: pages.Board, ask: Asked) -> Page:
 
 
 def _cookie(request: Request) -> str:
-    """Return the name of the token's cookie, with the port: a browser keeps one jar for all ports of a host."""
+    """Return the name of the token's cookie; it includes the port, because browsers share cookies between ports."""
     return f"finlm-board-{request.url.port}"
 
 
 class _Site:
-    """Answers requests by the settings."""
+    """The handlers of all requests, by the settings."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.talk = Talk()
 
     async def guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Answer a request, or refuse it with an error page when it may not ask (_admit).
+        """Return the response to a request, or an error page if _admit refuses it.
 
-        Every response gets the security headers; ?lang= in the address is kept in a cookie.
+        Adds the security headers to every response; stores ?lang= of the address in a cookie.
         """
         try:
             response = self._admit(request) or await call_next(request)
@@ -187,7 +191,10 @@ class _Site:
         return response
 
     def _admit(self, request: Request) -> Response | None:
-        """Return None for an admitted request, or the redirect that sets the token's cookie. Raises HTTPException."""
+        """Return None for an admitted request, or the redirect that sets the token's cookie.
+
+        Raises HTTPException for a foreign Host header (400), another site or a bad POST (403), a missing token (401).
+        """
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         if not self._is_own(host):  # a page elsewhere may have made its name point here
             raise HTTPException(400, f"this board does not answer to the name {host!r}")
@@ -211,7 +218,10 @@ class _Site:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this board; digits always do, since no DNS rebinds an address."""
+        """Return whether a Host header names this board.
+
+        Unless the board is local, any IP address does: DNS rebinding needs a name.
+        """
         if host in LOCAL or self.settings.host in LOCAL:
             return host in LOCAL
         try:
@@ -224,7 +234,7 @@ class _Site:
     def _check_post(self, request: Request, site: str) -> None:
         """Raise HTTPException for a POST without --allow-actions, not from a page of this board, or too large.
 
-        site: the header Sec-Fetch-Site.
+        `site` is the value of the header Sec-Fetch-Site.
         """
         if not self.settings.board.allow_actions:
             raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
@@ -239,9 +249,9 @@ class _Site:
     def page(
         self, make: Callable[[pages.Board, Any], Page], *, reads_runs: bool = False
     ) -> Callable[[Request], Response]:
-        """Return the endpoint that renders the page of `make`; a UserError becomes the page of its mistake.
+        """Return the endpoint that renders the page that `make` returns; a UserError becomes an error page (422).
 
-        reads_runs: it shows runs' files, which may be damaged: that is said, and is no bug.
+        With reads_runs, errors of damaged run files (DAMAGED) become error pages too instead of being raised as bugs.
         """
 
         def answer(request: Request) -> Response:
@@ -260,7 +270,7 @@ class _Site:
         return answer
 
     def _render(self, request: Request, made: Page, status: int, lang: str) -> Response:
-        """Return the page as HTML, or 304 when the browser has this one already (ETag)."""
+        """Return the page as HTML, or 304 if the browser has the same page already (ETag)."""
         csrf = self.settings.csrf if status == 200 else ""  # for those alone who were let in
         text = pages.render(made, self.settings.board, lang, csrf)
         mark = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
@@ -273,7 +283,7 @@ class _Site:
         return asked if asked in ("en", "zh") else self.settings.lang
 
     def show_refusal(self, request: Request, error: Exception) -> Response:
-        """Return the page of an HTTP error."""
+        """Return the error page of an HTTPException, with its status."""
         assert isinstance(error, HTTPException)
         made = pages.problem(
             UserError(f"{error.status_code} {HTTPStatus(error.status_code).phrase}", evidence=error.detail)
@@ -281,11 +291,11 @@ class _Site:
         return self._render(request, made, error.status_code, self._lang(request))
 
     def show_missing(self, request: Request, error: Exception) -> Response:
-        """Return the page of a name that is not listed (404)."""
+        """Return the error page (404) for a name that is not listed."""
         return self.show_refusal(request, HTTPException(404, str(error)))
 
     def show_bug(self, request: Request, error: Exception) -> Response:
-        """Return the page of a bug (500); its traceback is on the terminal."""
+        """Return the error page (500) for a bug; its traceback goes to the terminal."""
         fix = "its traceback is on the terminal of `finlm board`"
         made = pages.problem(UserError("this page could not be made", evidence=type(error).__name__, fix=fix))
         answer = self._render(request, made, 500, self._lang(request))
@@ -293,31 +303,35 @@ class _Site:
         return answer
 
     def report(self, request: Request) -> Response:
-        """Return a run's report.html, sandboxed. Raises HTTPException when there is none."""
+        """Return a run's report.html, sandboxed. Raises HTTPException (404) without one, Missing for an unknown run."""
         path = pages.find_report(self.settings.board, request.path_params["name"])
         if path is None:
             raise HTTPException(404, "this run has no report")
         return FileResponse(path, media_type="text/html", headers={"Content-Security-Policy": _REPORT_POLICY})
 
     def docs(self, request: Request) -> Response:
-        """Return a page of docs/ as text. Raises HTTPException when there is none."""
+        """Return a page of docs/ as plain text. Raises HTTPException (404) if there is none."""
         path = pages.find_docs(request.path_params["name"], self._lang(request))
         if path is None:
             raise HTTPException(404, "no such page")
         return PlainTextResponse(path.read_text("utf-8"))
 
     async def fork(self, request: Request) -> Response:
-        """Save a fork of a recipe and return {"path"} as JSON, or {"problem"} when it could not be saved."""
+        """Save a fork of a recipe by the posted form; return JSON {"path"}, or {"problem"} if it was not saved."""
         form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), keep_blank_values=True))
         return await self._act(request, lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
-        """Return a model's answer as JSON {"text"}, or {"problem"} when there is none."""
+        """Return a model's answer to the posted conversation as JSON {"text"}, or {"problem"} if there is none."""
         body, name = await request.body(), request.path_params["name"]
         return await self._act(request, lambda: {"text": self.talk.answer(self.settings.board, name, body)})
 
     async def _act(self, request: Request, act: Callable[[], dict[str, str]]) -> Response:
-        """Call act in a thread and return its result as JSON; an error becomes {"problem"}, Missing also 404."""
+        """Return the result of act(), called in a thread, as JSON.
+
+        A UserError or OSError becomes {"problem"}, a UserError in the request's language; Missing becomes that with
+        status 404.
+        """
         try:
             return JSONResponse(await run_in_threadpool(act))
         except Missing as error:
@@ -342,14 +356,17 @@ _TEMPERATURE, _TOKENS = 0.7, 256
 
 
 def save_fork(board: pages.Board, form: Mapping[str, str]) -> str:
-    """Write recipes/NAME/<file> with the values of the form and return its path. Raises UserError and Missing."""
+    """Write recipes/NAME/<file>, a fork of the form's recipe with its values, and return the path.
+
+    Raises Missing for an unknown recipe, UserError for an invalid or taken name or bad values.
+    """
     wanted = pages.Wanted.read(board, form.get("recipe", ""), form)
     pages.find_recipe(wanted.name)
     return str(derive.fork(form.get("name", ""), Path(wanted.name), overrides=wanted.overrides))
 
 
 class Talk:
-    """Answers chat requests; keeps the model that was loaded last."""
+    """Answers chat requests, one at a time; keeps the last loaded model in memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -357,7 +374,10 @@ class Talk:
         self._talker: Talker | None = None
 
     def answer(self, board: pages.Board, name: str, body: bytes) -> str:
-        """Return the model's answer to a conversation, or its continuation of a text. Raises UserError and Missing."""
+        """Return the model's answer to the conversation in `body`; without a chat template, a continuation of it.
+
+        Loads the run's exported model if needed. Raises UserError and Missing.
+        """
         run, messages = pages.find_run(board, name), _messages(body)
         with self._lock:
             if (run.export / "chat_template.jinja").is_file():
@@ -367,7 +387,7 @@ class Talk:
             return export.generate(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
-        """Return the Talker of a model directory, loaded unless it was the last that was asked."""
+        """Return the Talker of a model directory; loads the model unless it was the last to be used."""
         from finlm.inference.chat import Talker  # loads torch
         from finlm.inference.open import open_model
 
@@ -377,7 +397,7 @@ class Talk:
 
 
 def _messages(body: bytes) -> list[dict[str, str]]:
-    """Return the messages of a request body. Raises UserError when it holds no conversation."""
+    """Return the messages in a JSON request body. Raises UserError if it has no conversation."""
     try:
         sent: Any = orjson.loads(body)
         found = [{"role": str(row["role"]), "content": str(row["content"])} for row in sent["messages"]]

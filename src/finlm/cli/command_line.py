@@ -1,4 +1,4 @@
-"""Read a command line, and find what its words name: the hosts of every command, runs and recipes by short names.
+"""Parse a command line, and resolve what its words name: the hosts of every command, runs and recipes by short names.
 
 Help and errors are in the language of messages; an error names the known word nearest to a mistyped one.
 
@@ -11,8 +11,8 @@ Help and errors are in the language of messages; an error names the known word n
 
 `--local` is this machine for plan, diff and doctor. `train --print` asks no host: another launcher's may have no ssh.
 
-A run is its directory, `latest`, the name of its recipe (then the newest) or the beginning of its own name, in runs/.
-A recipe is its file, a folder of recipes (then pretrain.yaml), `quickstart` or `quickstart/sft`, or a run.
+A run is its directory, `latest`, the name of its recipe (then the newest) or the beginning of its own name, in runs/. A
+recipe is its file, a folder of recipes (then pretrain.yaml), `quickstart` or `quickstart/sft`, or a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OF_DATA = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".txt", ".
 
 
 class _Help(argparse.HelpFormatter):
-    """Help in the language of messages."""
+    """An argparse help formatter that translates help to the language of messages."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         return language.translate(super()._expand_help(action))
@@ -61,12 +61,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and remember the words for `error`."""
+        """Parse as argparse does, and store the words for `error`."""
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, with the nearest known word, and exit with code 2."""
+        """Print the usage and the message, with the nearest known word, to stderr and exit with code 2."""
         wrong = re.match(r"(?:argument .*: invalid choice: '|unrecognized arguments: )([^\s'=]+)", message)
         below = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
         commands = {name: command for choices in below for name, command in choices.items()}
@@ -83,9 +83,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggest_set(words: str, given: list[str]) -> str:
-    """Return the advice how to give unknown words of a command line as --set KEY=VALUE; "" where they name no key.
+    """Return the advice to give unknown words of a command line as --set KEY=VALUE; "" if they name no known key.
 
-    given: the whole line.
+    `words` are the unknown words, `given` all words of the command line.
     """
     from finlm.recipe import reference  # a fifth of a second that only a mistake needs
     from finlm.recipe.schema import Recipe
@@ -111,7 +111,7 @@ def _suggest_set(words: str, given: list[str]) -> str:
 
 
 def hostfile(options: argparse.Namespace) -> str | Path | None:
-    """Return None with --local, else --hostfile, else hostfile.txt where it names a host, else None."""
+    """Return the hostfile to use: --hostfile, else hostfile.txt if it names a host; None otherwise and with --local."""
     from finlm.recipe import cluster
 
     if getattr(options, "local", False):
@@ -120,10 +120,10 @@ def hostfile(options: argparse.Namespace) -> str | Path | None:
 
 
 def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
-    """Return the hosts of plan and diff, asking none: the hostfile's, this machine (--local) or the recipe's.
+    """Return the hosts of plan and diff without asking them: the hostfile's, this machine (--local) or the recipe's.
 
-    Also makes the GPU kinds known that plan's options describe or --calibrate measured. Raises UserError for a hostfile
-    that cannot be used, or a host without a known GPU.
+    Also declares the GPU kinds that plan's options describe or --calibrate measured. Raises UserError for a hostfile
+    that cannot be used, or a host without a known GPU kind.
     """
     from finlm.recipe import cluster
 
@@ -136,7 +136,10 @@ def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
-    """Return the hosts of doctor; without a hostfile those that the recipe was written for, as the plan's."""
+    """Return the hosts of doctor: the hostfile's, asked for their GPU kinds without --gpu; or, without one, the plan's.
+
+    Declares GPU kinds as to_plan does. Raises UserError for a hostfile that cannot be used.
+    """
     from finlm.doctor import gpus
 
     if path := hostfile(options):
@@ -147,7 +150,11 @@ def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
-    """Return the hosts of train. Raises UserError when one of them does not answer, or options need a hostfile."""
+    """Return the hosts of train: the hostfile's, which are asked for their GPUs, else this machine.
+
+    Declares GPU kinds as to_plan does. Hosts are not asked with --print. Raises UserError when a host does not answer,
+    when the hostfile cannot be used, or when --include, --exclude or --gpu are given without one.
+    """
     from finlm.doctor import gather, gpus
     from finlm.recipe import cluster
     from finlm.runs import lineage
@@ -173,7 +180,10 @@ def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
-    """Return the hosts of data.engine: ray; None for another engine, and without a hostfile."""
+    """Return the hosts of data.engine: ray; None for another engine or without a hostfile.
+
+    Raises UserError for a hostfile that cannot be used.
+    """
     from finlm.recipe import cluster
 
     path = hostfile(options) if recipe.data.engine == "ray" else None
@@ -181,7 +191,7 @@ def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
 
 
 def to_sync(options: argparse.Namespace) -> list[str]:
-    """Return the names of the hosts of sync, none where the hostfile names none. Raises UserError without the file."""
+    """Return the names of the hostfile's hosts, spares too; [] if it names none. Raises UserError if it is missing."""
     from finlm.recipe import cluster
 
     path = Path(options.hostfile)
@@ -194,14 +204,17 @@ def to_sync(options: argparse.Namespace) -> list[str]:
 def _load(
     options: argparse.Namespace, path: str | Path, recipe: Recipe, include: str = "", exclude: str = ""
 ) -> Cluster:
-    """Load the hostfile as a Cluster with the recipe's hardware and hosts sections and --gpu. Raises UserError."""
+    """Return the hostfile at `path` as a Cluster, with the recipe's hardware and hosts sections and --gpu.
+
+    `include` and `exclude` select hosts and slots. Raises UserError for a hostfile that cannot be used.
+    """
     from finlm.recipe import cluster
 
     return cluster.load(path, recipe.hardware, options.gpu, recipe.hosts, include, exclude)
 
 
 def _declare_kinds(options: argparse.Namespace) -> None:
-    """Make the GPU kinds known that `finlm plan --calibrate` measured or that the options of plan describe."""
+    """Declare the GPU kinds that `finlm plan --calibrate` measured or that the options of plan describe."""
     from finlm.plan import gpus
 
     gpus.declare_calibrated()
@@ -219,9 +232,9 @@ _OF_MODELS = ("config.json", "plan.json", "manifest.json")  # of a model directo
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Replace short names in the options by paths, in place.
+    """Replace short names in the options with paths, in place.
 
-    Raises UserError for a name of several runs, or of nothing.
+    Raises UserError when a name fits several runs, or nothing.
     """
     ways: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
@@ -244,9 +257,9 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def _resolve_start(override: str) -> str:
-    """Return a --set with the short name of a recipe or a run in model.init_from replaced by its path.
+    """Return a --set value, with the short name of a recipe or run in model.init_from replaced by its path.
 
-    Raises UserError for `latest` without a run.
+    Returns other values as given. Raises UserError for `latest` without a run.
     """
     key, _, named = override.partition("=")
     if key.strip() != "model.init_from" or not named.strip() or Path(named.strip()).exists():
@@ -260,9 +273,9 @@ def _resolve_start(override: str) -> str:
 
 
 def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
-    """Return the run of a short name, else the path as it is.
+    """Return the path of the run that a short name means, else the path as given.
 
-    Raises UserError where the name may be several runs, and, with must_exist or for `latest`, where there is none.
+    Raises UserError if the name fits several runs and, with must_exist or for `latest`, if it fits none.
     """
     path = Path(text)
     where = path.parent if path.parent != Path() else RUNS
@@ -288,7 +301,7 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
 
 
 def _how_to_train(named: Path) -> str:
-    """Return the command that makes a run of what is named if that is a recipe, else ""."""
+    """Return a hint with the command that makes a run of `named` if that is a recipe, else ""."""
     try:
         is_recipe = named.name != LATEST and named.parts[:1] != (RUNS.name,) and recipe_file(named)
     except UserError:
@@ -297,19 +310,22 @@ def _how_to_train(named: Path) -> str:
 
 
 def _existing_file(path: Path) -> Path:
-    """Return the path. Raises UserError, before torch is loaded, where there is no file."""
+    """Return the path as given, or raise UserError if it is no file; called before torch is loaded."""
     if not path.is_file():
         raise UserError(f"there is no file {path}", fix="give a file that is there")
     return path
 
 
 def _start_time(run: RunDir) -> float:
-    """Return when the run began: the modification time of its recipe.yaml."""
+    """Return when the run began, in Unix seconds: the modification time of its recipe.yaml."""
     return float(run.recipe.stat().st_mtime)
 
 
 def model_directory(text: str | Path) -> Path:
-    """Return the run or model directory of a name. Raises UserError, before torch is loaded, where there is none."""
+    """Return the path of the run, checkpoint or model directory that is named; called before torch is loaded.
+
+    Raises UserError when there is none, or when a model directory lacks weights, parts of them, or a tokenizer.
+    """
     path = run_directory(text)
     is_model = path.parent.name == "checkpoints" or any((path / name).is_file() for name in _OF_MODELS)
     if not path.is_dir() or not is_model:
@@ -323,7 +339,7 @@ def model_directory(text: str | Path) -> Path:
 
 
 def _how_to_make(path: Path, text: str) -> str:
-    """Return how what was named, which is no model directory, becomes one."""
+    """Return a hint on how to make a model directory of `path`, which is none; `text` is how the user named it."""
     adapters = "adapter_config.json"
     if (path / adapters).is_file():
         return f"these are adapters: merge them into the model that {adapters} names, or give the run that trained them"
@@ -339,9 +355,9 @@ def _how_to_make(path: Path, text: str) -> str:
 
 
 def recipe_or_run(text: str | Path) -> Path:
-    """Return the path of a recipe or of a run by its short name; a name that both have is the recipe's.
+    """Return the path of a recipe or run directory by its short name; a recipe comes before a run of the same name.
 
-    Raises UserError where there is neither.
+    Raises UserError if there is neither.
     """
     try:
         path = recipe_file(text)
@@ -353,7 +369,10 @@ def recipe_or_run(text: str | Path) -> Path:
 
 
 def recipe_file(text: str | Path) -> Path:
-    """Return the recipe of a short name. Raises UserError, with the nearest names, where there is none."""
+    """Return the path of the recipe that a short name means; it may be relative to finlm's own recipes.
+
+    Raises UserError, with the nearest name, if there is none.
+    """
     from finlm.recipe import parents
 
     path = Path(text)
@@ -380,7 +399,10 @@ def recipe_file(text: str | Path) -> Path:
 
 
 def _choose_recipe(folder: Path) -> Path:
-    """Return the recipe in a folder: of a run, pretrain.yaml, or the only one. Raises UserError for none or several."""
+    """Return the recipe file in a folder: recipe.yaml of a run, pretrain.yaml, or the only *.yaml.
+
+    Raises UserError if there are none or several.
+    """
     if (folder / "recipe.yaml").is_file():  # of a run
         return folder / "recipe.yaml"
     files = sorted(path for path in folder.glob("*.yaml"))

@@ -1,7 +1,8 @@
 """Run the command line: `finlm COMMAND`. Exit 0 = done, 1 = ran and found a problem, 2 = a mistake of the user.
 
 Each command imports what it needs when it is chosen, so that --help answers in a tenth of a second and `prepare` never
-loads torch. A command's result goes to stdout, what it says on the way to stderr; under --json stdout is one document.
+loads torch. A command prints its result to stdout, and progress and warnings to stderr; with --json stdout is a single
+document.
 """
 
 from __future__ import annotations
@@ -48,13 +49,16 @@ EXTRAS = {
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that installs a module, or None for a module of no extra."""
+    """Return the extra of pyproject.toml that installs a module, or None if no extra does."""
     root = module.partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if root in modules.split()), None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of argv (default: sys.argv), print a user's mistake, and return the process's exit code."""
+    """Run the command of argv (default: sys.argv), print a UserError to stderr, and return the process's exit code.
+
+    Raises SystemExit for a bad command line (code 2), --help and --version.
+    """
     language.use(language.choose(sys.argv[1:] if argv is None else argv))
     try:
         options = cli_options.parser().parse_args(argv)
@@ -70,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit code (130: Ctrl-C). Print missing packages and files; raise UserError."""
+    """Run the command and return its exit code: 130 for Ctrl-C, 2 after printing that a package or file is missing.
+
+    Raises UserError, and OSError for errors that name no file of the user's.
+    """
     gc.set_threshold(20_000, 50, 100)  # else the import of torch and transformers takes a second longer
     # DeepSpeed logs to stdout while it is imported, and stdout carries results.
     logging.getLogger("DeepSpeed").disabled = True
@@ -97,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 for an error, else 0."""
+    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 if one is an error, else 0."""
     from finlm.doctor import gather, preflight, speed
     from finlm.hosts import file_trees, sync
 
@@ -123,7 +130,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Run `finlm diagnose`: name the cause of a failed run from its logs; return the exit code."""
+    """Run `finlm diagnose`: print the cause of a failed run from its logs; return the exit code."""
     from finlm.diagnose import command
 
     lang = options.lang or ("en" if options.json else language.current())  # the environment changes no JSON
@@ -131,9 +138,9 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    """Run `finlm train`, or print its steps (--dry-run) or another launcher's command (--print); return exit code.
+    """Run `finlm train`, or print its steps (--dry-run) or another launcher's command (--print); return the exit code.
 
-    Raises UserError for a recipe, model, template, hosts or --runs that cannot be used, before a run is made.
+    Raises UserError for a recipe, model, template, hosts or --runs that cannot be used, before it makes a run.
     """
     from finlm import dry_run, pipeline
     from finlm.recipe import derive, weights
@@ -189,7 +196,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _admit(options: argparse.Namespace) -> int:
-    """Run `finlm admit`: check that finlm trains a model as transformers does. Return 0 when admitted, else 1."""
+    """Run `finlm admit`: check that finlm trains a model as transformers does. Return 0 if it is admitted, else 1."""
     from finlm.admit import command
 
     verdict = command.admit(options.model)
@@ -198,7 +205,7 @@ def _admit(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    """Run `finlm sync`: copy this repository to every host of the hostfile, or say that it names none. Return 0."""
+    """Run `finlm sync`: copy this repository to every host of the hostfile, or print that it names none. Return 0."""
     from finlm.hosts import sync
 
     hosts = command_line.to_sync(options)
@@ -253,7 +260,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _print_json(options: argparse.Namespace, document: object) -> None:
-    """Print the document where --json was given."""
+    """Print the document to stdout as JSON if --json was given."""
     if options.json:
         screen.print_json(document)
 
@@ -271,7 +278,7 @@ def _attempt(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Run `finlm export`: write a checkpoint, or its adapters, in Hugging Face format. Return 0."""
+    """Run `finlm export`: write a checkpoint, or its adapters, in Hugging Face format and print the path. Return 0."""
     checkpoint = runs.complete_checkpoint(options.checkpoint)
     from finlm.inference import export
 
@@ -283,7 +290,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import_gguf(options: argparse.Namespace) -> int:
-    """Run `finlm import-gguf`: write a GGUF file as a Hugging Face model directory. Return 0."""
+    """Run `finlm import-gguf`: write a GGUF file as a Hugging Face model directory and print its path. Return 0."""
     from finlm.inference.open import import_gguf
 
     screen.show(str(import_gguf(options.file, options.out)))
@@ -300,7 +307,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _read_tools(path: Path) -> templates.Tools:
-    """Return the functions that a JSON file lists, as a row's `tools` does. Raises UserError when it lists none."""
+    """Return the functions that a JSON file lists (see templates.read_tools). Raises UserError when it lists none."""
     from finlm.dialogues import templates
 
     try:
@@ -330,7 +337,10 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Run `finlm report`: write a run's page, or one of several runs side by side; print its path. Return 0."""
+    """Run `finlm report`: write a run's page, or one page of several runs; print its path. Return 0.
+
+    Raises UserError for a directory that is no run.
+    """
     from finlm.record import compare
     from finlm.record.report import run_page
 
@@ -343,7 +353,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    """Run `finlm runs`: print a table of the runs in a directory. Return 0. Raises UserError when it is a file."""
+    """Run `finlm runs`: print a table of the runs in a directory. Return 0. Raises UserError if --runs is a file."""
     from finlm.record import history
 
     if options.runs.is_file():
@@ -355,7 +365,7 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _track(options: argparse.Namespace) -> int:
-    """Run `finlm track`: send a run's metrics to trackers. Return 0."""
+    """Run `finlm track`: send a run's metrics to trackers, with --follow until it ends. Return 0."""
     from finlm.record import trackers
 
     trackers.track(rundir.open_run(options.run_dir), options.to, options.follow)
@@ -363,7 +373,7 @@ def _track(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Run `finlm compare`: print how two runs differ. Return 0 when they are equal, else 1."""
+    """Run `finlm compare`: print how two runs differ. Return 0 if equal, else 1. Raises UserError if one is no run."""
     from finlm.record import compare
 
     one, other = map(rundir.open_run, options.run_dirs)
@@ -371,7 +381,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    """Run `finlm reproduce`: run a finished run again and compare. Return 0 when they are equal, else 1."""
+    """Run `finlm reproduce`: train a finished run again and print how the two differ. Return 0 if equal, else 1."""
     from finlm.runs import proofs
 
     run = rundir.open_run(options.run_dir)
@@ -379,7 +389,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _verify_resume(options: argparse.Namespace) -> int:
-    """Run `finlm verify-resume`: train with and without kills and compare. Return 0 when equal, else 1."""
+    """Run `finlm verify-resume`: train with and without kills, compare and print. Return 0 if equal, else 1."""
     from finlm.recipe import recipe
     from finlm.runs import proofs
 

@@ -286,7 +286,7 @@ def _add_models(add: _Add) -> None:
 
 
 def _add_runs(add: _Add) -> None:
-    """Add the commands runs, watch, compare, reproduce, verify-resume, track and report."""
+    """Add the commands runs, board, watch, compare, reproduce, verify-resume, track and report."""
     option = add(
         "runs", help="the runs in a directory: state, step, loss, speed, recipe, what they start from"
     ).add_argument
@@ -345,13 +345,13 @@ def _add_board(add: _Add) -> None:
 
 
 def _recipe_options(option: _Option, **positional: Any) -> None:
-    """Add the recipe (positional: more arguments for argparse, such as nargs) and --set to a command."""
+    """Add the recipe and --set to a command; `positional` has more arguments for the recipe, such as nargs."""
     option("recipe", help="recipes/<family>/<stage>.yaml, a folder, or a name such as quickstart", **positional)
     option("--set", action="append", default=[], metavar="a.b=VALUE", help="override a key; repeatable")
 
 
 def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the recipe's hardware section") -> None:
-    """Add --hostfile or --local, and --gpu, to a command. otherwise: the default, as the help words it."""
+    """Add --hostfile or --local, and --gpu, to a command; `otherwise` is the default host in the help's words."""
     where = command.add_mutually_exclusive_group()
     where.add_argument("--hostfile", help=f"hosts in DeepSpeed's format; default: {otherwise}")
     where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
@@ -359,7 +359,7 @@ def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the rec
 
 
 def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
-    """Return an argparse type that reads a whole number of at least `least` and at most `most`."""
+    """Return an argparse type: a function that reads a whole number from `least` to `most`, both included."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
@@ -389,7 +389,7 @@ def _number(least: float = -math.inf, *, above: float = -math.inf, most: float =
 
 
 class _Version(argparse.Action):
-    """The action of --version: print the version, read only now, and exit."""
+    """The action of --version: print the version, which is read only now, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from finlm.record import manifest
@@ -399,7 +399,7 @@ class _Version(argparse.Action):
 
 
 class _Completion(argparse.Action):
-    """The action of --print-completion: print the shell's script, made from all options, and exit."""
+    """The action of --print-completion: print the shell's completion script, generated from all options, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, __: Any = None) -> NoReturn:
         import shtab

@@ -43,7 +43,7 @@ _OF_THE_SERVER = ("fastapi", "uvicorn", "openai")
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """Load the recipe of the command line with its --set values; print its notices on stderr. Raises UserError."""
+    """Return the recipe of the command line with its --set values; print its notices to stderr. Raises UserError."""
     from finlm.recipe import recipe
 
     loaded = recipe.load(options.recipe, options.set)
@@ -53,7 +53,7 @@ def load(options: argparse.Namespace) -> Loaded:
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Run `finlm prepare`: turn the sources into shards and print their directory. Return 0."""
+    """Run `finlm prepare`: convert the sources to shards and print their directory. Return 0."""
     from finlm import prepare
     from finlm.recipe import weights
 
@@ -67,9 +67,9 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def lint(options: argparse.Namespace) -> int:
-    """Run `finlm lint`: prepare dialogues, print what is learnt and what is wrong.
+    """Run `finlm lint`: prepare dialogues, print which tokens are learnt and what is wrong with the labels.
 
-    Return 1 for an error in labels, else 0. Raises UserError for a pretraining recipe.
+    Return 1 if a finding is an error, else 0. Raises UserError for a pretraining recipe.
     """
     from finlm import prepare
     from finlm.dialogues import lint
@@ -106,9 +106,9 @@ def self_qa(options: argparse.Namespace) -> int:
 
 
 def check_template(recipe: Recipe) -> None:
-    """Raise UserError for a template that takes no dialogue, or a start without a tokenizer; before data are prepared.
+    """Raise UserError if the chat template accepts no dialogue or the start model has no tokenizer; needs no data.
 
-    A directory with config.json alone, which `finlm plan` takes, is not looked at.
+    Does not look into a start directory without weights, which `finlm plan` accepts.
     """
     if recipe.chat is None:
         return
@@ -139,7 +139,7 @@ def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
 def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
     """Return (plan, advice about it, warnings as sentences). Raises what make_plan raises.
 
-    price: of a GPU's hour, instead of the recipe's.
+    `price` is that of a GPU-hour; None means the recipe's.
     """
     from finlm import prepare
     from finlm.corpus.read import sources
@@ -156,8 +156,8 @@ def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple
 def plan(options: argparse.Namespace) -> int:
     """Run `finlm plan`: print plan, advice, warnings and the origins of values; with --json one document. Return 0.
 
-    --calibrate first measures this machine's GPUs and saves that for later plans; without a recipe it stops there.
-    Raises UserError without a recipe, PlanError when nothing fits.
+    --calibrate first measures this machine's GPUs and saves the result for later plans; without a recipe it stops
+    there. Raises UserError without a recipe, PlanError when nothing fits.
     """
     from finlm import prepare
     from finlm.plan import gpus, show
@@ -186,7 +186,10 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
-    """Print how much of the time trains when hosts fail; return it for --json. Raises UserError without a speed."""
+    """Print what share of the time is spent training when hosts fail; return it for --json.
+
+    Raises UserError if the plan has no speed.
+    """
     from finlm.runs import drill
 
     if plan.tokens_per_second is None or plan.days is None:
@@ -210,7 +213,7 @@ def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, 
 
 
 def new(options: argparse.Namespace) -> int:
-    """Run `finlm new`: write a recipe from another or for a model, and print the next commands. Return 0."""
+    """Run `finlm new`: write a recipe from another or for a model; print its path and the next commands. Return 0."""
     from finlm import config
     from finlm.recipe import derive
 
@@ -232,10 +235,10 @@ def new(options: argparse.Namespace) -> int:
 
 
 def write_for_model(name: str, model: str, revision: str | None, stage: str, recipes: Path) -> Path:
-    """Write a first recipe for a model directory, or a model of a hub; return its path. Raises UserError.
+    """Write a first recipe for a model directory, or a model of the Hub, and return its path; print notices to stderr.
 
-    Shape, RoPE and tokenizer are the model's; data, batch, learning rate and hardware are a beginning for the author to
-    change.
+    Shape, RoPE and tokenizer are the model's; data, batch, learning rate and hardware are for the author to change.
+    Raises UserError for a name that is taken and a model that cannot be read.
     """
     from finlm.recipe import derive, parents, recipe, weights
     from finlm.tokens import pretrained
@@ -292,9 +295,9 @@ def write_for_model(name: str, model: str, revision: str | None, stage: str, rec
 
 
 def template_for(tokenizer: Tokenizer) -> str:
-    """Return the chat.template that keeps all of an answer: "model" for the tokenizer's, else one of finlm's.
+    """Return the chat.template that loses nothing of an answer: "model" for the tokenizer's, else one of finlm's.
 
-    Of finlm's the first counts whose tokens the tokenizer has.
+    Of finlm's, returns the first whose tokens the tokenizer has, else "xuanyuan".
     """
     from finlm.dialogues import templates
 
@@ -313,7 +316,7 @@ def template_for(tokenizer: Tokenizer) -> str:
 
 
 def _document_end(tokenizer: Tokenizer) -> str | None:
-    """Return the token that ends a document, where the tokenizer's end token ends a turn; else None."""
+    """Return the token that ends documents, if the tokenizer's end token ends a turn; else, or without one, None."""
     if tokenizer.eos[0] in _END_OF_TEXT:
         return None
     return next((token for token in _END_OF_TEXT if token in tokenizer.control), None)
@@ -342,7 +345,7 @@ def diff(options: argparse.Namespace) -> int:
 def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Difference], list[Consequence] | str]:
     """Return (differing values of two recipes or runs, differing keys of their plans).
 
-    Where one of them has no plan, the second part is the reason, a sentence. Raises UserError when one cannot be read.
+    If one of them has no plan, the second part is the reason as a string. Raises UserError when one cannot be read.
     """
     from finlm.plan import show
 
@@ -356,7 +359,7 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
 
 def _load_recipe_or_run(path: Path) -> Loaded:
-    """Load a recipe file, or the recipe of a run directory with the origins that the run recorded."""
+    """Return a loaded recipe file, or the recipe of a run directory with the origins that the run recorded."""
     from finlm.base import rundir
     from finlm.recipe import recipe
 
@@ -376,7 +379,7 @@ def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Run `finlm watch`: show a run's progress from its directory until it ends; return the exit code."""
+    """Run `finlm watch`: show a run's progress until it ends; return the exit code. Raises UserError for no run."""
     from finlm.base import rundir
     from finlm.record import live
 
@@ -384,10 +387,10 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Run `finlm serve`: print the address and become an OpenAI-compatible server of the model, until Ctrl-C.
+    """Run `finlm serve`: print the address and replace this process with an OpenAI-compatible server, until Ctrl-C.
 
-    That is `vllm serve` where vLLM is installed and there is a GPU, else `transformers serve`, with the exported model
-    and the chat template that it was trained with. It does not return. Raises UserError when there is no model that
+    The server is `vllm serve` if vLLM is installed and there is a GPU, else `transformers serve`, with the exported
+    model and the chat template that it was trained with. Does not return. Raises UserError when there is no model that
     writes (a checkpoint has to be exported first), the server's packages are missing, or the port is in use.
     """
     from finlm.base import processes
@@ -403,7 +406,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _model_to_serve(path: Path) -> Path:
-    """Return a run's export, or `path` itself if it is a model. Raises UserError when there is no model that writes."""
+    """Return the absolute path of a run's export, or of the model `path`. Raises UserError if it cannot write text."""
     from finlm.recipe import parents
 
     is_run = (path / "plan.json").is_file()
@@ -421,10 +424,10 @@ def _model_to_serve(path: Path) -> Path:
 
 
 def server_command(directory: Path, host: str, port: int, engine: str) -> list[str]:
-    """Return the server's command line.
+    """Return the command line of the server.
 
-    engine: vllm, transformers, or auto: vLLM where it is installed and there is a GPU. Raises UserError
-    when the server's packages are missing.
+    `engine` is vllm, transformers, or auto: vLLM if it is installed and there is a GPU. Raises UserError when the
+    server's packages are missing.
     """
     address = ["--host", host, "--port", str(port)]
     vllm = shutil.which("vllm")

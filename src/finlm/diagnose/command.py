@@ -1,11 +1,11 @@
-"""`finlm diagnose LOG...`: the cause of a failed run from its logs, what it means and what ends it.
+"""Run `finlm diagnose LOG...`: print the cause of a failed run from its logs, what it means and how to fix it.
 
 A log of a machine without finlm comes through standard input: `ssh HOST cat LOG | finlm diagnose -`.
 
-Of a run directory all logs are read together, and the first step of a fix has the run's own values (signatures.py).
+All logs of a run directory are read together, and the first step of a fix has the run's own values (signatures.py).
 
 With `--ask ENDPOINT` a language model is asked about a log whose cause no signature knows. ENDPOINT speaks OpenAI's
-protocol (vLLM, SGLang, llama.cpp, a hosted service). It is given the exceptions and the last lines, cut down, with
+protocol (vLLM, SGLang, llama.cpp, a hosted service). It gets the exceptions and the last lines, shortened, with
 secrets, paths, addresses and names masked; without the option nothing leaves the machine.
 """
 
@@ -39,18 +39,19 @@ def of_logs(
     standard_input: BinaryIO = sys.stdin.buffer,
     since: Mapping[str, int] | None = None,
 ) -> list[Finding]:
-    """The findings of logs taken together, the most probable cause first. `-` is standard input.
+    """Return the findings of logs taken together, the most probable cause first. The path `-` is standard input.
 
-    since: how many lines of a path are not looked at. Raises OSError when one cannot be read.
+    `lang` is "en" or "zh". `since` maps a path to the number of its first lines to skip. Raises OSError when a log
+    cannot be read.
     """
     return diagnose(_read(paths, standard_input, since), _signatures(), lang)
 
 
 def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None, *, keep: bool = True) -> list[Finding]:
-    """The findings of all logs of a run directory, fixes made concrete by its recipe and plan.
+    """Return the findings of all logs of a run directory, with values of its recipe and plan in the fixes.
 
-    since: lines of each log that former launches wrote, which then count for nothing. keep: in diagnosis.json. Raises
-    OSError when a log cannot be read.
+    `since` maps a log's path to the number of lines that former launches wrote, which are skipped. With `keep`, also
+    writes diagnosis.json. Raises OSError when a log cannot be read.
     """
     return _of_run(_read_run(run, since), run, lang, keep)
 
@@ -69,7 +70,10 @@ def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
 def _read(
     paths: Sequence[str], standard_input: BinaryIO = sys.stdin.buffer, since: Mapping[str, int] | None = None
 ) -> list[Log]:
-    """The logs, each once, however often it is named."""
+    """Return the logs, scanned, each once even if it is named twice. Raises OSError when one cannot be read.
+
+    `since` maps a path to the number of its first lines to skip.
+    """
     prefilter, logs = _signatures().prefilter, []
     for path in dict.fromkeys(paths):
         if path == "-":
@@ -87,9 +91,11 @@ def _signatures() -> Signatures:
 
 
 def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = None) -> int:
-    """Diagnose and print; 0 = nothing fatal, 1 = a fatal cause, 2 = a file that cannot be read, or nothing to read.
+    """Diagnose logs and run directories and print the result: `finlm diagnose`. Return the exit code.
 
-    endpoint: of a language model that is asked where the cause is unknown.
+    It is 0 if nothing is fatal, 1 for a fatal cause, 2 (printed to stderr) if a file cannot be read or there are no
+    logs. Writes diagnosis.json into run directories. `endpoint`, if not None, is the URL of a language model to ask
+    when the cause is unknown; no answer gives a warning on stderr.
     """
     findings: list[Finding] = []
     logs: list[Log] = []
@@ -140,13 +146,13 @@ LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
 
 
 def run_logs(run: Path) -> list[Path]:
-    """All logs of a run directory, or of a plain directory of logs."""
+    """Return the sorted paths of all logs in a run directory, or in a plain directory of logs, by their suffixes."""
     directory = run / "logs" if (run / "logs").is_dir() else run
     return sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in LOG_SUFFIXES)
 
 
 def keep_findings(findings: Sequence[Finding], path: Path) -> None:
-    """Write diagnosis.json for the report, where path is a run directory that can be written."""
+    """Write the findings to diagnosis.json for the report, if `path` is a run directory; ignore a failed write."""
     if not (path / "recipe.yaml").exists():
         return
     text = json.dumps({"findings": [vars(finding) for finding in findings]}, ensure_ascii=False, indent=1)
@@ -190,7 +196,7 @@ _WORDS = {
 
 @dataclass
 class Answer:
-    """What a model said; nobody has checked it."""
+    """What a language model answered; nobody has checked it."""
 
     endpoint: str
     model: str
@@ -199,7 +205,7 @@ class Answer:
 
 @dataclass
 class Shown:
-    """What a diagnosis prints."""
+    """What a diagnosis prints: findings, former launches, a model's answer, and the numbers of logs and lines read."""
 
     findings: Sequence[Finding]
     former: Sequence[Former]
@@ -208,7 +214,7 @@ class Shown:
     lines: int
 
     def text(self, lang: str) -> str:
-        """The first finding in full, the others, the answer and former launches in a line each."""
+        """Return the text to print: the first finding in full, other findings and former launches a line each."""
         words = _WORDS[lang]
         shown = _finding_text(self.findings, words)
         if not self.findings:
@@ -223,7 +229,7 @@ class Shown:
         return "\n".join(shown)
 
     def to_json(self) -> str:
-        """The contract's key first; the others where there is something to say."""
+        """Return the document of --json: `findings`, and `former` and `answer` if there are any."""
         document: dict[str, Any] = {"findings": [vars(finding) for finding in self.findings]}
         if self.former:
             document["former"] = [vars(launch) for launch in self.former]
@@ -249,7 +255,7 @@ def _finding_text(findings: Sequence[Finding], words: Mapping[str, str]) -> list
 
 
 def where(finding: Finding, line: str = "line") -> str:
-    """File, line, host and rank of a finding's evidence."""
+    """Return file, line, host and rank of a finding's evidence as text; `line` is the word for line."""
     place = f"{finding.file}, {line} {finding.line}"
     place += f", {finding.host}" if finding.host else ""
     return place if finding.rank is None else f"{place}, rank {finding.rank}"
@@ -260,7 +266,7 @@ def _indent(block: str) -> list[str]:
 
 
 def show(shown: Shown, lang: str, as_json: bool) -> None:
-    """Text to stdout, or JSON to stdout and the text to stderr. A reader that stops early (`| head -1`) is no error."""
+    """Print the text to stdout, or with as_json JSON to stdout and the text to stderr; ignore a closed pipe."""
     try:
         print(shown.text(lang), file=sys.stderr if as_json else sys.stdout)
         if as_json:
@@ -303,7 +309,7 @@ _MASKS = [  # what must not leave the machine, and what stands for it
 
 
 def mask(text: str, names: Sequence[str] = ()) -> str:
-    """A text without secrets, directories, addresses, mail addresses and the given names."""
+    """Return the text without secrets, directories, addresses, mail addresses, home directories' owners and `names`."""
     people = re.findall(r"/(?:home|Users|users)/([\w.-]{3,})", text)
     for expression, stand_in in _MASKS:
         text = expression.sub(stand_in, text)
@@ -313,7 +319,7 @@ def mask(text: str, names: Sequence[str] = ()) -> str:
 
 
 def evidence(logs: Sequence[Log]) -> str:
-    """The exceptions of the last launch and the last lines of each log, masked and cut down."""
+    """Return the exceptions of the last launch and the last lines of each log, masked, at most SENT_CHARACTERS."""
     parts = []
     for log in (log.launch(-1) for log in logs):
         shown = [
@@ -326,7 +332,10 @@ def evidence(logs: Sequence[Log]) -> str:
 
 
 def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
-    """Send the evidence and return the answer. Raises OSError or ValueError when the endpoint gives none."""
+    """Send the masked evidence to the first model of an OpenAI-compatible endpoint and return its answer.
+
+    Raises OSError if it cannot be reached, ValueError, LookupError or TypeError if it answers something else.
+    """
     base = endpoint.rstrip("/")
     models = _call(f"{base}/models", None)["data"]
     if not models:

@@ -1,9 +1,9 @@
-"""Rank what was matched in logs: which cause explains the ending, and which lines are its echoes.
+"""Rank what was matched in logs: which cause explains the ending, and which lines are only consequences of it.
 
-Of a log only the last launch counts. Findings are ordered by the level of their pattern, then by time: the first
+Only the last launch of a log counts. Findings are ordered by the level of their pattern, then by time: the first
 failure over all hosts. A hit after which training goes on is no failure. An exception that no signature explains comes
-before a cause read from a line that is itself no error; a log that ends in one, or whose launcher reports a death, is
-never without a finding.
+before a cause read from a line that is itself no error. A log that ends in an exception, or whose launcher reports a
+death, always has a finding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LAST_LINES = 4
 
 @dataclass
 class Finding:
-    """A cause found in logs. `fatal` = the run ended, or stood still, because of it."""
+    """A cause found in logs, with its evidence and fix. `fatal`: the run ended, or stood still, because of it."""
 
     cause: str
     fatal: bool
@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass
 class Former:
-    """A launch before the last one of a log."""
+    """A launch before the last launch of a log: its first and last line, and what it ended with."""
 
     file: str
     first: int
@@ -100,9 +100,9 @@ _UNKNOWN = Pattern("unknown", re.compile(""), "unknown")
 def diagnose(
     logs: Sequence[Log], signatures: Signatures, lang: str = "en", program: Program | None = None
 ) -> list[Finding]:
-    """What went wrong in the last launch of these logs, the most probable cause first; empty when nothing did.
+    """Return what went wrong in the last launch of these logs, the most probable cause first; [] if nothing did.
 
-    program: whose words a fix is said in; by default the one that the logs name.
+    At most MAX_FINDINGS. `program` is the one in whose words a fix is written; None means the one that the logs name.
     """
     logs = [log.launch(-1) for log in logs]
     shown = [raised for log in logs for raised in exceptions(log)]
@@ -127,7 +127,7 @@ def diagnose(
 
 
 def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[Former]:
-    """What the launches before the last one of a log ended of; cause and title are empty where nothing was fatal."""
+    """Return what the launches before the last one of a log ended with; cause and title are "" if nothing was fatal."""
     former = []
     for index, (_, first) in enumerate(log.launches[:-1]):
         found = diagnose([log.launch(index)], signatures, lang)
@@ -137,7 +137,7 @@ def former_launches(log: Log, signatures: Signatures, lang: str = "en") -> list[
 
 
 def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Raised]) -> list[_Candidate]:
-    """All hits that count. What a signature explains is not unknown, and neither is what training left behind."""
+    """Return all hits that count; an unknown error counts if no signature explains it and training ended of it."""
     found = signatures.matches(logs)
     by_name = {log.name: log for log in logs}
     candidates: list[_Candidate] = []
@@ -165,7 +165,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
 
 
 def _last_words(log: Log) -> list[Hit]:
-    """The error in the last lines of a log that ended in nothing else, as far as the program says nothing after it."""
+    """Return the error lines in the last lines of a log without other hits, unless the program goes on after them."""
     if log.last_match(ENDED_WELL) >= 0:
         return []
     lines = [(number, offset, clean(line)[0]) for number, offset, line in _tail_lines(log) if line.strip()]
@@ -180,7 +180,7 @@ def _last_words(log: Log) -> list[Hit]:
 
 
 def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log: Log) -> bool:
-    """Whether training went on after a hit, and died later of something else."""
+    """Return whether training went on after a hit and later died of something else."""
     if candidate.pattern.lasting or log.steps_after(candidate.hit.last) < GOES_ON_STEPS:
         return False
     later = [
@@ -195,8 +195,11 @@ def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log:
 
 
 def _level(candidate: _Candidate, died: Set[int | None], shown: Sequence[Raised], open_ends: Sequence[Raised]) -> str:
-    """The pattern's, or less: an echo's where the rank waited for one of those that died of an exception of their own;
-    a remark's where the line is no error and an unexplained exception follows it."""
+    """Return the pattern's level, or a lower one.
+
+    It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the line is no error
+    and an unexplained exception follows it, or if the exception was caught.
+    """
     hit, level = candidate.hit, candidate.pattern.level
     if candidate.signature.waits and hit.rank is not None and died - {hit.rank}:
         return "echo"
@@ -210,14 +213,14 @@ def _level(candidate: _Candidate, died: Set[int | None], shown: Sequence[Raised]
 
 
 def _is_outlived(caught: Raised, open_ends: Sequence[Raised]) -> bool:
-    """Whether its speaker went on after an exception, to one that neither follows from it nor is explained."""
+    """Return whether its process went on after an exception until a later one that does not follow from it."""
     who = (caught.hit.source, caught.hit.host, caught.hit.rank)
     later = [r for r in open_ends if (r.hit.source, r.hit.host, r.hit.rank) == who and not r.chained]
     return any(r.first > caught.hit.line + CAUGHT_LINES for r in later)
 
 
 def _explains_ending(candidate: _Candidate, open_ends: Sequence[Raised]) -> bool:
-    """Whether no exception that nothing explains comes after a hit."""
+    """Return whether no unexplained exception comes after the hit in its log."""
     hit = candidate.hit
     return not any(raised.hit.source == hit.source and raised.hit.line > hit.line for raised in open_ends)
 
@@ -229,7 +232,7 @@ def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:
 
 
 def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> Iterator[_Candidate]:
-    """The hits of a signature that meet its conditions."""
+    """Yield a candidate for each hit of a signature that meets the conditions of its pattern."""
     for pattern in signature.patterns:
         if any(regex not in found for regex in pattern.all) or any(regex in found for regex in pattern.none):
             continue
@@ -252,7 +255,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
 
 
 def _harmless(hit: Hit, log: Log, level: str) -> bool:
-    """Whether training went on, or ended well, after a hit; for a warning and a hint one step is enough."""
+    """Return whether training went on, or ended well, after a hit; after a warning or hint a single step is enough."""
     steps, ended_well = log.steps_after(hit.last), log.is_followed_by(ENDED_WELL, hit.last)
     warning = bool(_WARNING.search(hit.text))
     if warning and level == "echo":
@@ -272,7 +275,7 @@ def _harmless(hit: Hit, log: Log, level: str) -> bool:
 
 
 def _lines_before(log: Log, hit: Hit, lines: int = 25) -> str:
-    """The text between the traceback's own start and the line before it."""
+    """Return the last line, of the `lines` before a hit, that says an exception was ignored; "" if none does."""
     ignored = [other for other in log.hits if hit.line - lines < other.line < hit.line and IGNORED.search(other.text)]
     return ignored[-1].text if ignored else ""
 
@@ -309,7 +312,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
 
 
 def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:
-    """The line with its frame and the rest of its message; for an unknown cause up to four other lines too."""
+    """Return a hit's line, its frame and the rest of its message; for an unknown cause other lines too; at most 6."""
     raised, hit = candidate.raised, candidate.hit
     evidence = [hit.text.strip()[:400]]
     lines = [raised.frame if raised else frame_before(hit)]
@@ -323,7 +326,7 @@ def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:
 
 
 def _add_facts(expressions: Sequence[str], hit: Hit, facts: dict[str, str]) -> None:
-    """Add what the lines around a hit say, the hit's own line first."""
+    """Add to `facts` the named groups that the expressions match in the lines around a hit, its own line first."""
     lines = [hit.text, *(clean(line)[0] for line in re.split("[\r\n]", hit.around.decode("utf-8", errors="replace")))]
     for regex in expressions:
         match = next(filter(None, (re.search(regex, line) for line in lines)), None)
@@ -333,7 +336,7 @@ def _add_facts(expressions: Sequence[str], hit: Hit, facts: dict[str, str]) -> N
 
 
 def _add_foreign_memory(facts: dict[str, str]) -> None:
-    """Add what other processes hold of a GPU, from its total, what is free and what this process has."""
+    """Add to `facts` how much GPU memory other processes use, if total, free and this process's memory are known."""
     total, free, mine = (_gibibytes(facts.get(name, "")) for name in ("total", "free", "mine"))
     if total and free is not None and mine is not None and total - free - mine > 2:  # below: this process's context
         facts["foreign"] = f"{total - free - mine:.1f} GiB"
@@ -345,7 +348,7 @@ def _gibibytes(text: str) -> float | None:
 
 
 def _fill_sentence(sentence: str, facts: dict[str, str]) -> str:
-    """A sentence with the numbers of the log; empty when it asks for one that the log does not give."""
+    """Return a sentence with the log's facts in its placeholders; "" if the log lacks one of them."""
     if any(name not in facts for name in PLACEHOLDER.findall(sentence)):
         return ""
     return PLACEHOLDER.sub(lambda match: facts[match[1]], sentence).strip()
@@ -373,7 +376,7 @@ DERIVED = re.compile(
 
 @dataclass
 class Raised:
-    """An exception's line, the frame it was raised in, and the lines of its message."""
+    """An exception in a log: its line as a hit, the frame that raised it, and the lines of its message."""
 
     hit: Hit
     frame: str
@@ -384,16 +387,16 @@ class Raised:
 
     @property
     def derived(self) -> bool:
-        """Whether it only reports the death of another process."""
+        """Whether the exception only reports the death of another process, or is cut off."""
         return self.is_cut or bool(DERIVED.search(self.hit.text))
 
     def covers(self, hit: Hit) -> bool:
-        """Whether a line is this exception's, or one of its traceback or message."""
+        """Return whether a line is this exception's, or belongs to its traceback or message."""
         return hit.source == self.hit.source and self.first <= hit.line <= self.hit.line + len(self.message)
 
 
 def exceptions(log: Log) -> list[Raised]:
-    """The exceptions in the kept end of a log, in the order of their lines."""
+    """Return the exceptions in the stored end of a log, in the order of their lines; last those cut off by its end."""
     shown: list[Raised] = []
     traceback: dict[tuple[str, int | None], tuple[str, int, int]] = {}  # by speaker: frame, first line, lines since
     told: Raised | None = None  # whose message may go on
@@ -436,7 +439,7 @@ def exceptions(log: Log) -> list[Raised]:
 
 
 def _tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
-    """Number, byte offset and text of the lines in the kept end of a log."""
+    """Yield (line number, byte offset, text) of the lines in the stored end of a log."""
     offset, number = log.size - len(log.tail), log.tail_line
     for raw in log.tail.split(b"\n"):
         yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")

@@ -1,8 +1,8 @@
-"""One line of a log: its text without colours and the prefixes of launchers and loggers, what those said, its kind.
+"""Parse one line of a log: its text without colours and prefixes of launchers and loggers, and what those prefixes say.
 
-A kind says that a line is no statement of the program: a traceback's source line, pip's chatter, a scheduler's report,
-the help text of a command. Signatures are not held against such lines. Other lines say where one launch ends and the
-next begins in a log that several were appended to.
+Some lines are no statement of the program: a traceback's source line, pip's messages, a scheduler's report, the help
+text of a command. Signatures are not matched against such lines (see `kind`). Other lines show where one launch ends
+and the next begins in a log that several were appended to.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HELP = re.compile(r"^usage: |^\s+\[-")
 
 
 def clean(text: str) -> tuple[str, dict[str, str]]:
-    """A line without colours and launchers' prefixes, and what those prefixes said."""
+    """Return a log line without colours and launchers' prefixes, and {group of _PREFIX: text} of the prefixes."""
     text = _ANSI.sub("", text).rstrip()
     said: dict[str, str] = {}
     for _ in range(5):
@@ -72,7 +72,7 @@ def clean(text: str) -> tuple[str, dict[str, str]]:
 
 
 def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
-    """Host and rank that a cleaned line names; "" and None where it names none."""
+    """Return (host, rank) that a cleaned line or its prefixes (`said`, from clean) name; "" and None if unknown."""
     nccl = _NCCL_HOST.match(text)
     host = said.get("ip") or said.get("host") or said.get("tag") or said.get("pod") or (nccl["host"] if nccl else "")
     named = _RANK.search(text)
@@ -81,7 +81,10 @@ def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
 
 
 def kind(text: str, before: list[str]) -> str:
-    """`source`, `pip`, `scheduler`, `help`, or "" for a statement; before: the lines before it as they are."""
+    """Return what a line is if it is no statement of the program: "source", "pip", "scheduler" or "help"; else "".
+
+    `before` has the raw lines before it.
+    """
     if _BOX.match(text) or _CODE.match(text):
         return "source"
     if text.startswith("    "):
@@ -97,7 +100,7 @@ def kind(text: str, before: list[str]) -> str:
 
 
 def moment(text: str) -> float | None:
-    """Seconds since the start of the year, for ordering only; the zone is the host's."""
+    """Return the line's time in seconds for ordering only (year and time zone are ignored); None if it has no time."""
     match = _DATE.search(text) or _GLOG.search(text)
     if match is None:
         return None
@@ -106,7 +109,7 @@ def moment(text: str) -> float | None:
 
 
 def of_name(name: str) -> tuple[str, int | None]:
-    """Host and rank of logs/<host>.<rank>.log."""
+    """Return (host, rank) from a log's file name <host>.<rank>.log; ("", None) for other names."""
     match = re.match(r"(.+)\.(\d+)\.log$", Path(name).name)
     return (match[1], int(match[2])) if match else ("", None)
 
@@ -134,14 +137,14 @@ MARKS = (_BEGINS.pattern, _NEVER_BEGAN.pattern, _RANK_BEGINS.pattern, _LAUNCHER_
 
 
 def begins_launch(text: str, end: str) -> bool:
-    """Whether a cleaned line begins a launch after a line that ended the former; end: that line, "" for any."""
+    """Return whether a cleaned line begins a launch, given `end`, the line that ended the former launch; "" for any."""
     if _NEVER_BEGAN.search(text):
         return not re.search(r"SyntaxError|IndentationError|: error: |can't open", end)  # each rank prints it
     return bool(_BEGINS.search(text) or (_RANK_BEGINS.search(text) and (not end or ends_launch(end) == "launcher")))
 
 
 def ends_launch(text: str) -> str:
-    """`launcher` or `rank` by who reports the end of a launch in this line, or ""."""
+    """Return who reports the end of a launch in this line, "launcher" or "rank"; "" if the line reports none."""
     if _LAUNCHER_ENDS.search(text):
         return "launcher"
     return "rank" if _RANK_ENDS.search(text) else ""

@@ -1,7 +1,7 @@
-"""Reads logs of any size: finds the lines that hold a signature's words, cleans them, notes rank, host and time.
+"""Read logs of any size: find the lines that have a signature's words, clean them, note rank, host and time.
 
-One combined search over raw blocks picks candidate lines; only those are decoded and matched, and of lines that differ
-in digits only the first few. That makes 500 MB a matter of seconds, and bounds memory whatever the log holds.
+A combined search over raw blocks picks candidate lines; only those are decoded and matched, and of lines that differ in
+digits only the first few. That makes 500 MB a matter of seconds, and bounds memory whatever the log has in it.
 
 A file that several launches were appended to (nohup >>, Slurm, LSF) is one log with several launches: a launch begins
 at a line that only launchers and starting programs print, once the former launch has ended.
@@ -51,7 +51,7 @@ _PREPARING = re.compile(
 
 @dataclass
 class Hit:
-    """A line that holds the words of a pattern."""
+    """A log line that has a literal of some pattern, with its number, byte offset, host, rank and time."""
 
     source: str
     line: int
@@ -67,7 +67,7 @@ class Hit:
 
 @dataclass
 class Log:
-    """What one log told: candidate lines in order, how often each shape came, and its end."""
+    """What was read of a log: candidate lines in order, progress lines, its first and last bytes, and its launches."""
 
     name: str
     hits: list[Hit] = field(default_factory=list)
@@ -81,28 +81,28 @@ class Log:
     ends: dict[re.Pattern[bytes], int] = field(default_factory=dict)  # byte offset at which its last match in tail ends
 
     def rest(self, offset: int) -> str:
-        """The text behind the line at a byte offset, as far as the kept tail reaches back."""
+        """Return the text after the line at a byte offset, as far as the stored tail reaches back."""
         behind = self.tail[max(0, offset - (self.size - len(self.tail))) :]
         if offset >= self.size - len(self.tail):
             behind = behind.partition(b"\n")[2]
         return behind.decode("utf-8", errors="replace")
 
     def last_match(self, expression: re.Pattern[bytes]) -> int:
-        """The byte offset at which an expression's last match in the tail ends, or -1."""
+        """Return the byte offset at which the last match in the tail ends, -1 for none; stores it in `ends`."""
         if expression not in self.ends:
             first = self.size - len(self.tail)
             self.ends[expression] = max((first + match.end() for match in expression.finditer(self.tail)), default=-1)
         return self.ends[expression]
 
     def is_followed_by(self, expression: re.Pattern[bytes], offset: int) -> bool:
-        """Whether an expression matches in rest(offset). The tail, long as it is, is searched once for all offsets."""
+        """Return whether the expression matches in rest(offset); searches the tail only once for all offsets."""
         first = self.size - len(self.tail)
         newline = self.tail.find(b"\n", offset - first) if offset >= first else -1
         behind = first + newline + 1 if newline >= 0 else self.size if offset >= first else first
         return self.last_match(expression) > behind
 
     def launch(self, index: int) -> Log:
-        """One launch of this log as a log of its own; -1 is the last."""
+        """Return a launch of this log as a Log of its own; index -1 is the last launch."""
         index %= len(self.launches)
         start = self.launches[index][0]
         end = self.launches[index + 1][0] if index + 1 < len(self.launches) else self.size
@@ -119,16 +119,16 @@ class Log:
         )
 
     def steps_between(self, first: int, last: int) -> int:
-        """Different progress lines between two byte offsets."""
+        """Return the number of different progress lines between two byte offsets."""
         return len({text for place, text in self.steps if first < place < last})
 
     def steps_after(self, offset: int) -> int:
-        """Different progress lines behind a byte offset; a bar redrawn in place counts once."""
+        """Return the number of different progress lines after a byte offset; a bar redrawn in place counts once."""
         return len({text for place, text in self.steps if place > offset})
 
 
 class Prefilter:
-    """One search for every literal, whose time does not grow with their number."""
+    """A search for all literals at once (Aho-Corasick), whose time does not grow with their number."""
 
     def __init__(self, literals: set[str]) -> None:
         self.automaton: Any = ahocorasick.Automaton()
@@ -142,9 +142,10 @@ class Prefilter:
         self._known: Any = None
 
     def near(self, block: bytes) -> tuple[list[int], list[int]]:
-        """Where the lines that may hold a literal begin and end: those with the rarest bytes of one, up to eight.
+        """Return (starts, ends), byte offsets of the lines that may have a literal: they have its rarest 8 bytes.
 
-        For text in which every line differs, numpy looks for these bytes many times as fast as the automaton.
+        Sets `varied`. For text in which every line differs, numpy finds these bytes many times as fast as the
+        automaton.
         """
         import numpy as np
 
@@ -173,12 +174,12 @@ class Prefilter:
         return starts.tolist(), ends.tolist()
 
     def words(self, text: str) -> set[str]:
-        """The literals that a text holds."""
+        """Return the literals that occur in a text."""
         found = self.automaton.iter(text.encode("utf-8").decode("latin-1"))
         return {word.encode("latin-1").decode("utf-8") for _, word in found}
 
     def places(self, lines: Sequence[bytes]) -> dict[int, list[tuple[int, str]]]:
-        """Of each line that holds literals its index, with where they begin and which they are."""
+        """Return {index of a line: [(byte offset in the line, literal)]} for the lines that have literals."""
         found: dict[int, list[tuple[int, str]]] = {}
         ends = [sum_ + i for i, sum_ in enumerate(accumulate(map(len, lines)), 1)]
         index = 0
@@ -190,14 +191,14 @@ class Prefilter:
 
 
 def _rare_window(literal: bytes) -> bytes:
-    """The bytes in a row of a literal, eight or as many as it has, whose first four are rarest in logs."""
+    """Return eight consecutive bytes of a literal, or all if it has fewer, whose first four are rarest in logs."""
     ranks = [(_COMMON + chr(byte)).index(chr(byte)) for byte in literal]
     first = max(range(max(1, len(literal) - 7)), key=lambda i: sum(ranks[i : i + 4]))
     return literal[first : first + 8]
 
 
 def rarity(literal: str) -> tuple[int, str]:
-    """How rare a literal is by its rarest character, and the literal from there on; -100 below four bytes."""
+    """Return (rank of a literal's rarest character in logs, the literal from there on); rank -100 below four bytes."""
     if len(literal.encode("utf-8")) < 4:
         return -100, literal
     places = range(max(1, len(literal) - 5))
@@ -208,9 +209,9 @@ def rarity(literal: str) -> tuple[int, str]:
 
 
 def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log:
-    """Read a log to its end; first: the number of the line it is at.
+    """Read a log to its end and return it as a Log; `first` is the number of the line that comes next in `file`.
 
-    Never raises on content: binary, endless lines, UTF-16 and broken UTF-8 are all bytes.
+    Never raises on content: binary data, endless lines, UTF-16 and broken UTF-8 are read as bytes. Raises OSError.
     """
     log = Log(name, launches=[(0, first)])
     seen: set[int] = set()
@@ -250,7 +251,10 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
 
 
 def _blocks(file: BinaryIO, line: int) -> Iterator[tuple[bytes, int, int]]:
-    """Blocks of whole lines with their byte offset and first line number; an endless line comes in pieces."""
+    """Yield (block of whole lines, its byte offset, its first line number); an endless line comes in pieces.
+
+    `line` is the number of the first line. UTF-16 becomes UTF-8, so offsets count the bytes of UTF-8.
+    """
     rest, offset, decoder = b"", 0, None
     while True:
         read = file.read(BLOCK_BYTES)
@@ -274,7 +278,10 @@ def _blocks(file: BinaryIO, line: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _utf16(data: bytes) -> codecs.IncrementalDecoder | None:
-    """A decoder where a log begins like UTF-16, with a zero in many a second byte; its mark alone proves nothing."""
+    """Return a decoder if a log begins like UTF-16, with many zeros in every second byte, else None.
+
+    A byte order mark alone is not enough.
+    """
     begin = data[:4096]
     zeros = [begin[i::2].count(0) / max(1, len(begin) // 2) for i in (0, 1)]
     if len(begin) < 8 or min(zeros) > 0.02 or max(zeros) < 0.3:
@@ -287,9 +294,10 @@ def _utf16(data: bytes) -> codecs.IncrementalDecoder | None:
 def _candidates(
     block: bytes, seen: set[int], kept: dict[int, list[Hit]], offset: int, prefilter: Prefilter
 ) -> Iterator[tuple[int, int, int]]:
-    """Start, end and shape of lines that hold a literal and whose shape is not known well enough yet.
+    """Yield (start, end, shape), in bytes of the block, of lines that have a literal and whose shape is not yet known.
 
-    `seen` grows by the shapes that need no further look: without a literal, or kept often enough.
+    A shape is the hash of a line without its numbers. Adds to `seen` the shapes that need no further look: without a
+    literal, or kept often enough. Updates `last` of the hits in `kept`.
     """
     block = block.replace(b"\r", b"\n")  # a redrawn bar is a line on the screen; the length stays the same
     if b"\0" in block:
@@ -337,7 +345,7 @@ def _candidates(
 
 
 def _without_garbage(block: bytes) -> bytes:
-    """A binary block with everything but lines and runs of text blanked out, of the same length."""
+    """Return a binary block of the same length with blanks for everything but line breaks and runs of text."""
     clean = bytearray(b" " * len(block))
     for run in _TEXT.finditer(block):
         clean[run.start() : run.end()] = run.group()
@@ -345,7 +353,10 @@ def _without_garbage(block: bytes) -> bytes:
 
 
 def _spans(length: int, places: Sequence[tuple[int, str]], prefilter: Prefilter) -> list[tuple[int, int]]:
-    """The whole line if it holds a literal not looked at too often; of an endless one the parts around literals."""
+    """Return the (start, end) in a line to look at: all of it, or of an endless line the bytes around its literals.
+
+    Returns [] if its literals were looked at too often already; counts them in prefilter.count.
+    """
     spans: list[tuple[int, int]] = []
     for start, word in places:
         if spans and start < spans[-1][1]:
@@ -371,7 +382,7 @@ def _hit(name: str, raw: bytes, before: bytes, host: str, rank: int | None) -> H
 
 
 def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
-    """Byte offsets and texts of lines on which training moved."""
+    """Return (byte offset, text) of the lines on which training made progress; `offset` is where `data` begins."""
     steps = []
     place = offset
     for raw in re.split(rb"[\r\n]", data):
@@ -385,7 +396,7 @@ def _progress(data: bytes, offset: int) -> list[tuple[int, str]]:
 
 
 def frame_before(hit: Hit) -> str:
-    """The last frame of the traceback that ends in a line; "" without one."""
+    """Return the last frame of the traceback that ends in a hit's line; "" if there is none."""
     before = hit.around.partition(hit.text.encode())[0].decode("utf-8", errors="replace").splitlines()[-12:]
     cleaned = [clean(line)[0] for line in before]
     for i in range(len(cleaned) - 1, -1, -1):
@@ -397,5 +408,5 @@ def frame_before(hit: Hit) -> str:
 
 
 def is_of_library(hit: Hit, framed: bool) -> bool:
-    """Whether an installed package raised it, or no frame is in the log to tell; framed: only the former."""
+    """Return whether an installed package raised the hit, or, unless `framed`, the log has no frame to tell."""
     return (not framed and b"File " not in hit.around) or bool(IN_LIBRARY.search(frame_before(hit)))

@@ -39,7 +39,7 @@ IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in sys\.
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file read with PyYAML, which is ten times as fast, where it is installed, else with ruamel.yaml."""
+    """Return the content of a YAML file; uses PyYAML if installed, ten times as fast, else ruamel.yaml."""
     text = path.read_text(encoding="utf-8")
     try:
         import yaml  # type: ignore[import-untyped]
@@ -52,7 +52,7 @@ def read_yaml(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One regular expression of a signature and the conditions under which a match counts."""
+    """A regular expression of a signature and the conditions under which a match counts."""
 
     cause: str
     regex: re.Pattern[str]
@@ -71,7 +71,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Wording:
-    """The texts of a cause by language."""
+    """The texts of a cause, each {language: text}."""
 
     title: dict[str, str]
     explain: dict[str, str]
@@ -81,7 +81,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Signature:
-    """A cause: its texts and its patterns."""
+    """A cause: its id, texts and patterns, and the expressions that read facts from the lines around a match."""
 
     id: str
     text: Wording
@@ -94,7 +94,7 @@ class Signature:
 
 
 class Signatures:
-    """All signatures, and the search for any of their words."""
+    """All signatures of a file, and the search for any of their literals."""
 
     def __init__(self, path: Path = SIGNATURES) -> None:
         self.all = {entry["id"]: _signature(entry) for entry in read_yaml(path)}
@@ -115,7 +115,7 @@ class Signatures:
                 self.by_literal.setdefault(literal, []).append(regex)
 
     def matches(self, logs: Sequence[Log]) -> Matches:
-        """The hits of every regular expression, in reading order."""
+        """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order."""
         found: Matches = {}
         for log in logs:
             for hit in log.hits:
@@ -162,9 +162,9 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
 
 
 def literals(regex: str) -> list[str]:
-    """Runs of plain characters one of which is in every line that matches; the choice that is rarest in logs.
+    """Return plain strings, rarest in logs, at least one of which is in every line that the expression matches.
 
-    Raises ValueError when there is none of four characters: such an expression cannot be searched for in large logs.
+    Raises ValueError when they cannot have four bytes: such an expression cannot be searched for in large logs.
     """
     best = _literals(regex)
     if min(rarity(literal)[0] for literal in best) == -100:
@@ -173,7 +173,7 @@ def literals(regex: str) -> list[str]:
 
 
 def _literals(regex: str) -> list[str]:
-    """For each top-level alternative its rarest run, or those of a group that must match."""
+    """Return for each top-level alternative its rarest literal, or the literals of a group that must match."""
     found: list[str] = []
     choices: list[list[str]] = [[""]]
     i = 0
@@ -207,7 +207,7 @@ def _literals(regex: str) -> list[str]:
 
 
 def _closing(regex: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at start."""
+    """Return the index of the parenthesis that closes the one at index `start`."""
     depth, i = 0, start
     while True:
         if regex[i] == "\\":
@@ -228,7 +228,7 @@ SENTENCE = re.compile(r"(?<=[.!?。])\s+|(?<=。)")
 
 @dataclass(frozen=True)
 class Program:
-    """What a program calls the things that fixes speak of; finlm's words are those of signatures.yaml."""
+    """A training program and its names for finlm's keys in fixes; the default is finlm itself."""
 
     id: str = "finlm"
     known_by: str = ""
@@ -236,11 +236,11 @@ class Program:
 
     @property
     def is_finlm(self) -> bool:
-        """Whether the log is of this repository's own run, or names no other program."""
+        """Whether the log is of finlm's own run, or names no other program."""
         return self.id == "finlm"
 
     def speak(self, text: str, lang: str) -> str:
-        """A text in this program's words; sentences that only a user of finlm can follow are left out."""
+        """Return the text with this program's names for keys; drops sentences that have no such name or need finlm."""
         if self.is_finlm:
             return text
         text = re.sub(r"`finlm train`(?:, |、)", "", text)
@@ -275,7 +275,7 @@ def _programs() -> tuple[Program, ...]:
 
 
 def program_of(logs: Sequence[Log]) -> Program:
-    """The first program of programs.yaml that a log's beginning, end or evidence names; finlm where none does."""
+    """Return the first program of programs.yaml that the logs' begin, end or evidence name; finlm if they name none."""
     text = b"\n".join(part for log in logs for part in (log.head, log.tail, *(hit.around for hit in log.hits[:20])))
     shown = text.decode("utf-8", errors="replace")
     if re.search(r"/finlm/\w+|-m finlm\b|\bfinlm (?:train|launch)\b", shown):
@@ -284,7 +284,7 @@ def program_of(logs: Sequence[Log]) -> Program:
 
 
 class Run:
-    """The parts of a run directory that make a fix concrete; what cannot be read is empty."""
+    """The files of a run directory whose values go into a fix; what cannot be read is empty."""
 
     def __init__(self, path: Path) -> None:
         self.recipe = _mapping(path / "recipe.yaml")
@@ -293,7 +293,7 @@ class Run:
         self.env = {file.stem: _variables(file) for file in sorted((path / "env").glob("*.env"))}
 
     def value(self, key: str) -> Any:
-        """A value of the recipe by its dotted key, else the plan's value of the last name."""
+        """Return the recipe's value of a dotted key; if unset or auto, the plan's of its last name, else None."""
         found: Any = self.recipe
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
@@ -316,7 +316,10 @@ def _variables(file: Path) -> dict[str, str]:
 
 
 def concrete(findings: Sequence[Finding], path: Path, lang: str) -> list[Finding]:
-    """The findings, with a first step that names the run's own values and the doctor's warning of the same thing."""
+    """Return the findings with a first step that has the run's own values, and with doctor's warning in the evidence.
+
+    `path` is the run directory, whose files may be missing; `lang` is "en" or "zh".
+    """
     run = Run(path)
     improved = []
     for finding in findings:
@@ -413,7 +416,7 @@ _WORDS = {
 
 
 def page(lang: str) -> str:
-    """The whole page in one language."""
+    """Return docs/troubleshooting.md as text, in this language ("en" or "zh")."""
     words = _WORDS[lang]
     entries = [entry for entry in Signatures().all.values() if entry.id != "unknown"]
     lines = [Path(__file__).with_name(f"head.{lang}.txt").read_text("utf-8"), f"## {words['causes']}", ""]
@@ -430,13 +433,13 @@ def page(lang: str) -> str:
 
 
 def _name_placeholders(text: str) -> str:
-    """On the page there is no log, so what a log would lend shows as its name; <words> are no HTML."""
+    """Return a text for the page: placeholders show as their names, and < is escaped outside of code."""
     plain = PLACEHOLDER.sub(r"‹\1›", text)
     return re.sub(r"(`[^`]*`)|<(?=[A-Za-z/])", lambda found: found[1] or r"\<", plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check both pages; 1 when --check finds a stale one."""
+    """Write both pages and return 0; with --check write nothing and return 1 if one is stale."""
     pages = {path: page(lang) for lang, path in PAGES.items()}
     return screen.write_pages(pages, argv, "python -m finlm.diagnose.signatures")
 

@@ -1,9 +1,9 @@
 """Run the step `dialogues`: instruction files to a shards directory, with a .mask of what is learnt beside each .bin.
 
-The parent reads blocks of rows, workers make messages, tokens and masks of them, and the parent drops duplicates, holds
-a share out and writes in order: the bytes do not depend on the number of workers. Every row that is left out is counted
-under its reason. The directory also holds the tokenizer and the chat template, so that export and chat use what the
-training used.
+The parent reads blocks of rows, workers convert them to messages, tokens and masks, and the parent drops duplicates,
+selects the held-out share and writes in order: the bytes do not depend on the number of workers. Every row that is left
+out is counted by its reason. The directory also has the tokenizer and the chat template, so that export and chat use
+those of the training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SFT = {"assistant_only_loss", "answer_apart", "mask_eos", "tokenizer"}  # decid
 
 @dataclass(frozen=True)
 class Task:
-    """A block to encode, with all settings that decide its tokens."""
+    """A block to encode, with all settings that decide its tokens; sent to a worker."""
 
     number: int  # of the input
     block: Block
@@ -66,9 +66,10 @@ Mask = Callable[[str], str]
 
 
 def make_shards(context: Context, tokenizer: Path) -> Step:
-    """Run the step `dialogues` of the recipe; tokenizer is the directory of the model that training starts from.
+    """Convert the recipe's dialogues to token shards, unless cached, and return the step; print a line about it.
 
-    Raises UserError for a template that cannot be used, and when too few rows of a source can.
+    `tokenizer` is the directory of the model that training starts from. Raises UserError when the chat template cannot
+    be used, data.sides is set, too many rows of a source are broken, or a source has nothing to train on.
     """
     recipe = context.recipe
     assert recipe.chat is not None
@@ -88,7 +89,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     context_tokens = parents.context_tokens(tokenizer)
 
     def make(directory: Path) -> dict[str, Any]:
-        """Write shards, tokenizer and chat template into directory; return the manifest."""
+        """Write shards, tokenizer and chat template into `directory` and return the manifest."""
         settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
         like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
@@ -119,9 +120,10 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 
 
 def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
-    """Raise UserError where make_shards would for the form of rows: needs no tokenizer, so no model to start from.
+    """Raise UserError if too many rows have a form that make_shards would not accept; needs no tokenizer.
 
-    Also where an SFT's rows are documents alone. Of a source of several blocks only the first rows are read.
+    Also raises it if no row of an SFT recipe is a dialogue. Reads a source of one block whole, of a longer one only the
+    first rows. If a source fails, writes its broken rows to a file in data.cache_dir.
     """
     allowed, cache = recipe.data.max_broken_fraction, Path(recipe.data.cache_dir)
     formats = templates.FORMATS if recipe.stage == "sft" else encode.FORMATS
@@ -150,7 +152,7 @@ def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
 
 
 def _has_dialogue(item: Input) -> bool:
-    """Return whether a row of a source's first block is a dialogue."""
+    """Return whether any row of a source's first block is a dialogue; rows that cannot be used are skipped."""
     for block in itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 1):
         for row in parsing.parse_dialogues(block):
             with suppress(Refused):
@@ -160,7 +162,7 @@ def _has_dialogue(item: Input) -> bool:
 
 
 def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, those that no tokenizer could encode) of a block's first `most` rows."""
+    """Return (rows looked at, those whose form cannot be used) of a block's first `most` rows; None: all rows."""
     rows, broken = 0, list[parsing.BrokenRow]()
     for row in itertools.islice(parsing.parse_dialogues(block), most):
         rows, reason = rows + 1, row.broken
@@ -180,7 +182,7 @@ def _check_forms(stage: str, block: Block, item: Input, most: int | None) -> tup
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the parts of a recipe that decide the tokens and masks of a row, to compare with prepared data."""
+    """Return the recipe's values that decide the tokens and masks of a row, to compare with prepared data."""
     sections = recipe.model_dump(
         mode="json",
         include={
@@ -197,9 +199,9 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def encode_block(task: Task, most: int | None = None) -> Encoded:
-    """Encode a block's dialogues, or those of its first `most` rows, as tokens; counts rows left out.
+    """Return a block's dialogues, or those of its first `most` rows, as tokens and masks, with counts of rows left out.
 
-    Runs in a worker.
+    Runs in a worker. Bad rows do not raise: they are listed in the result's `broken`.
     """
     encoder = encode.encoder(task.tokenizer, task.rules, task.limit)
     mask = make_mask(task.mask)
@@ -227,7 +229,7 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
 
 
 def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of sft and append it to the block's result. Raises Refused with the reason."""
+    """Encode a row of sft and append it to the block's result. Raises Refused or LeftOut with the reason."""
     messages, tools = templates.read_messages(row), templates.read_tools(row)
     messages = mask(messages) if isinstance(messages, str) else _mask_messages(messages, mask)
     trimmed = messages.strip() if isinstance(messages, str) else _mask_messages(messages, str.strip)
@@ -252,7 +254,7 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
 
 
 def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of preferences or prompts and append it to the block's result. Raises Refused with the reason."""
+    """Encode a row of preferences or prompts and append it to the result. Raises Refused or LeftOut with the reason."""
     preference = read_preference(row, mask, needs_both=task.stage != "grpo")
     prompt = preference.prompt
     texts = [*(message["content"] for message in prompt), preference.chosen or "", preference.rejected or ""]
@@ -269,19 +271,19 @@ def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: A
 
 
 def make_mask(kinds: Sequence[str]) -> Mask:
-    """Return the function that masks these kinds of personal numbers in a text (data.clean.mask)."""
+    """Return the function that masks these kinds of personal numbers in a text (data.clean.mask); `str` for none."""
     return normalize.make_masker(kinds) if kinds else str
 
 
 def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
-    """Read the preference of a row with mask applied to all that is said. Raises Refused as encode.read_preference."""
+    """Return the row's preference with `mask` applied to all its texts. Raises Refused as encode.read_preference."""
     read = encode.read_preference(row, needs_both)
     chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
     return read._replace(prompt=_mask_messages(read.prompt, mask), chosen=chosen or None, rejected=rejected or None)
 
 
 def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:
-    """Return the messages with mask applied to what is said, and to the arguments of calls of tools."""
+    """Return copies of the messages with `mask` applied to their content and to the arguments of tool calls."""
     return [
         {
             key: _mask_values(value, mask) if key in ("content", "tool_calls") else value
@@ -292,7 +294,7 @@ def _mask_messages(messages: list[Message], mask: Mask) -> list[Message]:
 
 
 def _mask_values(value: Any, mask: Mask) -> Any:
-    """Return a JSON value with mask applied to all its texts but keys."""
+    """Return a copy of a JSON value with `mask` applied to all its strings except keys."""
     if isinstance(value, dict):
         return {key: _mask_values(inner, mask) for key, inner in value.items()}
     if isinstance(value, list):
@@ -303,7 +305,10 @@ def _mask_values(value: Any, mask: Mask) -> Any:
 def _append(
     result: Encoded, pieces: list[encode.Encoded], hashes: bytes, text_bytes: int, prompt: Sequence[int] = ()
 ) -> None:
-    """Append a dialogue's pieces; hashes are of all of it and of its prompt, `prompt` has a preference's tokens."""
+    """Append a dialogue's pieces to the block's result.
+
+    `hashes` has 16 bytes of the whole dialogue and 16 of its prompt. `prompt` has the tokens of a preference's prompt.
+    """
     number = len(result.hashes) // 32
     for piece in pieces:
         alike = int.from_bytes(_digest(array("I", prompt or piece.ids).tobytes(), 8), "little")
@@ -320,9 +325,9 @@ def _digest(data: bytes, size: int) -> bytes:
 def _write_shards(
     context: Context, directory: Path, inputs: Sequence[Input], like: Task, dtype: np.dtype[Any]
 ) -> tuple[list[Tally], list[ShardEntry]]:
-    """Encode all inputs and write their shards and broken.jsonl: (counts, the manifest's entries).
+    """Encode all inputs, write their shards and broken.jsonl, and return (counts, the manifest's entries).
 
-    Raises UserError when too many rows of a source are broken, or none is left to train on.
+    Starts workers. Raises UserError when too many rows of a source are broken, or it has nothing left to train on.
     """
     data, formats = context.data, templates.FORMATS if like.stage == "sft" else encode.FORMATS
     first = parsing.Reader(parsing.dialogue_blocks, partial(_check_first, like), formats)
@@ -364,7 +369,7 @@ def _write_shards(
 
 
 def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int, list[parsing.BrokenRow]]:
-    """Return (rows looked at, broken ones) of a block's first `most` rows."""
+    """Return (rows looked at, broken ones) of a block's first `most` rows, by encoding them."""
     result = encode_block(replace(like, block=block), most)
     return result.counts["rows"], result.broken
 
@@ -376,7 +381,7 @@ def _make_manifest(
     entries: Sequence[ShardEntry],
     encoder: encode.Encoder,
 ) -> dict[str, Any]:
-    """Write documents.json and return the content of the step's manifest."""
+    """Write documents.json into `directory` and return the content of the step's manifest."""
     tokenizer = encoder.tokenizer
     shards.write_description(directory, tallies, entries)
     return {
@@ -399,12 +404,12 @@ def _make_manifest(
 
 
 def _dtype(tokenizer: pretrained.Tokenizer) -> np.dtype[Any]:
-    """Return the integer type of the ids: little-endian uint16, or uint32 above 65,536 pieces."""
+    """Return the dtype of token ids: little-endian uint16, or uint32 for a vocabulary above 65,536."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 65536 else "<u4")
 
 
 def _describe_step(manifest: Mapping[str, Any]) -> str:
-    """Return the line that is printed about the step: dialogues, tokens, and what was left out."""
+    """Return the line to print about the step: dialogues, tokens, and what was left out."""
     train = manifest["totals"]["train"]
     tokens = sum(row["tokens"] for row in train.values())
     learnt = sum(row["learnt"] for row in train.values())

@@ -1,4 +1,4 @@
-"""Encode a dialogue, or a prompt with a chosen and a rejected answer, as tokens and which of them are learnt from.
+"""Encode a dialogue, or a prompt with a chosen and a rejected answer, as tokens and a mask of those that are learnt.
 
 The whole text is encoded at once, as a model will see it, and a token counts when it begins inside what the assistant
 says. A dialogue longer than a row is split between turns, each part with the system prompt again; a single exchange
@@ -42,7 +42,7 @@ LEFT_OUT = "exchanges longer than a row"  # counted among what became of dialogu
 
 
 class Encoded(NamedTuple):
-    """The tokens of a dialogue, of a part of a dialogue, or of a document."""
+    """The tokens of a dialogue, of a part of a dialogue, or of a document, with their mask."""
 
     ids: list[int]
     mask: bytes  # one a token: 1 = learnt from
@@ -59,7 +59,7 @@ class Rules:
 
 
 class Encoder:
-    """Encodes dialogues as tokens by one set of rules."""
+    """Encodes dialogues as tokens by one set of rules. Raises UserError for a bad tokenizer or template."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -70,7 +70,7 @@ class Encoder:
 
     @cached_property
     def end_id(self) -> int:
-        """Id of the control token with which the template ends an answer; of </s> where it writes none."""
+        """Id of the control token with which the template ends an answer; the id of </s> if it writes none."""
         text, spans = self.template.render(templates.PROBE)
         answered = text[: spans[-1][1]].rstrip() if spans else ""
         if not answered.endswith(self.tokenizer.control):
@@ -78,10 +78,10 @@ class Encoder:
         return self.tokenizer.encode(answered)[0][-1]
 
     def pieces(self, messages: list[Message], counts: Counter[str], tools: Tools = None) -> Iterator[Encoded]:
-        """Yield the dialogue, or its parts where it is longer than a row; adds to counts whether it was split or cut.
+        """Yield the dialogue, or its parts if it is longer than a row; count in `counts` whether it was split or cut.
 
-        Raises LeftOut where it is too long and cannot be cut or split, Refused for messages that the template does not
-        take.
+        Raises LeftOut if it is too long and cannot be cut or split, Refused for messages that the template does not
+        accept.
         """
         encoded = self.encode(messages, tools)
         if len(encoded.ids) <= self.rules.limit:
@@ -98,7 +98,7 @@ class Encoder:
             yield from self._parts(messages, counts, tools)
 
     def encode(self, messages: list[Message], tools: Tools = None) -> Encoded:
-        """Encode all of the dialogue in one piece, whatever its length."""
+        """Return the whole dialogue encoded, whatever its length. Raises Refused if the template does not accept it."""
         text, spans = self.template.render(messages, tools=tools)
         if self.rules.sft.answer_apart:
             ids, mask = self._apart(text, spans)
@@ -116,9 +116,9 @@ class Encoder:
         return Encoded(ids, bytes(mask))
 
     def document(self, text: str) -> Encoded:
-        """Encode pretraining text as <s> text </s> with the ids of pretraining, all learnt from.
+        """Return pretraining text encoded as <s> text </s>, with the ids of pretraining; all tokens are learnt.
 
-        With mask_eos </s> is not learnt from. Raises LeftOut for a text with a control token.
+        With mask_eos </s> is not learnt. Raises LeftOut for a text with a control token.
         """
         bos, eos = self.tokenizer.bos if self.tokenizer.begins else None, self.tokenizer.eos
         if any(token in text for token in self.tokenizer.control):
@@ -128,7 +128,10 @@ class Encoder:
         return Encoded(ids, mask)
 
     def round_trip(self, messages: list[Message], tools: Tools = None) -> dict[str, bool]:
-        """Return whether decoding gives the "text" back, and whether the tokens begin with the "prompt" alone."""
+        """Return {"text": whether decoding gives the text back, "prompt": whether the tokens begin with the prompt's}.
+
+        "text" is True with answer_apart, where it is not checked.
+        """
         text, _ = self.template.render(messages, tools=tools)
         prompt, _ = self.template.render(messages[:-1], generation=True, tools=tools)
         ids, asked = self.encode(messages, tools).ids, self.tokenizer.encode(prompt)[0]
@@ -136,9 +139,10 @@ class Encoder:
         return {"text": same, "prompt": ids[: len(asked)] == asked}
 
     def _parts(self, messages: list[Message], counts: Counter[str], tools: Tools) -> Iterator[Encoded]:
-        """Yield parts of as many exchanges as fit, each with the system prompt, without exchanges that are too long.
+        """Yield parts of as many exchanges as fit, each with the system prompt; skip exchanges that are too long.
 
-        Raises LeftOut when no exchange fits; adds the numbers of split and left-out exchanges to counts.
+        At the end adds the numbers of split dialogues and skipped exchanges to `counts`. Raises LeftOut when no
+        exchange fits.
         """
         system = messages[:1] if messages[0]["role"] == "system" else []
         turns = messages[len(system) :]
@@ -165,9 +169,9 @@ class Encoder:
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
-        """Encode the released code's way: prompt and answer each a text behind its <s>, with a </s> after each.
+        """Return (ids, mask) as the released code encodes: prompt and answer separately, each between <s> and </s>.
 
-        Raises Refused for several turns, which that code does not know.
+        Raises Refused for several turns, which that code does not support.
         """
         if len(spans) != 1:
             raise Refused("several turns, which the released code does not know")
@@ -185,13 +189,16 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the encoder of a worker, opened once; rules is the JSON of chat and of sft, a line each."""
+    """Return the Encoder for these rules, cached in the process; `rules` is chat and sft as JSON, a line each."""
     parts = rules.split("\n")
     return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
 
 
 def check_template(name: str, encoder: Encoder) -> None:
-    """Raise UserError for a template that takes no dialogue, writes today's date, or needs tokens that do not exist."""
+    """Raise UserError for a template that rejects a question and its answer, writes the date, or needs missing tokens.
+
+    `name` is chat.template, for errors and the tokens that known templates need.
+    """
     tokenizer = encoder.tokenizer
     missing = [token for token in templates.NEEDED.get(name, ()) if len(tokenizer.encode(token)[0]) != 1]
     if missing:
@@ -217,7 +224,7 @@ def check_template(name: str, encoder: Encoder) -> None:
 
 
 def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
-    """Raise UserError where a start model has no tokenizer, or a template takes no dialogue of it."""
+    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it."""
     check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 
@@ -232,7 +239,7 @@ KNOWN = (*_PROMPTS, "chosen", "rejected", "answer", "context", "history", "syste
 
 
 class Preference(NamedTuple):
-    """A row: the dialogue up to the answer, both answers, and the right answer where the row has it."""
+    """A row: the dialogue up to the answer, both answers and the right answer; None for what the row does not have."""
 
     prompt: list[Message]
     chosen: str | None
@@ -241,16 +248,16 @@ class Preference(NamedTuple):
 
 
 def longest_piece(recipe: Recipe) -> int | None:
-    """Return the most tokens that are stored of a row; None in stages that learn from no preferences."""
+    """Return how many tokens of a row are stored at most; None in stages without preferences or prompts."""
     if recipe.grpo is not None:
         return recipe.batch.sequence_length - recipe.grpo.max_new_tokens
     return recipe.batch.sequence_length if recipe.stage in ("dpo", "reward") else None
 
 
 def read_preference(row: Any, needs_both: bool = False) -> Preference:
-    """Read the preference of a row, with both answers when needs_both.
+    """Return the preference of a row; with needs_both it must have both answers.
 
-    Raises Refused with the reason for any other row.
+    Raises Refused with the reason for any other row, LeftOut if chosen and rejected are the same dialogue.
     """
     if not isinstance(row, dict):
         raise Refused("not an object")
@@ -284,17 +291,18 @@ def read_preference(row: Any, needs_both: bool = False) -> Preference:
 
 
 def checking_rules(recipe: Recipe) -> tuple[str, ...]:
-    """Return the rules of the reward that compare an answer with the right answer, which every row then needs."""
+    """Return the reward's rules that compare with a right answer, which every row then needs; () if there are none."""
     return recipe.grpo.checked if recipe.grpo is not None else ()
 
 
 def encode_preference(
     encoder: Encoder, preference: Preference, stage: str, limit: int, checked: Sequence[str]
 ) -> list[Encoded]:
-    """Encode a row's preference, with the mask on its answers. Raises Refused with the reason.
+    """Return a row's preference encoded, with the mask on its answers. Raises Refused or LeftOut with the reason.
 
-    dpo, reward: the chosen and the rejected sequence, each at most limit // 2 tokens. grpo: the prompt, at most `limit`
-    tokens, with the right answer behind it where the row has it; checked: the rules that need it (checking_rules).
+    Stages dpo and reward give the chosen and the rejected sequence, each at most limit // 2 tokens. Stage grpo gives
+    the prompt, at most `limit` tokens, followed by the right answer if the row has it. `checked` has the rules that
+    need it (checking_rules).
     """
     if stage == "grpo":
         return [_prompt(encoder, preference, limit, checked)]
@@ -314,9 +322,10 @@ def encode_preference(
 
 
 def _prompt(encoder: Encoder, preference: Preference, limit: int, checked: Sequence[str]) -> Encoded:
-    """Encode the prompt after which the model answers, and the right answer behind it, with the mask on the answer.
+    """Return the prompt encoded, ready for an answer, followed by the right answer, which alone is in the mask.
 
-    Raises LeftOut when the prompt has more than `limit` tokens, Refused without a right answer that a rule needs.
+    Raises LeftOut when the prompt has more than `limit` tokens, Refused when a rule needs a right answer that is
+    missing.
     """
     check_messages([*preference.prompt, {"role": "assistant", "content": "-"}], encoder.tokenizer.control)
     ids = encoder.tokenizer.encode(encoder.template.render(preference.prompt, generation=True)[0])[0]
@@ -331,9 +340,9 @@ _SOUGHT = {"option": "letter", "words": "letter", "number": "number", "terms": "
 
 
 def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
-    """Return the answer that the rules compare with, None if no rule needs it.
+    """Return the row's right answer in the form that the rules compare with; None if it has none and no rule needs it.
 
-    Raises Refused where no rule can use the row's.
+    Raises Refused if rules need it and none of them can use the row's.
     """
     said = preference.answer or ""
     by_letter = "option" in checked or "words" in checked
@@ -349,7 +358,7 @@ def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
 
 
 def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
-    """Encode prompt and answer, the mask on this answer alone, without what a template writes after its end."""
+    """Return prompt and answer encoded, with this answer alone in the mask, without what the template adds after it."""
     messages = check_messages([*preference.prompt, {"role": "assistant", "content": answer}], encoder.tokenizer.control)
     ids, mask = encoder.encode(messages)
     end = mask.rindex(1) + 1
@@ -358,7 +367,7 @@ def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
 
 
 def _prompt_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of the first key that holds a prompt; [] when there is none."""
+    """Return the messages under the first key that has a prompt, [] if none has. Raises Refused for bad turns."""
     name = next((name for name in _PROMPTS if row.get(name)), None)
     if name is None:
         return []
@@ -366,7 +375,7 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(value: Any, role: str) -> list[Message]:
-    """Return a text, a turn or a list of turns as messages; role is whose a bare text is.
+    """Return a text, a turn or a list of turns as messages; a bare text gets the role `role`.
 
     Raises Refused for anything else.
     """
@@ -387,9 +396,9 @@ def _turns(value: Any, role: str) -> list[Message]:
 
 
 def _answer_text(turns: list[Message]) -> str | None:
-    """Return the text of an answer's only turn; None without turns.
+    """Return the text of an answer's only turn; None for no turns.
 
-    Raises Refused when empty or not the assistant's.
+    Raises Refused when it is empty or not the assistant's.
     """
     if not turns:
         return None

@@ -1,8 +1,8 @@
-"""Lint the labels of prepared dialogues before a run: a wrong label costs no error message. Print findings and rows.
+"""Lint the labels of prepared dialogues before a run: a wrong label gives no error message. Print findings and rows.
 
 Every check names what it counted. Errors are the mistakes that the released XuanYuan llm-code made (their numbers in
-recipes/xuanyuan-6b/README.md) and their kin: with them a model trains without complaint, to a lower loss even, and then
-never stops, or answers to a prompt it never sees. A recipe whose sft.profile is faithful gets warnings, no errors.
+recipes/xuanyuan-6b/README.md) and similar ones: with them a model trains without complaint, to a lower loss even, and
+then never stops, or answers to a prompt it never sees. A recipe whose sft.profile is faithful gets warnings, no errors.
 
 It reads the prepared rows and the prepare step's own counts, not the source files.
 """
@@ -33,7 +33,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake in the labels; keys as doctor's findings, whose host is the data here."""
+    """A mistake in the labels, with the same keys as doctor's findings; `host` is "data"."""
 
     check: str
     level: Level
@@ -46,14 +46,14 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("lint.toml").read_text(encoding=
 
 
 def _finding(check: str, level: Level | None = None, **counted: object) -> Finding:
-    """Return the finding of lint.toml with these counts in its text; `level` replaces that of lint.toml."""
+    """Return the finding of lint.toml with these counts in its text; `level` replaces lint.toml's if not None."""
     row = _TEXTS[check]
     return Finding(check, level or row["level"], row["evidence"].format(**counted), row["fix"])
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts over the sampled rows, per dialogue: numbers of tokens and of labels."""
+    """Counts over the sampled rows: dialogues, tokens and labels."""
 
     dialogues: int = 0
     learnt: int = 0  # labels that count
@@ -88,12 +88,12 @@ def check(recipe: Recipe, shards: Shards) -> list[Finding]:
 
 
 def prepared_counts(shards: Shards) -> Counter[str]:
-    """Return the counts that the prepare step made of the dialogues, summed over all sources."""
+    """Return the prepare step's counts of dialogues, summed over all sources."""
     return sum_counts(shards.manifest, "dialogues")
 
 
 def rows_left_out(shards: Shards) -> Counter[str]:
-    """Return the rows that are not learnt from, by reason: those that cannot be used, too long ones, copies."""
+    """Return {reason: rows} of the rows that are not trained on: unusable, too long, duplicates, reserved."""
     counts = prepared_counts(shards)
     names = {
         "duplicate": "duplicate",
@@ -104,7 +104,7 @@ def rows_left_out(shards: Shards) -> Counter[str]:
 
 
 def count_labels(recipe: Recipe, shards: Shards) -> Seen:
-    """Count tokens and labels of at most ROWS rows, spread over the training data."""
+    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data."""
     rows = dialogues.train_rows(shards, recipe)
     ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
     inputs, labels = rows.read(ids)
@@ -123,7 +123,7 @@ def count_labels(recipe: Recipe, shards: Shards) -> Seen:
 
 
 def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]) -> dict[str, int]:
-    """Return the counts of one dialogue, as fields of Seen."""
+    """Return the counts of a dialogue, by the fields of Seen; `inputs` and `labels` are its tokens, int64 [tokens]."""
     counted = np.flatnonzero(labels != IGNORED)
     first = int(counted[0]) if len(counted) else -1  # the place before the first token that is learnt
     answer = {int(inputs[first]), int(labels[first])} if len(counted) else set()
@@ -156,12 +156,12 @@ def _check_rows(manifest: Mapping[str, Any], counts: Mapping[str, int]) -> Itera
 
 
 def beyond_context(rows: int, total: int, context: int) -> str:
-    """Return the text of the finding that rows are longer than the start model can read at once."""
+    """Return the text of the finding that `rows` of `total` rows are longer than the start model's context."""
     return _finding("beyond-context", rows=rows, total=total, context=context).evidence
 
 
 def _list_reasons(reasons: Mapping[str, int]) -> str:
-    """Return the three most frequent reasons with their counts."""
+    """Return the three most frequent reasons with their counts as text."""
     return "; ".join(f"{count:,} x {reason}" for reason, count in Counter(reasons).most_common(3))
 
 
@@ -177,7 +177,7 @@ def _check_ends(recipe: Recipe, seen: Seen) -> Iterator[Finding]:
 
 
 def _check_prompt(seen: Seen, counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield findings about <s> or </s> between prompt and answer, and about texts that decoding does not give back."""
+    """Yield findings about <s> or </s> between prompt and answer, and about texts that decoding does not reproduce."""
     if seen.bos_inside or seen.eos_before:
         yield _finding("answer-apart", total=seen.dialogues, bos=seen.bos_inside, eos=seen.eos_before)
     checked = counts.get("checked", 0)
@@ -215,7 +215,7 @@ LEARNT, CONTEXT, MARK = "bold green", "", "cyan"
 
 
 def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
-    """Print how many dialogues and tokens are used and learnt from, and why rows were left out."""
+    """Print a table of how many dialogues and tokens are used and learnt, and why rows were left out."""
     counts = prepared_counts(shards)
     rows = [
         [
@@ -238,7 +238,7 @@ def print_summary(recipe: Recipe, shards: Shards, seen: Seen) -> None:
 
 
 def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
-    """Print each finding with its numbers and its fix; without findings, how many rows are left out all the same."""
+    """Print each finding with its numbers and its fix; if there are none, print how many rows were left out."""
     if not findings:
         reasons = rows_left_out(shards)
         more = "; ".join(f"{count:,} {reason}" for reason, count in reasons.most_common(3))
@@ -250,7 +250,7 @@ def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
 
 
 def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of the training data, what is learnt between ⟦ ⟧, bold and green on a terminal."""
+    """Print the first `count` rows of the training data, with what is learnt between ⟦ ⟧, green on a terminal."""
     library = recipe.sft.tokenizer if recipe.sft else "auto"
     tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
     data = dialogues.train_rows(shards, recipe)
@@ -272,7 +272,7 @@ def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def _style_tokens(
     tokenizer: pretrained.Tokenizer, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
 ) -> list[tuple[str, str]]:
-    """Return [(text, style)] of a dialogue: its length, then stretches, learnt ones within ⟦ ⟧.
+    """Return [(text, style)] of a dialogue: its length, then its text in stretches; learnt stretches are within ⟦ ⟧.
 
     A token is learnt when the label before it counts.
     """

@@ -1,8 +1,8 @@
 """Read what a written answer says (its letter, its number) and score it by the rules that need no model.
 
 The score depends on the texts alone. A rule reads one conclusion and never the best of several, so that naming
-everything earns nothing. A row whose right answer is of another kind (a number, where the rule wants a letter) has no
-score by that rule.
+everything earns nothing. A row whose right answer is not of the rule's type (a number for a rule that wants a letter)
+has no score by that rule.
 
 A letter, in this order: a first line that is the letter alone; a conclusion, as "答案是B" or "故选B", the first that
 ends its sentence, else the last of the text (what follows a finished conclusion is often another question that the
@@ -35,9 +35,10 @@ _SEPARATES = re.compile(r"[、,;\n]")
 
 
 def score(term: Term, asked: str, said: str, right: str, tokens: int, most_tokens: int) -> float | None:
-    """Return what an answer earns by a term of a rule that needs no model: 0 to 1.
+    """Return the score, 0 to 1, of an answer by a reward term whose rule needs no model.
 
-    None where the right answer is not of the rule's kind. tokens: of the answer; most_tokens: that it may have.
+    `asked`, `said` and `right` are the texts of question, answer and right answer. `tokens` is the answer's length in
+    tokens and `most_tokens` its limit. Returns None when the right answer is not of the rule's type.
     """
     if term.rule == "format":
         return float(_pattern(str(term.pattern)).fullmatch(said.strip()) is not None)
@@ -59,7 +60,11 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
 
 
 def is_right_answer(rule: str, right: str) -> bool:
-    """Return whether a rule can check a row's right answer: option and words a letter, number a number, terms words."""
+    """Return whether a rule can check this right answer.
+
+    The rules option and words need a letter A to H, number needs a number, terms words; a single letter suits only the
+    first two.
+    """
     is_letter = len(right.strip()) == 1 and right.strip() in LETTERS
     if rule in ("option", "words"):
         return is_letter
@@ -67,7 +72,7 @@ def is_right_answer(rule: str, right: str) -> bool:
 
 
 def names_answer(rule: str, said: str) -> bool:
-    """Return whether an answer concludes with anything that the rule can look at."""
+    """Return whether an answer concludes with something that the rule can compare."""
     if rule == "option":
         return find_letter(said) is not None
     if rule == "words":
@@ -76,14 +81,15 @@ def names_answer(rule: str, said: str) -> bool:
 
 
 def find_letter(text: str) -> str | None:
-    """Return the option that an answer names, read as the evaluation reads it; None where it names none."""
+    """Return the option letter A to H that an answer names, read as the evaluation reads it; None if it names none."""
     return find_named_letter(text, LETTERS)
 
 
 def find_quoted_option(asked: str, said: str) -> str | None:
-    """Return the letter of the only option of a question whose words an answer has; None with none or several.
+    """Return the letter of the only option of the question whose words are in the answer; None for none or several.
 
-    Words within those of another option that it has ("5%" in "15%") do not count, nor the letter it concludes with.
+    Ignores an option whose words are part of another quoted option's ("5%" in "15%"), and the letter that the answer
+    concludes with.
     """
     options, said = dict(_OPTION.findall(asked)), _LETTER.sub("", said)
     quoted = {letter: words for letter, words in options.items() if words in said}
@@ -94,13 +100,13 @@ def find_quoted_option(asked: str, said: str) -> str | None:
 
 
 def repetition(text: str) -> float:
-    """Return the share of a text's pieces of PIECE characters that stood there before; 0 of a short text."""
+    """Return the share of a text's stretches of PIECE characters that occur earlier in it; 0 for a shorter text."""
     pieces = [text[start : start + PIECE] for start in range(len(text) - PIECE + 1)]
     return 1 - len(set(pieces)) / len(pieces) if pieces else 0.0
 
 
 def list_items(text: str) -> set[str]:
-    """Return the items of the list behind the last conclusion, or of the whole text when it has no conclusion."""
+    """Return the items of the list after the last conclusion, or of the whole text if it has no conclusion."""
     text = unicodedata.normalize("NFKC", text)
     concluded = [found.end() for found in CONCLUDES.finditer(text)]
     rest = text[concluded[-1] :] if concluded else text
@@ -108,7 +114,7 @@ def list_items(text: str) -> set[str]:
 
 
 def _f1(said: set[str], right: set[str]) -> float:
-    """Return the F1 score of two sets; 0 when `said` is empty."""
+    """Return the F1 score of two sets, 0 to 1; 0 when `said` is empty."""
     return 2 * len(said & right) / (len(said) + len(right)) if said else 0.0
 
 
@@ -145,7 +151,7 @@ class _Patterns(NamedTuple):
 
 @cache
 def _patterns(letters: str) -> _Patterns:
-    """Return the compiled patterns that read one of these letters in an answer."""
+    """Return the compiled patterns that read one of these letters in an answer; cached."""
     one, either = f"[{letters}]", f"[{letters}{letters.lower()}]"
     several = rf"[ \t]*(?:[、/和与或及]|还是)[ \t]*{one}(?![A-Za-z])"
     single = rf"(?![A-Za-z])(?!{several})(?!{_CLOSE}{_WRONG})"
@@ -166,7 +172,7 @@ def _patterns(letters: str) -> _Patterns:
 
 
 def find_decided_letter(text: str, letters: str) -> str | None:
-    """Return the letter that no further text can change; None while the text decides nothing."""
+    """Return the letter that no further text can change; None while it can still change."""
     patterns = _patterns(letters)
     line = patterns.line.match(text)
     if line:
@@ -182,7 +188,7 @@ def find_decided_letter(text: str, letters: str) -> str | None:
 
 
 def find_named_letter(text: str, letters: str) -> str | None:
-    """Return the letter, one of `letters`, that a whole answer names; None when it names none, or several alike."""
+    """Return the letter, one of `letters`, that a whole answer names; None when it names none, or several."""
     patterns = _patterns(letters)
     whole = patterns.whole.fullmatch(text)
     if whole:
@@ -221,7 +227,7 @@ _SCALED = ("元", "美元", "港元", "股")  # units that a bare 1.2亿 may sta
 
 
 def _one_of(names: dict[str, object]) -> str:
-    """Return a pattern of these names, the longest first."""
+    """Return a regular expression that matches one of these names, the longest first."""
     return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
 
 
@@ -238,7 +244,7 @@ CONCLUDES = re.compile(
 
 
 class Number(NamedTuple):
-    """A number as it is written, and what it stands for."""
+    """A number as it is written, and its value in its unit."""
 
     written: Decimal  # without scale and unit: 1.2 of 1.2亿元
     value: Decimal  # in the unit: 120,000,000
@@ -248,7 +254,7 @@ class Number(NamedTuple):
 
 
 def find_number(text: str) -> Number | None:
-    """Return the number of a whole answer; None when it gives none."""
+    """Return the number that a whole answer gives; None when it gives none."""
     text = unicodedata.normalize("NFKC", text)
     conclusions = list(CONCLUDES.finditer(text))
     if conclusions:
@@ -262,8 +268,8 @@ def find_number(text: str) -> Number | None:
 def are_equal(right: Number, said: Number, tolerance: float) -> bool:
     """Return whether an answer's number has the right unit and is within `tolerance`, a share of the right number.
 
-    A right number with decimals may be missed by half of its last decimal. A right number without scale and unit says
-    nothing about them: then only the digits count.
+    A right number with decimals may be missed by half a unit of its last decimal. If the right number has neither scale
+    nor unit, those of the answer are ignored and only the digits are compared.
     """
     if not right.unit and not right.is_scaled:
         missed, half = abs(right.written - said.written), right.half_place
@@ -274,7 +280,7 @@ def are_equal(right: Number, said: Number, tolerance: float) -> bool:
 
 
 def _to_number(match: re.Match[str]) -> Number:
-    """Build the Number of a match of _NUMBER."""
+    """Return the Number of a match of _NUMBER."""
     digits = Decimal(match["digits"].replace(",", ""))
     written = -digits if match["falls"] or match["sign"] else digits
     scale = _SCALES[match["scale"].lower()] if match["scale"] else 1

@@ -35,7 +35,7 @@ PIECE = np.dtype([("tokens", "<u4"), ("text_bytes", "<u4"), ("dialogue", "<u4"),
 
 @dataclass
 class Encoded:
-    """The encoded rows of a block: tokens and masks end to end, the pieces they belong to, counts."""
+    """The encoded rows of a block: tokens and masks end to end, the pieces that they belong to, and counts."""
 
     number: int  # of the input
     ids: array[int] = field(default_factory=lambda: array("I"))  # crosses to the parent as bytes, which a list does not
@@ -49,7 +49,7 @@ class Encoded:
 
 
 class Tally:
-    """The running counts of one input while its blocks come back in order."""
+    """The running counts of an input while its blocks come back in order."""
 
     def __init__(self, item: Input) -> None:
         self.item = item
@@ -60,7 +60,7 @@ class Tally:
         self.is_cut = False
 
     def add(self, encoded: Encoded) -> None:
-        """Add a block's counts."""
+        """Add a block's counts to this tally."""
         self.counts.update(encoded.counts, broken=len(encoded.broken))
         self.broken.update(reason for _, _, reason, _ in encoded.broken)
         self.left_out.update(encoded.left_out)
@@ -69,14 +69,14 @@ class Tally:
 
     @property
     def refused(self) -> Counter[str]:
-        """Rows that cannot be used and rows that are left out, by reason."""
+        """Counts of rows that cannot be used and rows that are left out, by reason."""
         return self.broken + self.left_out
 
 
 class Spool:
-    """Keeps all pieces in order until every row is read, for only then is known which dialogues are held out.
+    """Stores all pieces in order until every row is read, because only then is it known which dialogues are held out.
 
-    Tokens and masks are in files of directory; in memory are 28 bytes a piece and 36 a dialogue.
+    Tokens and masks are in two files in `directory`; memory takes 28 bytes a piece and 36 a dialogue.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype[Any]) -> None:
@@ -86,7 +86,7 @@ class Spool:
         self._hashes, self._inputs = bytearray(), array("i")  # of each dialogue
 
     def add(self, encoded: Encoded) -> None:
-        """Append a block's pieces."""
+        """Append a block's pieces; writes their tokens and masks to the spool's files."""
         self._ids.write(np.array(encoded.ids, dtype=self._dtype).tobytes())
         self._mask.write(encoded.mask)
         pieces = np.array(encoded.pieces, dtype=PIECE)
@@ -98,7 +98,7 @@ class Spool:
     def split(self, tallies: Sequence[Tally], data: Data) -> list[ShardEntry]:
         """Decide what is held out, write the shards of each split and source, and return the manifest's entries.
 
-        Adds the decisions to the tallies' counts, and deletes the spool's files.
+        Adds the decisions to the tallies' counts, and deletes the spool's files. Call it once, after the last add().
         """
         self._ids.close()
         self._mask.close()
@@ -132,7 +132,10 @@ class Spool:
         return entries
 
     def _write(self, split: Split, source: str, pieces: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> ShardEntry:
-        """Write .bin, .mask and .idx of a source and split; ends [pieces] are places in the spool, in tokens."""
+        """Write .bin, .mask and .idx of a source and split, and return the manifest's entry.
+
+        `pieces` is PIECE [pieces]; `ends` [pieces] is where each ends in the spool, in tokens.
+        """
         name = f"{split}/{source}-00000.bin"
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
@@ -162,17 +165,17 @@ class Spool:
 
 
 def sum_counts(manifest: Mapping[str, Any], name: str) -> Counter[str]:
-    """Return the counts of this name in a manifest, summed over all sources."""
+    """Return the counts under this key of a manifest, summed over all sources; empty if the key is missing."""
     return sum((Counter(row) for row in manifest.get(name, {}).values()), Counter[str]())
 
 
 def by_source(tallies: Sequence[Tally], name: str) -> selection.SourceCounts:
-    """Return the counts in this attribute of the tallies by source, training and held-out files together."""
+    """Return {source: counts} of this attribute of the tallies, training and held-out files together."""
     return selection.sum_by_source((tally.item.source, getattr(tally, name)) for tally in tallies)
 
 
 def write_description(directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry]) -> None:
-    """Write documents.json into a shards directory, under the names that reports know."""
+    """Write documents.json, with counts and input files of every source, into a shards directory."""
     sources: selection.SourceCounts = {}
     for tally in tallies:
         row = sources.setdefault(tally.item.source, dict.fromkeys(_COUNTED, 0))

@@ -1,13 +1,13 @@
 """Turn rows of the usual instruction formats into messages, and messages into text with the stretches of the assistant.
 
-Rows are known by their keys, one by one, so that files may mix formats: messages (OpenAI, Hugging Face), conversations
-(ShareGPT), conversation (human/assistant pairs), and pairs under the names in PAIRS. One engine for all templates:
-Jinja in its sandbox, the functions that Hugging Face's chat templates expect, and the tag {% generation %} around what
-the assistant writes. A template without that tag (most models' own) is rendered twice a turn, without and with the
-answer; the difference is the answer. Where a template writes earlier turns otherwise than the last (Qwen3's empty
-reasoning) or begins an answer for the model (R1's <think>), letters that stand for the answers find them. The end of
-the answer's turn belongs to it: what is not learnt there, the model never writes. A template that leaves out some of
-what the assistant says is refused with the row.
+Rows are recognised by their keys, each by itself, so that files may mix formats: messages (OpenAI, Hugging Face),
+conversations (ShareGPT), conversation (human/assistant pairs), and pairs under the names in PAIRS. One engine for all
+templates: Jinja in its sandbox, the functions that Hugging Face's chat templates expect, and the tag {% generation %}
+around what the assistant writes. A template without that tag (most models' own) is rendered twice a turn, without and
+with the answer; the difference is the answer. Where a template writes earlier turns otherwise than the last (Qwen3's
+empty reasoning) or begins an answer for the model (R1's <think>), letters that stand for the answers find them. The end
+of the answer's turn belongs to it: what is not learnt there, the model never writes. If a template leaves out some of
+what the assistant says, the row is refused.
 
 An assistant's turn may call tools (tool_calls), whose results are turns of the role tool; the tools stand beside the
 messages. The template writes all of them in its own form; calls are learnt, results are not.
@@ -50,18 +50,18 @@ _WITH_SYSTEM = (
 
 
 class Refused(ValueError):
-    """A row that cannot be used, with the reason: it counts as broken."""
+    """Raised for a row that cannot be used, with the reason; the row counts as broken."""
 
 
 class LeftOut(Refused):
-    """A whole row that the recipe has no use for, such as one that is too long, with the reason."""
+    """Raised for a valid row that the recipe has no use for, such as one that is too long, with the reason."""
 
 
 class Template:
-    """A compiled chat template with the tokens it writes. Raises UserError for a source that is not valid Jinja."""
+    """A compiled chat template with the begin and end tokens that it writes."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
-        """Compile the Jinja source. Raises UserError when it is not valid."""
+        """Compile the Jinja source. Raises UserError when it is not valid Jinja."""
         self.source = source
         self.tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
@@ -73,10 +73,9 @@ class Template:
     def render(
         self, messages: Sequence[Message], *, generation: bool = False, tools: Tools = None
     ) -> tuple[str, Spans]:
-        """Return (text, the assistant's stretches of it); with generation the text ends where the assistant begins.
+        """Return (text, [start, end) spans of the assistant's part); with `generation` it ends ready for an answer.
 
-        Raises Refused with the reason for messages that the template does not take, or of which it leaves out an
-        answer.
+        Raises Refused with the reason if the template does not accept the messages or leaves out an answer.
         """
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if (tools or any("tool_calls" in message for message in messages)) and "tool" not in self.source:
@@ -95,9 +94,9 @@ class Template:
         return text, spans
 
     def _span(self, messages: Sequence[Message], place: int, text: str, tools: Tools) -> tuple[int, int]:
-        """Return where the text has what the assistant writes in the turn at `place`.
+        """Return (start, end) of what the assistant writes in message number `place`, in characters of text.
 
-        Raises Refused when it is not there.
+        Raises Refused when it cannot be located.
         """
         before = self._text(messages[:place], True, tools)
         # Llama-shaped templates write a line break after the end of turn, which nobody generates.
@@ -118,7 +117,7 @@ class Template:
         return len(begin), len(begin + end)
 
     def _text(self, messages: Sequence[Message], generation: bool, tools: Tools) -> str:
-        """Render the messages with the template. Raises Refused with the template's error."""
+        """Return the messages rendered with the template. Raises Refused with the template's error."""
         try:
             text: str = self._compiled.render(
                 messages=list(messages), add_generation_prompt=generation, tools=tools, documents=None, **self.tokens
@@ -129,7 +128,7 @@ class Template:
 
 
 def _refuse_omissions(message: Message, text: str) -> None:
-    """Raise Refused where the text lacks some of what the assistant says, but for blanks, or a tool that it calls."""
+    """Raise Refused if the text lacks some of the message's content, blanks apart, or the name of a tool it calls."""
     content = message["content"]
     if any(call["function"]["name"] not in text for call in message.get("tool_calls", ())):
         raise Refused("the template leaves out a call of a tool")
@@ -139,7 +138,7 @@ def _refuse_omissions(message: Message, text: str) -> None:
 
 
 def find_source(name: str, own: str | None, system: str | None) -> str:
-    """Return the Jinja source for chat.template and chat.system; `own` is the tokenizer's template.
+    """Return the Jinja source for chat.template and chat.system; `own` is the tokenizer's template, None if none.
 
     Raises UserError for a template that does not exist.
     """
@@ -148,7 +147,7 @@ def find_source(name: str, own: str | None, system: str | None) -> str:
 
 
 def read_template(name: str, own: str | None) -> str:
-    """Return the Jinja source of a known template, of the tokenizer's (`model`) or of a file.
+    """Return the Jinja source of a known template, of the tokenizer's (`model`, given as `own`) or of a file.
 
     Raises UserError for a template that does not exist.
     """
@@ -172,7 +171,7 @@ def read_template(name: str, own: str | None) -> str:
 
 
 def _remove_marks(text: str) -> tuple[str, Spans]:
-    """Return (the text without its marks, [(start, end)] in it of the stretches that were between them)."""
+    """Return (text without its marks, [(start, end)] in it of the stretches that were between marks)."""
     spans: Spans = []
     parts, length = [], 0
     for number, part in enumerate(text.split(OPEN)):
@@ -190,7 +189,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        """Parse the tag, as Jinja asks of an extension."""
+        """Return the node of the tag, as Jinja asks of an extension."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -202,7 +201,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the Jinja sandbox with the functions that chat templates expect."""
+    """Return the Jinja sandbox with the functions that chat templates expect; cached."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -212,7 +211,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise(message: str) -> None:
-    """Raise TemplateError: the raise_exception of chat templates."""
+    """Raise TemplateError; this is raise_exception in chat templates."""
     raise TemplateError(message)
 
 
@@ -249,7 +248,7 @@ _CALLS = "function_call"  # role of a call as text, in LLaMA-Factory's form of S
 
 
 def read_messages(row: Any) -> list[Message] | str:
-    """Return the row's messages, or its text where it is a document.
+    """Return the row's messages, or its text as a str if it is a document.
 
     Raises Refused with the reason for anything else.
     """
@@ -272,7 +271,7 @@ def read_messages(row: Any) -> list[Message] | str:
 
 
 def question_turn(row: Mapping[str, Any], name: str) -> list[Message]:
-    """Return the row's earlier turns and the user's turn: the text under `name` with the passage that belongs to it.
+    """Return the messages of the row's history and the user's turn: the text under `name`, then input and context.
 
     Raises Refused where one of them is not text.
     """
@@ -287,13 +286,13 @@ def question_turn(row: Mapping[str, Any], name: str) -> list[Message]:
 
 
 def keys(row: Mapping[str, Any]) -> str:
-    """Return the first eight keys of a row that have a value, sorted, for messages."""
+    """Return the first eight keys of a row that have a value, sorted, as text for messages."""
     return ", ".join(sorted(str(name) for name, value in row.items() if value is not None)[:8]) or "none"
 
 
 @lru_cache(maxsize=4096)
 def suggest_key(names: tuple[str, ...], known: tuple[str, ...] = KNOWN) -> str:
-    """Return a question about keys that are one letter off a known key that the row does not have; "" without any."""
+    """Return a question about keys that are one letter off a known key that the row lacks; "" if there are none."""
     pairs = [(name, near) for name in names for near in known if near not in names and _is_near(str(name), near)]
     return f"is {', '.join(f'{name} meant to be {near}' for name, near in pairs[:2])}?" if pairs else ""
 
@@ -310,7 +309,7 @@ def _explain_missing(row: Mapping[str, Any]) -> str:
 
 
 def _is_near(name: str, known: str) -> bool:
-    """Return whether one letter more, less, changed or two swapped make one name the other, whatever their case."""
+    """Return whether `name`, whatever its case, is `known` but for one letter more, less or changed, or two swapped."""
     name = name.casefold()
     same = next((n for n, pair in enumerate(zip(name, known, strict=False)) if pair[0] != pair[1]), None)
     same = min(len(name), len(known)) if same is None else same
@@ -319,7 +318,7 @@ def _is_near(name: str, known: str) -> bool:
 
 
 def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages behind the row's system prompt, where the row has one and the messages begin with none."""
+    """Return the messages after the row's system prompt, if it has one and the messages begin with none."""
     system = row.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -352,9 +351,9 @@ def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Me
 
 
 def read_tools(row: Any) -> Tools:
-    """Return the tools that a row says may be called, as OpenAI's API has them, or None.
+    """Return the row's tools in the form of OpenAI's API; None if it has none.
 
-    Raises Refused for anything but a list of functions or the JSON of one.
+    Raises Refused for anything but a list of functions or the JSON of such a list.
     """
     value = row.get("tools") if isinstance(row, dict) else None
     if not value:
@@ -368,7 +367,7 @@ def read_tools(row: Any) -> Tools:
 
 
 def _read_calls(value: Any) -> list[Function]:
-    """Return the calls of an assistant's turn as OpenAI's API has them, with arguments as an object.
+    """Return the tool calls of an assistant's turn in the form of OpenAI's API, with arguments as an object.
 
     Raises Refused for anything else.
     """
@@ -388,7 +387,7 @@ def _read_calls(value: Any) -> list[Function]:
 
 
 def _from_json(value: Any, what: str) -> list[Any]:
-    """Return a list, or that of a JSON text; a single object becomes a list. Raises Refused for anything else."""
+    """Return a list, or the list in a JSON text; an object becomes a list of one. Raises Refused for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -432,7 +431,7 @@ def _turns(items: list[Any], who: str, what: str) -> list[Message]:
 
 
 def _turn(row: Any, ask: str, answer: str) -> Iterator[Message]:
-    """Yield the user's and the assistant's message of one pair. Raises Refused where one is not text."""
+    """Yield the user's and the assistant's message of a pair. Raises Refused if one of them is not text."""
     if not (isinstance(row, dict) and isinstance(row.get(ask), str) and isinstance(row.get(answer), str)):
         raise Refused(f"{ask} or {answer} is not text")
     yield {"role": "user", "content": row[ask]}

@@ -37,7 +37,7 @@ PUBLISHED_TOKENS = 2048  # of a prompt of FinanceIQ's code
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question ready to be asked."""
+    """The prompt of a question: its text, its token ids and how many solved examples it shows."""
 
     question: Question
     text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
@@ -48,7 +48,7 @@ class Prompt:
 
 
 def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return prompts of text for base models; what is too long loses examples, then its beginning."""
+    """Return prompts of text for base models; too long ones lose examples, from the last, then their beginning."""
     style, prompts = STYLES[suite.name], list[Prompt]()
     for start in range(0, len(questions), 256):  # the tokenizer works on many texts at once
         waiting = [(question, len(_examples(suite, question, shots))) for question in questions[start : start + 256]]
@@ -71,7 +71,7 @@ def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], s
 
 
 def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, ...]:
-    """Return at most `shots` solved questions of the same subject: a set may have fewer, or none."""
+    """Return at most `shots` solved questions of the same subject; a suite may have fewer, or none."""
     return suite.examples.get(question.subject, ())[:shots]
 
 
@@ -86,9 +86,9 @@ def _format_solved(style: Style, example: Question) -> str:
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return prompts as FinanceIQ's code makes them, of at most 2,048 tokens: the longest examples are left out first.
+    """Return prompts as FinanceIQ's code makes them, of at most 2,048 tokens; the longest examples are dropped first.
 
-    A question that is too long even without examples loses the header, as there, and then its beginning.
+    A question that is too long even without examples loses the header, as in that code, and then its beginning.
     """
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = min(PUBLISHED_TOKENS, opened.context - style.max_tokens)
@@ -113,7 +113,7 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
 
 
 def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return texts that end with each of the four options in full instead of with its letter; no examples.
+    """Return prompts whose four texts end with an option in full instead of with its letter; `shots` is not used.
 
     A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446), and
     as there the likelihood counts per character, or short options would win. An assistant sees the options in the
@@ -146,20 +146,20 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
 
 
 def common_prefix(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the longest beginning that all sequences share."""
+    """Return the longest beginning that all sequences share; raises ValueError without sequences."""
     pairs = zip(min(sequences), max(sequences), strict=False)
     return tuple(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _render_with_answer(opened: Opened, asked: str, answer: str) -> str:
-    """Return the conversation up to the end of the answer, with whatever the template puts before it."""
+    """Return the conversation in the model's template up to the end of the answer."""
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
     return text[: text.rindex(answer) + len(answer)]
 
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return chats for assistants, in the model's own template, with as many examples as leave room for the answer."""
+    """Return chats in the model's own template, with at most `shots` examples, as many as leave room for the answer."""
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = opened.context - style.max_tokens
     for question in questions:
@@ -173,13 +173,13 @@ def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], s
 
 
 def chat_style(opened: Opened, suite: Suite) -> Style:
-    """Return the suite's style, with answers of at most a quarter of the context."""
+    """Return the suite's style, with max_tokens limited to a quarter of the model's context."""
     style = STYLES[suite.name]
     return replace(style, max_tokens=max(1, min(style.max_tokens, opened.context // 4)))
 
 
 def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
-    """Render examples and question as a conversation in the model's template, ready for the answer."""
+    """Return examples and question as a conversation in the model's template, ready for the answer."""
     messages = []
     for example in _examples(suite, question, shots):
         messages.append({"role": "user", "content": _turn(style, example)})
@@ -200,7 +200,7 @@ _CPU_TOKENS, _GPU_TOKENS = 2_048, 16_384  # computed at once
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens to compute, and what to read: (place, token, letter) whose log-probability counts for the letter."""
+    """Tokens of one row of a batch, and which log-probabilities to read: (position, token, index of the letter)."""
 
     ids: tuple[int, ...]
     targets: tuple[tuple[int, int, int], ...]
@@ -209,7 +209,7 @@ class Row:
 def score_letters(
     opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None
 ) -> Iterator[dict[int, list[float]]]:
-    """Yield {place in prompts: log-likelihood of each letter}, a batch of at most `tokens` at a time."""
+    """Yield {index of the prompt: log-likelihood of each letter} in batches of at most about `tokens` tokens."""
     budget = tokens or (_GPU_TOKENS if opened.device.type == "cuda" else _CPU_TOKENS)
     alike: dict[tuple[str, int], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -231,7 +231,7 @@ def score_letters(
 
 
 def _first_counted(prompt: Prompt) -> int:
-    """Return the first token whose likelihood counts: of each answer at least the last."""
+    """Return the index of the first token whose likelihood counts; at least the last token of each answer counts."""
     begin = len(common_prefix(prompt.ids)) if prompt.begin is None else prompt.begin
     return min(begin, *(len(ids) - 1 for ids in prompt.ids))
 
@@ -248,7 +248,7 @@ def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Ro
 
 
 def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
-    """Compute and return the keys and values of the shared tokens; None without any."""
+    """Run the model on the shared tokens and return their keys and values (its cache); None if there are none."""
     if not shared:
         return None
     ids = torch.tensor([shared], device=opened.device)
@@ -256,7 +256,11 @@ def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
 
 
 def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: int) -> Iterator[list[int]]:
-    """Yield places of prompts of similar length, the longest first: what does not fit in memory fails at once."""
+    """Yield batches of prompts as lists of keys of `work`, longest prompts first, so out of memory shows at once.
+
+    A batch has at most `budget` tokens (rows times its longest row) and at most _most_rows() rows; a prompt whose rows
+    alone exceed these gets its own batch. Yields one empty batch if `work` is empty.
+    """
     most = _most_rows(opened, prefix)
     batch, width, count = list[int](), 0, 0
     for place in sorted(work, key=lambda place: -max(len(row.ids) for row in work[place])):
@@ -271,7 +275,7 @@ def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: in
 
 
 def _most_rows(opened: Opened, prefix: Any) -> int:
-    """Return how many rows' copies of the prefix fit in memory."""
+    """Return how many copies of the prefix, one per row, fit in a tenth of the free memory: 1 to 1,000."""
     if prefix is None:
         return 1_000
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
@@ -280,7 +284,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
 
 
 def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
-    """Return, for each row, the log-likelihood that it adds to each letter."""
+    """Return, for each row, the log-likelihood that it adds to each of the four letters."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
     places = sorted({at for row in rows for at, _, _ in row.targets})
@@ -311,7 +315,7 @@ _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a question, and how it was found."""
+    """A model's answer to a question: its letter, None if it named none, and how it was got."""
 
     letter: str | None
     shots: int
@@ -321,11 +325,11 @@ class Answer:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], shots: int) -> Answer:
-        """Return the answer in a row of the ledger."""
+        """Return the answer in a line of the ledger, to a prompt with `shots` examples."""
         return cls(row["answer"], shots, tuple(row.get("scores", ())), row.get("text", ""), "drawn" in row)
 
     def to_json(self, *, is_written: bool) -> Mapping[str, Any]:
-        """Return the answer's part of a row of the ledger."""
+        """Return the answer as fields of a ledger line: its text if is_written, else the letters' scores."""
         said = {"text": self.text} if is_written else {"scores": self.scores}
         return {"answer": self.letter, "shots": self.shots} | said | ({"drawn": True} if self.drawn else {})
 
@@ -333,7 +337,7 @@ class Answer:
 def answer_questions(
     opened: Opened, suite: Suite, questions: Sequence[Question], mode: Mode, shots: int, ledger: Path
 ) -> list[Answer]:
-    """Return an answer to each question; asks and appends to the ledger what it lacks.
+    """Return an answer to each question; ask those without a line in `ledger` and append their answers to it.
 
     Raises UserError for mode chat without a chat template, and when the ledger cannot be written.
     """
@@ -375,7 +379,7 @@ def answer_questions(
 
 
 def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tuple[Prompt, Answer]]]:
-    """Yield batches of prompts with the letter of highest likelihood (per character for options in full)."""
+    """Yield batches of (prompt, answer): the letter of highest likelihood, per character for options in full."""
     for batch in score_letters(opened, asked):
         answered = []
         for place, scores in batch.items():
@@ -391,9 +395,9 @@ def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tupl
 def _generate_answers(
     opened: Opened, asked: list[Prompt], style: Style, way: str
 ) -> Iterator[list[tuple[Prompt, Answer]]]:
-    """Yield batches of prompts with the letters of the answers that the model writes, the longest prompts first.
+    """Yield batches of (prompt, answer) with the letter of the text that the model writes, longest prompts first.
 
-    way: the key of questions.WAYS by which a written answer is read.
+    `way` is the key of questions.WAYS that says how to read a written answer.
     """
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
@@ -404,7 +408,7 @@ def _generate_answers(
 
 
 def _read(prompt: Prompt, text: str, way: str) -> Answer:
-    """Return the answer that a text gives; as published a letter is drawn for none, the same each time."""
+    """Return the answer that a text gives; if it names no letter, way "published" draws one by the question."""
     text = text.strip() if way == "chat" else text
     letter = sets.WAYS[way].read(text, prompt.question.options)
     if letter is None and way == "published":
@@ -414,14 +418,14 @@ def _read(prompt: Prompt, text: str, way: str) -> Answer:
 
 
 class _Decided(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row as soon as no further token can change its letter; a long answer is checked at every eighth token."""
+    """Ends a row as soon as no further token can change its letter; after 16 tokens checks every eighth token."""
 
     def __init__(self, opened: Opened, begin: int, rows: int, decided: Callable[[str], str | None]) -> None:
         self.tokenizer, self.ends, self.begin = opened.tokenizer, opened.eos_ids, begin
         self.ended, self.decided = [False] * rows, decided
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return which rows are done, bool [rows]; ids: int64 [rows, tokens so far]."""
+        """Return which rows are done, bool [rows]; `ids` is int64 [rows, tokens so far]."""
         count = ids.shape[1] - self.begin
         if count <= 16 or count % 8 == 0:
             for row, tokens in enumerate(ids[:, self.begin :].tolist()):
@@ -437,7 +441,7 @@ def _generate(
     style: Style,
     decided: Callable[[str], str | None] = sets.decided_letter,
 ) -> list[str]:
-    """Return the greedy continuation of each row of ids, without padding in the penalty on repetition."""
+    """Return the greedy continuation of each row of ids as text; padding does not count in the repetition penalty."""
     stop = StoppingCriteriaList([_Decided(opened, max(map(len, rows)), len(rows), decided)])
     out = generate(opened, rows, style.max_tokens, repetition_penalty=style.repetition_penalty, stopping_criteria=stop)
     texts: list[str] = opened.tokenizer.batch_decode(out, skip_special_tokens=True)

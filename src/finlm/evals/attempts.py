@@ -2,11 +2,11 @@
 
 An attempt is right when the recipe's own rules say so, the first that applies to the prompt. pass@k is the unbiased
 estimate of arXiv 2107.03374 from all attempts; maj@k is the answer that most of the first k name, ties to the earlier
-one. Intervals are bootstraps over prompts. Answers are kept as they come, so that a killed command goes on; what is
-drawn depends on (seed, prompt, attempt) alone, but for rounding.
+answer. Intervals are bootstraps over prompts. Answers are stored as they come, so that a killed command continues; what
+is drawn depends on (seed, prompt, attempt) alone, but for rounding.
 
-Of each prompt with a right attempt the one that earns most is written (rejection sampling); every other prompt is
-counted by its reason.
+For each prompt with a right attempt, the attempt with the highest reward is written (rejection sampling); every other
+prompt is counted by its reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line."""
+    """The options of `finlm attempt`: count is answers per prompt, limit prompts at most, best the file to write."""
 
     model: Path
     count: int = 8
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt as messages and as the model's ids, with its right answer."""
+    """A prompt as messages and as the model's token ids, with its right answer."""
 
     messages: list[Message]
     ids: list[int]
@@ -91,14 +91,15 @@ class Result:
         return row if self.best is None else row | {"best": str(self.best)}
 
     def _parts(self) -> tuple[tuple[str, dict[int, Estimate]], ...]:
-        """Return the estimates with the names that --json gives them."""
+        """Return the estimates with their keys in --json."""
         return ("pass", self.passed), ("majority", self.majority)
 
 
 def run(recipe: Recipe, options: Options) -> Result:
-    """Return counts, pass@k and maj@k of a recipe's prompts, and write the best answers to options.best.
+    """Draw answers to the recipe's prompts and return counts, pass@k and maj@k; write the best answers to options.best.
 
-    Raises UserError for a recipe that no text alone can be judged by, and for a split without prompts.
+    Appends new answers to a ledger (see draw). Raises UserError for a recipe whose rewards cannot grade a text alone, a
+    split without prompts, and an options.best that exists.
     """
     grpo = _check(recipe, options)
     opened = open_model(options.model)
@@ -123,7 +124,7 @@ def run(recipe: Recipe, options: Options) -> Result:
 
 @dataclass(frozen=True)
 class Graded:
-    """An attempt: whether it is right, what it earns, and the answer it concludes with."""
+    """An attempt: whether it is right, its reward, and the answer that it concludes with, None if none."""
 
     is_right: bool
     reward: float
@@ -131,7 +132,10 @@ class Graded:
 
 
 def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict[int, Estimate]]:
-    """Return (pass@k, maj@k) for k of 1, 2, 4, ... and all attempts."""
+    """Return (pass@k, maj@k), each {k: Estimate}, for k of 1, 2, 4, ... and all attempts.
+
+    `graded` has a list of attempts for each prompt.
+    """
     count = len(graded[0])
     sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
     right = [sum(attempt.is_right for attempt in attempts) for attempts in graded]
@@ -145,14 +149,14 @@ def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return the chance that k of `count` attempts, of which `right` are right, hold a right one."""
+    """Return the probability that k attempts drawn from `count`, of which `right` are right, include a right one."""
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
 def is_majority_right(attempts: Sequence[Graded]) -> bool:
     """Return whether the answer that most attempts name is right; attempts that name none have no vote.
 
-    Of equal numbers of votes the answer named first counts. False when no attempt names any.
+    A tie goes to the answer named first. Returns False when no attempt names any.
     """
     votes = Counter(attempt.named for attempt in attempts if attempt.named is not None)
     if not votes:
@@ -162,9 +166,10 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
 
 
 def _check(recipe: Recipe, options: Options) -> Grpo:
-    """Return the recipe's grpo section.
+    """Return the recipe's grpo section, or raise UserError if the command cannot run.
 
-    Raises UserError when its rewards cannot judge a text, or options.best exists.
+    Raises it for another stage, for rewards that check no right answer or that need a model or function, and when
+    options.best exists.
     """
     grpo = recipe.grpo
     if grpo is None:
@@ -190,9 +195,10 @@ def _check(recipe: Recipe, options: Options) -> Grpo:
 
 
 def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
-    """Yield the prompts of a split in order, at most options.limit (0: all); counts "asked" and reasons of others.
+    """Yield the prompts of a split in order, at most options.limit (0 or None: all); prepare the data if needed.
 
-    A split has the prompts that `finlm prepare` puts into it, of which none is in the other.
+    Counts in `counts` the "asked" prompts and the others by their reason. A split has the prompts that `finlm prepare`
+    puts into it; no prompt is in both splits.
     """
     context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
@@ -230,7 +236,7 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
 
 
 def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[tuple[str, int]]]:
-    """Return (text, tokens) of options.count attempts at each prompt; those in the ledger are not drawn again.
+    """Return (text, number of tokens) of options.count attempts at each prompt; draw only those not in the ledger.
 
     New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come.
     """
@@ -256,7 +262,7 @@ def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -
 
 
 def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]) -> list[list[int]]:
-    """Return the drawn ids of each (key, prompt), with their end."""
+    """Return the drawn token ids of each (key, prompt), with their end token; the key seeds the drawing."""
     prompts = [ids for _, ids in batch]
     limits = Limits(
         most=grpo.max_new_tokens,
@@ -271,7 +277,10 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 
 
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
-    """Grade an attempt by the recipe's rewards; it is right when the first checked rule that applies gives 1."""
+    """Return the attempt graded by the recipe's rewards; it is right when the first checked rule that applies gives 1.
+
+    Raises StopIteration when no checked rule applies.
+    """
     asked, right = prompt.messages[-1]["content"], prompt.right
     values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
     rule, value = next(
@@ -284,7 +293,7 @@ def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
 
 
 def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
-    """Return the answer that a text concludes with, as the rule reads it; None when it concludes with none."""
+    """Return the answer that a text concludes with, as the reward rule reads it; None if it concludes with none."""
     if rule == "option":
         return scoring.find_letter(said)
     if rule == "words":
@@ -298,7 +307,10 @@ def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
 def write_best(
     path: Path, asked: Sequence[Asked], said: Sequence[Sequence[tuple[str, int]]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
-    """Write each prompt's right attempt that earns most as messages to path; return counts of prompts by outcome."""
+    """Write each prompt's right attempt with the highest reward to `path` as a JSON line of messages.
+
+    Returns counts of prompts by outcome.
+    """
     counts: Counter[str] = Counter()
     lines = []
     for prompt, texts, grades in zip(asked, said, graded, strict=True):
@@ -320,7 +332,7 @@ def _format_counts(counts: Counter[str]) -> str:
 
 
 def show(result: Result) -> None:
-    """Print pass@k and maj@k with their intervals, and the counts of prompts."""
+    """Print pass@k and maj@k with their intervals, and the five most frequent outcomes of prompts."""
     screen.heading(f"{result.recipe}, {result.prompts:,} prompts of {result.split}: {result.model}")
     rows = [
         (f"{name}@{k}", f"{100 * value:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}")

@@ -1,6 +1,6 @@
 """Read multiple-choice questions, how each suite puts them and how its answers are read: FinanceIQ, C-Eval, exam.
 
-A set is known by the sha256 of what it asks, because scores on other questions are no comparison: the rows of the
+A set is identified by the sha256 of what it asks, because scores on other questions are no comparison: the rows of the
 published FinanceIQ table mix two versions of the set, whose sizes differ by 18. Prompts are the published ones.
 FinanceIQ (github.com/Duxiaoman-DI/XuanYuan, FinanceIQ/src) samples nothing, penalises repetition by 1.1 and stops after
 512 tokens; C-Eval (github.com/hkust-nlp/ceval) has its README's prompts for answers without a chain of thought, and
@@ -43,7 +43,7 @@ from finlm.world.writer import company_count
 
 @dataclass(frozen=True)
 class Style:
-    """The words around a question."""
+    """How a suite words a question."""
 
     header: str  # before everything, with {subject}
     lead: str  # before the question's text
@@ -56,12 +56,12 @@ class Style:
     several_header: str = ""  # instead of header, before a question with several right options
 
     def begin(self, question: Question) -> str:
-        """Return the header that stands before the first question."""
+        """Return the header, with the question's subject, that stands before the first question."""
         header = self.several_header if question.kind == "several" else self.header
         return header.format(subject=question.subject)
 
     def ask(self, text: str, options: tuple[str, ...]) -> str:
-        """Return a question with its options, without the cue."""
+        """Return a question's text with its lettered options on lines of their own, without the cue."""
         lines = [self.lead + text, *(f"{letter}. {option}" for letter, option in zip(_NAMES, options, strict=False))]
         return "\n".join(lines)
 
@@ -84,7 +84,7 @@ _COLUMNS = ("question", "a", "b", "c", "d", "answer")
 
 @dataclass(frozen=True)
 class Question:
-    """One question with its options, four of them but in cflue; answer is a letter, in cflue one or more."""
+    """A question with its options, four except in cflue; `answer` is a letter, in cflue one or more letters."""
 
     subject: str
     text: str
@@ -94,13 +94,13 @@ class Question:
 
     @property
     def sha256(self) -> str:
-        """Hash of subject, text and options, without the answer."""
+        """Hex sha256 of subject, text and options, without the answer."""
         return files.sha256_json([self.subject, self.text, self.options])
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Questions to ask, and solved ones of each subject to show before them."""
+    """Questions to ask, and solved questions by subject (`examples`) to show before them."""
 
     name: Name
     questions: tuple[Question, ...]
@@ -110,12 +110,15 @@ class Suite:
 
     @property
     def letters(self) -> str:
-        """Names of the options that its questions may have."""
+        """Letters of the options that its questions may have: ABCDEF in cflue, else ABCD."""
         return _NAMES if self.name == "cflue" else LETTERS
 
 
 def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic:
-    """Return the fictional world that a recipe, by default the run's own, trains on. Raises UserError without any."""
+    """Return the fictional world that `recipe`, by default the run's own recipe, trains on.
+
+    Raises UserError when it trains on none.
+    """
     file = recipe or (run.recipe if run else None)
     sources = recipes.load(file).recipe.data.sources if file else []
     world = next((source.synthetic for source in sources if source.synthetic), None)
@@ -130,9 +133,9 @@ def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic
 
 
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
-    """Read a suite's questions from the folder `data`, or make those of OF_WORLD about `world`.
+    """Return a suite's questions, read from the folder `data`, or for exam and recall made about `world`.
 
-    Raises UserError for a folder or file that is missing, and for a row that is no question of the suite.
+    Raises UserError when the folder or a file is missing, and for a row that is no question of the suite.
     """
     if name in OF_WORLD:
         assert world is not None
@@ -153,17 +156,20 @@ def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Su
 
 
 def _holds(name: str) -> str:
-    """Return in words which files of a suite are read."""
+    """Return which files of the folder are read for a suite, in words."""
     return CFLUE_FILE if name == "cflue" else f"dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv"
 
 
 def digest(questions: tuple[Question, ...]) -> str:
-    """Return the hex sha256 of the questions, options and answers, whatever their order."""
+    """Return the hex sha256 of the questions, options and answers, independent of their order."""
     return files.sha256_json(sorted([q.subject, q.text, *q.options, q.answer] for q in questions))
 
 
 def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> bool | None:
-    """Return whether the questions are the released set, by number and hash; None when its hash is not known."""
+    """Return whether the questions are the released set, by number and hash; None if the released hash is not known.
+
+    A wrong number gives False even so.
+    """
     if name not in _SUITES["released"]:
         return None
     count, *known = _SUITES["released"][name]
@@ -171,7 +177,7 @@ def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> boo
 
 
 def _group_by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question, ...]]:
-    """Group questions by subject, in their order."""
+    """Return {subject: questions}, both in the order of the questions."""
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.subject, []).append(question)
@@ -179,7 +185,7 @@ def _group_by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question
 
 
 def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
-    """Yield the questions of all CSV files of a part of a set. Raises UserError for a folder without any."""
+    """Yield the questions of all CSV files in the folder data/part. Raises UserError if it has none or a row is bad."""
     paths = sorted((data / part).glob("*.csv"))
     if not paths:
         raise UserError(
@@ -193,7 +199,7 @@ def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
 
 
 def _read_file(path: Path, subject: str) -> Iterator[Question]:
-    """Yield the questions of a CSV file. Raises UserError for a row without four options and an answer."""
+    """Yield the questions of a CSV file. Raises UserError for a row without four options and an answer A to D."""
     fix = "a file of questions has the columns question, A, B, C, D and answer"
     for line, row in contamination.read_csv(path, _COLUMNS, fix):
         text, a, b, c, d, answer = (row.get(name, "").strip() for name in _COLUMNS)
@@ -207,7 +213,7 @@ def _read_file(path: Path, subject: str) -> Iterator[Question]:
 
 
 def _read_cflue(path: Path) -> Iterator[Question]:
-    """Yield the questions of CFLUE's knowledge.json. Raises UserError for no or another file, naming the row."""
+    """Yield the questions of CFLUE's knowledge.json. Raises UserError if it is missing or a row is bad."""
     fix = f"give the folder that holds {CFLUE_FILE} with --data ({FETCH['cflue']})"
     if not path.is_file():
         raise UserError(f"there is no {path}", fix=fix)
@@ -235,8 +241,8 @@ def _read_cflue(path: Path) -> Iterator[Question]:
 def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
     """Return (questions, examples by subject) about the fictional world.
 
-    exam: what the laws of the world answer, about companies that nobody has read of. recall: what only the training
-    text says about its companies. Examples are about companies of the training text in both.
+    `exam` asks what follows from the world's laws, about companies that are in no training text. `recall` asks what
+    only the training text says about its companies. Examples are about companies of the training text in both.
     """
     closed = name == "recall"
     size = world.size if closed else world.held_out_size
@@ -254,7 +260,10 @@ def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...],
 
 
 def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Yield different questions without end, drawn by other dice than the corpus uses."""
+    """Yield different questions without end about the world's companies, with another random seed than the corpus.
+
+    `size_bytes` gives the number of companies; `split` is "train" or "held_out".
+    """
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):
@@ -279,12 +288,12 @@ _AT_LAST = [rf"[^不]是：? ?{_L}", rf"^[^A-D]*{_L}[^A-D]*$"]
 
 
 def decided_letter(text: str) -> str | None:
-    """Return the letter that no further text can change; None while the text decides nothing."""
+    """Return the letter that no further text can change; None while it can still change."""
     return scoring.find_decided_letter(text, LETTERS)
 
 
 def extract_letter(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of a whole answer, by name or by the only option it quotes; None when it gives none."""
+    """Return the letter of a whole answer, named or of the only option that it quotes; None if it gives none."""
     letter = scoring.find_named_letter(text, LETTERS)
     if letter:
         return letter
@@ -293,7 +302,7 @@ def extract_letter(text: str, options: Sequence[str]) -> str | None:
 
 
 def read_published(text: str) -> str | None:
-    """Return the letter that FinanceIQ's code reads; None where that code draws one."""
+    """Return the letter that FinanceIQ's code reads from an answer; None where that code draws a random letter."""
     text = text.replace("\n", "")
     if text[:1] in LETTERS:
         return text[:1] or None
@@ -311,9 +320,9 @@ _CFLUE_OPENS = re.compile(r"^[A-F]+")
 
 
 def read_cflue(text: str) -> str | None:
-    """Return the letters that CFLUE's code reads from an answer, as they stand there; None where it reads none.
+    """Return the letters that CFLUE's code reads from an answer, in the answer's order; None where it reads none.
 
-    Of an answer of two lines it reads the first.
+    Reads only the first line of an answer of two lines.
     """
     lines = text.split("\n")
     read = re.sub("[、,， ]", "", (lines[0] if len(lines) == 2 else text).strip())
@@ -323,7 +332,7 @@ def read_cflue(text: str) -> str | None:
 
 
 def decided_by_cflue(text: str) -> str | None:
-    """Return the letters in a finished first line, which no further text can change; else None."""
+    """Return the letters in a finished first line, which no further text can change; None if there are none yet."""
     first, line_end, _ = text.lstrip().partition("\n")
     said = _CFLUE_SAID.search(re.sub("[、,， ]", "", first))
     return said[1] if said and line_end else None
@@ -335,7 +344,7 @@ def opens_with_letter(text: str) -> str | None:
 
 
 class Way(NamedTuple):
-    """How a written answer is read: the letter that is settled while it is written, and that of the whole."""
+    """How a written answer is read: `decided` from an unfinished text, `read` from the whole text."""
 
     decided: Callable[[str], str | None]
     read: Callable[[str, Sequence[str]], str | None]  # of the text and the options
@@ -353,14 +362,14 @@ Interval = tuple[float, float]
 
 
 class Count(NamedTuple):
-    """Right answers among all."""
+    """The number of right answers among all."""
 
     correct: int
     total: int
 
 
 def wilson(count: Count) -> Interval:
-    """Return the 95 % interval of a share (Wilson)."""
+    """Return the 95 % Wilson interval of the share of right answers. Raises ZeroDivisionError for a total of 0."""
     share, n = count.correct / count.total, count.total
     middle = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
@@ -370,7 +379,8 @@ def wilson(count: Count) -> Interval:
 def macro_interval(subjects: Mapping[str, Count]) -> Interval:
     """Return the 95 % interval of the mean of the subjects' accuracies, by its standard error.
 
-    A subject's error is that with one right and one wrong answer more (Agresti and Coull): all right is no certainty.
+    A subject's error is computed with one right and one wrong answer added (Agresti and Coull), so that all right gives
+    no certainty.
     """
     if len(subjects) == 1:
         return wilson(*subjects.values())
@@ -382,7 +392,7 @@ def macro_interval(subjects: Mapping[str, Count]) -> Interval:
 
 @dataclass(frozen=True)
 class Share:
-    """Right answers to the questions of a subject."""
+    """The accuracy on the questions of a subject, with its counts and 95 % interval."""
 
     correct: int
     total: int
@@ -392,7 +402,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Scores:
-    """Accuracy over all questions (micro), over subjects alike (macro) and of each subject."""
+    """Accuracy over all questions (micro), as mean over subjects (macro), and of each subject."""
 
     questions: int
     micro: float
@@ -403,7 +413,7 @@ class Scores:
 
     @classmethod
     def of(cls, subjects: Mapping[str, Count]) -> Scores:
-        """Compute the scores from counts by subject."""
+        """Return the Scores computed from counts by subject."""
         whole = Count(*map(sum, zip(*subjects.values(), strict=True)))
         shares = {name: Share(*count, count.correct / count.total, wilson(count)) for name, count in subjects.items()}
         macro = sum(share.accuracy for share in shares.values()) / len(shares)
@@ -412,7 +422,7 @@ class Scores:
 
 
 def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
-    """Return the mean F1 of the right answers as classes, each weighted by its questions, as scikit-learn has it."""
+    """Return the mean F1 of the right answers as classes, weighted by their questions, as scikit-learn computes it."""
     total = 0.0
     for label, support in Counter(right).items():
         hits = sum(r == g == label for r, g in zip(right, given, strict=True))
@@ -421,9 +431,10 @@ def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of values from 0 to 1, by a Bayesian bootstrap (Rubin, 1981).
+    """Return the 95 % interval of the mean of values from 0 to 1, by a Bayesian bootstrap (Rubin, 1981) of fixed seed.
 
-    Half a 0 and half a 1 are added (Jeffreys' prior of a share): without them values that are all alike were certain.
+    Adds half a 0 and half a 1 (Jeffreys' prior of a share): without them equal values would give an interval of length
+    0.
     """
     drawn, weights = np.random.default_rng(_SEED), np.array([0.5, 0.5, *[1.0] * len(values)])
     array, means = np.array([0.0, 1.0, *values]), np.empty(_DRAWS)

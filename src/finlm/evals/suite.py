@@ -1,8 +1,8 @@
-"""Run `finlm eval CHECKPOINT --suite exam|financeiq|...`: questions, answers, scores, and a row in the run.
+"""Run `finlm eval CHECKPOINT --suite exam|financeiq|...`: questions, answers, scores, and an event in the run.
 
-Base models continue text with a letter after five examples (--mode likelihood), assistants write an answer without any
-(--mode chat); --mode cloze weighs the options in full by their likelihood per character, for models too small for
-letters. A question counts as contained in the training data when one document holds at least 65 % of its 6-grams
+Base models continue text with a letter after five examples (--mode likelihood), assistants write an answer without
+examples (--mode chat); --mode cloze weighs the options in full by their likelihood per character, for models too small
+for letters. A question counts as contained in the training data when one document has at least 65 % of its 6-grams
 (corpus/contamination.py).
 
 --write-lm-eval writes the same prompts as tasks of lm-evaluation-harness 0.4, one a subject and a group over them:
@@ -45,7 +45,7 @@ from finlm.world.exam import LETTERS
 
 @dataclass(frozen=True)
 class Contained:
-    """How many questions stand in the training data, and the accuracy on these and on the others; None without any."""
+    """How many questions the training data contains, and the accuracy on these and on the others (None without any)."""
 
     training: str
     contained: int
@@ -56,7 +56,7 @@ class Contained:
 
 @dataclass(frozen=True)
 class Asked:
-    """The set that questions are of."""
+    """The whole set that the questions are from: their number, hash, and whether it is the released set."""
 
     questions: int
     sha256: str
@@ -84,11 +84,11 @@ class Result:
 
     @property
     def likelihood_per(self) -> str | None:
-        """The unit that a likelihood is counted by; None in modes that write answers."""
+        """What a likelihood is counted per, "answer" or "character"; None in modes that write answers."""
         return {"likelihood": "answer", "cloze": "character"}.get(self.mode)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as --json prints it and events.jsonl has it, the scores beside the rest."""
+        """Return the document of --json, which is also the event `suite`; the scores are at the top level."""
         row = asdict(self)
         scores, contamination = row.pop("scores"), row.pop("contamination")
         row |= {"likelihood_per": self.likelihood_per, **scores}
@@ -99,9 +99,9 @@ _BLOCK_TOKENS = 1_000_000
 
 
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
-    """Return the questions contained in the training text of a run or shards: {place: largest share in one document}.
+    """Return {index of a question: largest share of its 6-grams in one document} for questions in the training text.
 
-    The share is of the question's 6-grams (corpus/contamination.py).
+    `training` is a run or a directory of shards.
     """
     shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
     index = contamination.Index.of([_to_contamination(question) for question in questions])
@@ -119,7 +119,7 @@ def find_contained(questions: Sequence[Question], training: Path) -> dict[int, f
 
 
 def contained_summary(shares_found: dict[int, float], is_right: Sequence[bool], training: Path) -> Contained:
-    """Return the counts, and the accuracy on contained and on other questions."""
+    """Return the Contained of the questions whose indexes are in shares_found, given which answers are right."""
     contained = [right for place, right in enumerate(is_right) if place in shares_found]
     others = [right for place, right in enumerate(is_right) if place not in shares_found]
     shares = (sum(some) / len(some) if some else None for some in (contained, others))
@@ -133,7 +133,7 @@ def _to_contamination(question: Question) -> contamination.Question:
 
 
 def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[str]]]:
-    """Yield (tokens, documents as text) of a shard, about a million tokens at a time."""
+    """Yield (number of tokens, documents as text) of a shard, about a million tokens at a time."""
     directory = shards.directory / "tokenizer"
     tokenizer = pretrained.open_tokenizer(directory if directory.is_dir() else shards.directory)
     around = shards.bos_id, shards.eos_id
@@ -153,7 +153,7 @@ DEFAULT_ANSWERS = Path("runs") / "evals"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line."""
+    """The options of `finlm eval --suite`."""
 
     suite: Name
     mode: Mode | None = None  # chat for models with a template
@@ -166,9 +166,9 @@ class Options:
 
 
 def evaluate(checkpoint: Path, options: Options) -> Result:
-    """Ask a suite and return its result; append the row `suite` to the run's events, if the model is of a run.
+    """Ask a suite and return its Result; keep answers in a ledger, append the event `suite` if the model is of a run.
 
-    Says on stderr when that row cannot be written. Raises UserError for options that do not fit the suite or the model.
+    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model.
     """
     check_options(options)
     opened = open_model(checkpoint)
@@ -205,10 +205,10 @@ def check_options(options: Options) -> None:
 
 
 def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: Path | None) -> None:
-    """Append the suites' results to the run's events: of the start model as step 0, then of the trained model.
+    """Append the suites' results to the run's events: of model `start`, if any, as step 0, then of the trained model.
 
     Both are asked about the world of the run's recipe. Answers that the start model gave before, in its own run, are
-    kept there and not asked again.
+    read from there and not asked again.
     """
     if start is not None:
         _record(run, suites, mode, start, 0)
@@ -218,7 +218,7 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
 
 
 def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
-    """Evaluate a checkpoint on each suite and append the results to the run's events, at `step` or the checkpoint's."""
+    """Evaluate a model on each suite and append the events `suite` to the run, at `step`, or None: the model's step."""
     opened = open_model(checkpoint)
     for name in suites:
         result = _ask_suite(opened, Options(name, mode, world=run.recipe))
@@ -226,7 +226,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
-    """Return a suite's result: its questions are read, answered, with the answers kept in a ledger, and scored."""
+    """Read a suite's questions, answer them with the model, append answers to the ledger, and return the Result."""
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
@@ -264,21 +264,21 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
 
 
 def _read_questions(opened: Opened, options: Options) -> questions.Suite:
-    """Return the suite's questions, of exam and recall those about the world of --world or of the model's run."""
+    """Return the suite's questions; exam and recall are about the world of --world, else of the model's run."""
     asks_about_world = options.suite in questions.OF_WORLD
     world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
     return questions.read_questions(options.suite, options.data, world)
 
 
 def count_examples(options: Options, mode: Mode) -> int:
-    """Return how many solved questions stand before each."""
+    """Return how many solved questions to show before each question."""
     if options.shots is None:
         return questions.EXAMPLES if mode in ("likelihood", "published") else 0
     return options.shots
 
 
 def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Question]:
-    """Return all questions, or a random `limit` of them in their order, equal every time."""
+    """Return all questions, or a random `limit` of them in their order, the same every time."""
     if limit is None or limit >= len(asked):
         return list(asked)
     places = np.random.default_rng(0).choice(len(asked), size=limit, replace=False)
@@ -286,7 +286,7 @@ def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Questio
 
 
 def show(result: Result) -> None:
-    """Print a table by subject, the two averages and what to know about them."""
+    """Print a table of accuracies by subject, the two averages and notes on how to read them."""
     scores, about = result.scores, result.set
     rows = [
         (name, f"{share.total:,}", f"{100 * share.accuracy:.1f} %", _interval(share.interval))
@@ -339,7 +339,7 @@ def _interval(bounds: Interval) -> str:
 
 
 def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
-    """Write a new directory `out` with lm-eval tasks and their questions; return `out`.
+    """Write lm-eval tasks with their questions into a new directory `out` and return it.
 
     Raises UserError when `out` exists, and for options that lm-eval cannot ask.
     """
@@ -368,7 +368,7 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
 
 
 def _task(name: str, alias: str, rows: Path) -> dict[str, object]:
-    """Return the lm-eval configuration of one subject."""
+    """Return the lm-eval configuration of the task of one subject."""
     return {
         "task": name,
         "task_alias": alias,
@@ -406,9 +406,9 @@ STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model lear
 
 
 def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte of each held-out source of a checkpoint's run (batches.evaluate).
+    """Return loss, perplexity and bits per byte of each held-out source of the checkpoint's run (batches.evaluate).
 
-    Raises UserError when checkpoint is not complete, for a stage whose rows are pairs or prompts, and for a run without
+    Raises UserError for an incomplete checkpoint, for a stage whose rows are pairs or prompts, and for a run without
     held-out documents.
     """
     run = run_of_checkpoint(complete_checkpoint(checkpoint))
@@ -435,7 +435,7 @@ def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
 
 
 def show_perplexity(result: dict[str, Any]) -> None:
-    """Print one line per source, and one for all."""
+    """Print the result of measure_perplexity: a line per source, and one over all sources."""
     for name, source in result["sources"].items():
         per_byte = f"bits/byte {source['bits_per_byte']:.4f}  " if "bits_per_byte" in source else ""
         screen.show(

@@ -1,10 +1,10 @@
-"""Compare runs: the first field that differs and the step from which losses do; or one page of several runs.
+"""Compare runs: the first field that differs and the first step whose losses differ; or one page of several runs.
 
-Fields in the order in which a difference explains another loss: recipe, data, code, plan, packages, hardware. What
+Fields come in the order in which a difference explains another loss: recipe, data, code, plan, packages, hardware. What
 differs between any two runs and changes no number (paths, times, names of machines, how hosts are reached) is left out.
 
 The page shows curves in the same charts, outcomes, and recipe keys that differ. It is made from the run directories
-alone, like report.html, and as self-contained. Runs are told apart by what their directories' names have not in common.
+alone, like report.html, and as self-contained. It names runs by the parts of their directory names that differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUMERIC = re.compile(
 
 @dataclass(frozen=True)
 class Difference:
-    """A field with different values in the two runs."""
+    """A field with different values in two runs: `a` in the first, `b` in the second; None if the run lacks it."""
 
     section: str
     field: str
@@ -56,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Ends:
-    """Where a run ended: the newest held-out loss in nats a token, and the median tokens/s."""
+    """A run's last results: the newest held-out loss in nats per token, median tokens/s; None if not recorded."""
 
     held_out: float | None
     tokens_per_second: float | None
@@ -64,7 +64,10 @@ class Ends:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every field that differs, most telling first, and the first steps whose rows and losses differ, if any."""
+    """Every field that differs, most telling first, and the first steps whose rows and losses differ, if any.
+
+    `rows` and `curve` are those steps, `losses` the (step, loss) points of both runs, `ends` their last results.
+    """
 
     fields: tuple[Difference, ...]
     curve: Difference | None
@@ -80,7 +83,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first field that differs, else the first step; None when the runs are equal."""
+        """The first field that differs, else the first step that does; None when the runs are equal."""
         return self.fields[0] if self.fields else self.rows or self.curve
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class Comparison:
 
 
 def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
-    """Return the Comparison of two run directories. tolerance: of the loss, in nats."""
+    """Return the Comparison of two run directories. Losses up to `tolerance` nats apart count as equal."""
     both = history.read_history(a), history.read_history(b)
     losses = both[0].points("loss"), both[1].points("loss")
     starts = [read.starts[-1] if read.starts else {} for read in both]
@@ -116,9 +119,9 @@ def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 
 
 def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[str, Any]) -> str:
-    """Return why two runs need not have the same losses to the last bit; "" where their records promise it.
+    """Return why two runs need not have the same losses to the last bit; "" if their records promise it.
 
-    differences: of their fields. starts: the last `start` row of each run, empty where it has none.
+    `differences` are those of their fields. `starts` has the last `start` event of each run, {} for a run without any.
     """
     for difference in differences:
         if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
@@ -131,9 +134,10 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 
 
 def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of recipe, data, code, plan, packages, hardware, environment.
+    """Yield the differences of recipe, data, code, plan, packages, hardware and environment; redact recipe secrets.
 
-    starts: the last `start` row of each run, whose CPU kernels are compared with the hardware.
+    `starts` has the last `start` event of each run, whose CPU kernels are compared as hardware. Missing or damaged
+    files count as empty.
     """
     for found in _mapping("recipe", _recipe(a), _recipe(b)):
         values = (redact_key(found.field, value) for value in (found.a, found.b))
@@ -149,20 +153,20 @@ def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Differe
 
 
 def plans(a: RunDir, b: RunDir) -> Iterator[Difference]:
-    """Yield the differences of two plans in what may move a number."""
+    """Yield the differences of two runs' plans in the keys that can change a loss or speed."""
     both = history.read_object(a.plan), history.read_object(b.plan)
     yield from _mapping("plan", *({key: plan.get(key) for key in _PLAN} for plan in both))
 
 
 def data(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of two data.json: source files first, then what was made of them."""
+    """Yield the differences of two data.json objects: sha256 of source files first, then what was made of them."""
     yield from _mapping("data", *({_file(item): item.get("sha256") for item in d.get("files") or ()} for d in (a, b)))
     made = ("tokenizer_sha256", "vocab_size", "dtype", "add_bos", "pinned", "documents", "shards", "reading", "key")
     yield from _mapping("data", *({key: each.get(key) for key in made} for each in (a, b)))
 
 
 def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
-    """Return the first step whose losses are further apart than the tolerance, or that one run lacks; else None."""
+    """Return the first step whose losses differ by more than the tolerance, or which one run lacks; else None."""
     one, other = dict(a), dict(b)
     for step in sorted(one.keys() | other.keys()):
         here, there = one.get(step), other.get(step)
@@ -172,7 +176,7 @@ def curve(a: Points, b: Points, tolerance: float) -> Difference | None:
 
 
 def rows(a: History, b: History) -> Difference | None:
-    """Return the first step of both runs that read rows of another checksum; None when there is none."""
+    """Return the first step, of those in both runs, whose data rows have another checksum; None if there is none."""
     other = dict(b.points("rows_crc"))
     for step, crc in a.points("rows_crc"):
         if crc != other.get(step, crc):
@@ -181,7 +185,7 @@ def rows(a: History, b: History) -> Difference | None:
 
 
 def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[str]:
-    """Return the comparison as lines for a person; names: of the two runs."""
+    """Return the comparison as lines for a person, with sparklines of both losses; `names` are the runs' names."""
     lines = []
     if comparison.fields:
         lines.append(f"first difference   {comparison.fields[0]}")
@@ -216,7 +220,7 @@ def format_comparison(comparison: Comparison, names: tuple[str, str]) -> list[st
 
 
 def digits(curve: Difference) -> str:
-    """Return both losses with four digits, or with as many as tell them apart."""
+    """Return both losses of a difference as text, with four digits or as many as tell them apart."""
     pair = (curve.a, curve.b)
     for digits in (4, 6, 9, 17):
         shown = ["absent" if value is None else f"{value:.{digits}f}" for value in pair]
@@ -226,7 +230,7 @@ def digits(curve: Difference) -> str:
 
 
 def _recipe(run: RunDir) -> Mapping[str, Any]:
-    """Return the recipe values that may move a number, with the plan's decisions in the place of auto."""
+    """Return {key: value} of the recipe values that may change a loss, with the plan's decisions in place of auto."""
     values = manifests.recipe_values(run) or manifests.unchecked_recipe_values(run)
     decided = {
         key: value for key, value in decided_keys(history.read_object(run.plan)).items() if values.get(key) == "auto"
@@ -240,7 +244,7 @@ def _file(item: Mapping[str, Any]) -> str:
 
 
 def _code(a: RunDir, b: RunDir, one: Code, other: Code) -> Iterator[Difference]:
-    """Yield the files of code/ that differ, then the commits; nothing when the code hashes are equal."""
+    """Yield a Difference for each file of code/ that differs, then for the commits; none if the code hashes agree."""
     if one.code_sha256 == other.code_sha256:
         return
     hashes = [{path.relative_to(run.code).as_posix(): path for path in Path(run.code).rglob("*.py")} for run in (a, b)]
@@ -271,7 +275,7 @@ def _environment(manifest: Manifest) -> dict[str, str]:
 
 
 def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the values that differ, nested mappings leaf by leaf, in the order of a, then those only b has."""
+    """Yield a Difference for each key whose values differ, leaf by leaf in nested dicts, in the order of a, then b."""
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key), b.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -291,7 +295,7 @@ COLOURS = 6  # .run0 to .run5 in report.css, distinguishable with red-green blin
 
 @dataclass(frozen=True)
 class Run:
-    """A run with its name on the page, its history and its recipe's values."""
+    """A run with its name on the page, its directory, its history and its recipe's values."""
 
     name: str
     directory: RunDir
@@ -300,7 +304,10 @@ class Run:
 
 
 def build(runs: Sequence[RunDir], out: Path) -> Path:
-    """Write the page to `out` and return it. Raises UserError for more runs than colours, or the same run twice."""
+    """Write the page of several runs to `out` and return its path.
+
+    Raises UserError for more than COLOURS runs, or the same run twice.
+    """
     loaded = load(runs)
     return run_page.write(
         out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)
@@ -308,7 +315,7 @@ def build(runs: Sequence[RunDir], out: Path) -> Path:
 
 
 def load(runs: Sequence[RunDir]) -> list[Run]:
-    """Read the runs. Raises UserError for more than there are colours, or the same one twice."""
+    """Read the runs for the page. Raises UserError for more than COLOURS runs, or the same run twice."""
     paths = [run.path.resolve() for run in runs]
     if len(runs) > COLOURS or len(set(paths)) < len(paths):
         raise UserError(
@@ -323,7 +330,7 @@ def load(runs: Sequence[RunDir]) -> list[Run]:
 
 
 def values(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values of side_by_side.html by name."""
+    """Return {name: value} for the template side_by_side.html."""
     return {
         "paths": [run.directory.path.resolve().name for run in runs],
         "names": [run.name for run in runs],
@@ -333,7 +340,10 @@ def values(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Return what tells the names apart: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121-0858, b-1121-1212 -> a, b."""
+    """Return each name without the parts that are not needed to tell them apart.
+
+    Examples: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121-0858, b-1121-1212 -> a, b.
+    """
     parts = [name.split("-") for name in names]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
@@ -343,7 +353,7 @@ def _names(names: Sequence[str]) -> list[str]:
 
 
 def _outcomes(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
-    """Return rows of (measure, value of each run); rows without any value are left out."""
+    """Return rows of (measure, each run's value as text or None); leaves out rows without any value."""
     lines: list[tuple[str, Callable[[Run], str | None]]] = [
         ("Steps", lambda run: run_page.count(run.history.last("step"))),
         ("Tokens", lambda run: run_page.short(sum(run.history.values("tokens")) or None)),
@@ -368,12 +378,12 @@ def _outcomes(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
 
 
 def _sources(runs: Sequence[Run]) -> list[str]:
-    """Return the names of all sources with held-out losses, in order."""
+    """Return the names of all sources with held-out losses, in order of first appearance."""
     return list(dict.fromkeys(name for run in runs for name in run.history.held_out()))
 
 
 def _source_loss(name: str) -> Callable[[Run], str | None]:
-    """Return a function that gives a run's last held-out loss of a source, as text."""
+    """Return a function that returns a run's last held-out loss of the source as text, None if the run has none."""
 
     def show(run: Run) -> str | None:
         points = run.history.held_out().get(name)
@@ -383,7 +393,7 @@ def _source_loss(name: str) -> Callable[[Run], str | None]:
 
 
 def charts(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield a chart for each measure, with a curve for each run that has it."""
+    """Yield a chart for each measure, with a curve for each run that has it; no chart for a measure that none has."""
     measures: list[tuple[str, Callable[[History], Points], bool]] = [
         ("Training loss, smoothed", lambda history: histories.smooth(history.points("loss")), False),
         ("Held-out loss", History.held_out_total, False),
@@ -399,7 +409,10 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
-    """Return (key, value of each run) of the recipe keys that are not equal in all runs."""
+    """Return rows of (key, each run's value as text, None if absent) for the recipe keys whose values differ.
+
+    Redacts secrets.
+    """
     keys = list(dict.fromkeys(key for run in runs for key in run.recipe if not is_within(key, WORDS)))
     rows: list[tuple[str | None, ...]] = []
     for key in keys:

@@ -1,7 +1,7 @@
 """Compare what a run measured with what its recipe promised (`expect:`) and what its plan predicted.
 
-The prediction is one row of events.jsonl, by which the planner's constants improve. The first steps, which compile and
-warm up, do not count for the speed.
+The comparison with the plan is one event `prediction` in events.jsonl, from which the planner's constants improve. The
+first steps, which compile and warm up, do not count for the speed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from finlm.record.history import History, Row
 
 @dataclass(frozen=True)
 class Checked:
-    """A promised number: what it is, its value, the run's value (None = nothing), and whether that is in bounds.
+    """A number that the recipe promised, with the run's value and whether it is within bounds.
 
-    expected is the number that the recipe gives, or the middle of its interval. Rows of earlier versions have no low
-    and high.
+    `expected` is the promised number or the middle of its interval, `found` the run's value, None if it has none, `low`
+    and `high` the bounds, which events of earlier versions lack.
     """
 
     what: str
@@ -39,13 +39,13 @@ class Checked:
 
     @property
     def promised(self) -> str:
-        """The interval as it is shown."""
+        """The promised interval as text, or the promised number where the bounds are not known."""
         return f"{self.expected:.4f}" if self.low is None else f"{self.low:.4f} to {self.high:.4f}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All checked numbers; `elsewhere`: why none was checked; `origin`: where the promises were measured."""
+    """All checked numbers. `elsewhere` says why none was checked, `origin` where the promises were measured."""
 
     checked: tuple[Checked, ...]
     elsewhere: str = ""
@@ -53,21 +53,21 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether no checked number is off."""
+        """Whether all checked numbers are within bounds; True when none was checked."""
         return all(number.ok for number in self.checked)
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Outcome:
-        """Return the outcome of a row of events.jsonl that to_json made."""
+        """Return the Outcome of an `expect` event that to_json made. Raises KeyError or TypeError for a damaged one."""
         checked = tuple(Checked(**number) for number in row["checked"])
         return Outcome(checked, row["elsewhere"], row.get("origin", ""))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the events.jsonl row."""
+        """Return the fields of the event `expect`."""
         return asdict(self) | {"ok": self.ok, "checked": [asdict(number) for number in self.checked]}
 
     def lines(self) -> list[str]:
-        """Return lines for a person: one when all is well, else one more for each number that is off."""
+        """Return lines for a person: a summary, a line for each number that is off, and where they were measured."""
         if self.elsewhere:
             return [f"expected        not checked: {self.elsewhere}"]
         if self.ok:
@@ -81,7 +81,10 @@ class Outcome:
 
 
 def check_expectations(run: RunDir, expect: Expect) -> Outcome:
-    """Compare the run's events with the recipe's expect:; check none on hardware of another kind."""
+    """Return the Outcome of comparing the run's events with the recipe's expect:; does not record it.
+
+    Checks no number on hardware other than expect.hardware, or when expect: has numbers for `--toy` only.
+    """
     read = history.read_history(run)
     device = str((read.starts[-1] if read.starts else {}).get("device"))
     held_out = expect.before, expect.held_out, expect.accuracy, expect.reward, expect.rise
@@ -93,7 +96,7 @@ def check_expectations(run: RunDir, expect: Expect) -> Outcome:
 
 
 def _check_values(read: History, expect: Expect) -> Iterator[Checked]:
-    """Yield a Checked for every number that expect: promises."""
+    """Yield a Checked for every number that expect: promises, with the run's value from its history."""
     losses = dict(read.points("loss"))
     for step, loss in expect.loss.items():
         yield _check_number(f"training loss at step {step:,}", loss, losses.get(step), expect.tolerance)
@@ -118,7 +121,7 @@ def _check_values(read: History, expect: Expect) -> Iterator[Checked]:
 
 
 def _check_number(what: str, promised: float | tuple[float, float], value: float | None, tolerance: float) -> Checked:
-    """Return the Checked of a promised number or interval; a missing value is off."""
+    """Return the Checked of a promised number, plus or minus the tolerance, or interval. A value of None is off."""
     low, high = promised if isinstance(promised, tuple) else (promised - tolerance, promised + tolerance)
     middle = (low + high) / 2 if isinstance(promised, tuple) else promised
     return Checked(what, middle, value, value is not None and low <= value <= high, low, high)
@@ -129,7 +132,10 @@ WARMUP = 2
 
 @dataclass(frozen=True)
 class Prediction:
-    """Planned and measured memory and speed, and planned / measured - 1; the row `prediction`."""
+    """Planned and measured memory in bytes and speed in tokens/s, and their errors, planned / measured - 1.
+
+    A value that is not known is None. These are the fields of the event `prediction`.
+    """
 
     planned_bytes: float | None
     measured_bytes: float | None
@@ -150,7 +156,10 @@ class Prediction:
 
 
 def compare_with_plan(plan: Mapping[str, Any], steps: Sequence[Row]) -> Prediction | None:
-    """Compare step rows with plan.json; return None without steps or a plan."""
+    """Return the Prediction that compares `step` events with plan.json; None without steps or a plan.
+
+    The speed is the median without the first two steps, the memory the highest of all steps.
+    """
     if not steps or not plan:
         return None
     on_gpu = plan.get("device") == "cuda"
@@ -165,10 +174,10 @@ def compare_with_plan(plan: Mapping[str, Any], steps: Sequence[Row]) -> Predicti
 
 
 def record_prediction(run: RunDir) -> None:
-    """Append the row `prediction` to events.jsonl, and store the GPU's speed for later plans (plan.gpus.remember_run).
+    """Append a `prediction` event that compares plan and measured steps; save the GPU's speed for later plans.
 
-    Does nothing when no step was measured; only steps since the last out-of-memory count. A store that cannot be
-    written is said on stderr.
+    Uses only the steps after the last out-of-memory restart; does nothing if there are none. If the speed cannot be
+    saved, prints a warning to stderr. Raises NotJson or FileNotFoundError if plan.json cannot be read.
     """
     steps: list[Row] = []
     for row in run.read_events():
@@ -193,7 +202,7 @@ def _error(planned: float | None, measured: float | None) -> float | None:
 
 
 def next_commands(run: RunDir, stage: str) -> list[str]:
-    """Return commands of finlm to try next with the model of a stage."""
+    """Return the arguments of finlm commands to try next with the model of a run of this stage."""
     path = screen.relative(run.path)
     if stage == "reward":  # it says how good a text is, and writes none
         return [f"report {path}", f"train RECIPE --set grpo.reward={path}   # a recipe of stage grpo"]
@@ -205,7 +214,7 @@ def next_commands(run: RunDir, stage: str) -> list[str]:
 
 
 def _format_number(value: float | None) -> str:
-    """Return a measured number as text; events.jsonl has null for one that is not finite."""
+    """Return a measured number as text; "not finite" for None, which events.jsonl has for NaN and infinity."""
     return "not finite" if value is None else f"{value:,.4f}"
 
 
@@ -213,7 +222,10 @@ HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source
 
 
 def print_outcome(run: RunDir, stage: str) -> None:
-    """Print losses, speed, paths and promises of a finished run, and commands to try next."""
+    """Print losses, speed, paths and promises of a finished run, and commands to try next, to stderr.
+
+    Raises IndexError for a run without steps.
+    """
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
     speeds = sorted(step["tokens_per_second"] for step in steps)
     screen.say(f"\nrun directory   {screen.relative(run.path)}")

@@ -1,12 +1,12 @@
 """Read events.jsonl as the history that counts after resumes, and reduce its curves for pages and terminals.
 
-A resumed run repeats the steps after its checkpoint, and so does one that was rolled back; a `start` or `rollback` row
-at step S therefore takes back what was recorded after S. Lines that are no JSON (a write cut by a kill, then continued)
-are counted and left out. 100,000 steps are read in 0.6 s and become at most 3,000 points a curve: the lowest and the
+A resumed run repeats the steps after its checkpoint, and so does one that was rolled back; a `start` or `rollback`
+event at step S therefore removes what was recorded after S. Lines that are not JSON (cut by a kill, then continued) are
+counted and left out. 100,000 steps are read in 0.6 s and become at most 3,000 points a curve: the lowest and the
 highest value of every bucket, so that no spike disappears.
 
-Missing values stay missing: they are left out of curves and medians and never become 0. All runs of a directory are
-listed in a line each, with the state that a run is in.
+Missing values stay missing: curves and medians leave them out, and they never become 0. Also lists all runs of a
+directory, each with its state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEP_KEYS = (
 
 @dataclass
 class Restart:
-    """A new launch after a failure, with the steps and seconds it lost once these are known."""
+    """A new launch after a failure: its `restart` event, and the steps and seconds it lost (None until known)."""
 
     row: Row
     steps_lost: float | None = None
@@ -51,7 +51,7 @@ class Restart:
 
 @dataclass
 class History:
-    """The rows that count, by kind, each in order; the steps as columns, because there may be 100,000."""
+    """The events that count, by kind, each in order; step events as columns by key, because there may be 100,000."""
 
     starts: list[Row] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=lambda: {key: [] for key in STEP_KEYS})
@@ -74,24 +74,24 @@ class History:
 
     @property
     def first_time(self) -> float | None:
-        """Unix time of the first start; None without one."""
+        """Unix time of the first start; None without a start."""
         return self.starts[0].get("time") if self.starts else None
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a key of the step rows; None when no step has one."""
+        """Return the newest value of a key of the step events; None when no step has a value."""
         return next((value for value in reversed(self.steps[key]) if value is not None), None)
 
     def values(self, key: str, start: int = 0) -> list[float]:
-        """Return the values of a key of the step rows, from row `start` on, without missing ones."""
+        """Return the values of a key of the step events, from index `start` on, without missing ones."""
         return [value for value in self.steps[key][start:] if value is not None]
 
     def median(self, key: str, start: int = 0) -> float | None:
-        """Return the median of a key of the step rows, from row `start` on; None without values."""
+        """Return the median of a key of the step events, from index `start` on; None without values."""
         values = self.values(key, start)
         return statistics.median(values) if values else None
 
     def points(self, key: str) -> Points:
-        """Return (step, value) of the step rows that have the key."""
+        """Return [(step, value)] of the step events that have a value for the key."""
         pairs = zip(self.steps["step"], self.steps[key], strict=True)
         return [(step, value) for step, value in pairs if value is not None and step is not None]
 
@@ -105,7 +105,7 @@ class History:
         return curves
 
     def held_out_rewards(self) -> dict[str, Points]:
-        """Return {kind of answers: [(step, mean reward of held-out prompts)]}; empty where none is recorded."""
+        """Return {how answers are drawn: [(step, mean reward on held-out prompts)]}, without empty ones."""
         kinds = {"likeliest answers": "reward", "drawn as in training": "sampled"}
         curves = {
             name: [(row["step"], row[key]) for row in self.evals if is_number(row.get(key))]
@@ -114,12 +114,15 @@ class History:
         return {name: points for name, points in curves.items() if points}
 
     def held_out_total(self) -> Points:
-        """Return (step, held-out loss over all sources)."""
+        """Return [(step, held-out loss over all sources)] of the evaluations that have one."""
         return [(row["step"], row["loss"]) for row in self.evals if is_number(row.get("loss"))]
 
 
 def format_rise(row: Row) -> str:
-    """Return the mean reward of drawn answers of an evaluation that has one, with its rise and the interval of it."""
+    """Return the mean reward of drawn answers in an eval event as text, with its rise and the rise's 95 % interval.
+
+    The event must have the key `sampled`.
+    """
     words = f"{row['sampled']:.4f}"
     if not (row.get("step") and is_number(row.get("rise"))):
         return words
@@ -129,20 +132,20 @@ def format_rise(row: Row) -> str:
 
 
 def planned_speed(planned: float | None, tokens_per_step: int, read: float | None) -> float | None:
-    """Return the tokens/s that a plan means for steps which read `read` tokens: it plans full rows.
+    """Return the planned tokens/s scaled to steps that read `read` tokens, not the plan's tokens_per_step (full rows).
 
-    read: None in runs of earlier versions, whose steps do not record it; planned is returned as it is.
+    Returns `planned` as given if it is None, or if `read` is None: earlier versions do not record it.
     """
     return planned if planned is None or read is None else planned * read / tokens_per_step
 
 
 def is_number(value: Any) -> bool:
-    """Return True for an int or float; values that are not finite were made None when they were read."""
+    """Return whether the value is an int or float (not a bool); NaN and infinity became None when they were read."""
     return type(value) in _NUMBERS
 
 
 def read_history(run: RunDir) -> History:
-    """Return the history of a run; an empty one without events."""
+    """Return the History of a run from events.jsonl; an empty one if there are no events."""
     history = History()
     by_kind = {
         "eval": history.evals,
@@ -201,9 +204,9 @@ def read_history(run: RunDir) -> History:
 
 
 def _rows(run: RunDir, history: History) -> Iterator[Row]:
-    """Yield the objects in events.jsonl; add its unreadable lines to history.unreadable.
+    """Yield the objects in events.jsonl; add the number of lines that are not JSON to history.unreadable.
 
-    Decodes by the thousand, a third faster.
+    Decodes 1000 lines at a time, which is a third faster.
     """
     if not run.events.exists():
         return
@@ -218,7 +221,7 @@ def _rows(run: RunDir, history: History) -> Iterator[Row]:
 
 
 def _decode_row(line: str) -> Any:
-    """Return the JSON value of a line, or None."""
+    """Return the JSON value of a line; None if it is not JSON."""
     try:
         return _DECODE(line)
     except ValueError:
@@ -226,7 +229,7 @@ def _decode_row(line: str) -> Any:
 
 
 def _take_back(history: History, step: float) -> None:
-    """Remove what was recorded after a step from the history."""
+    """Remove steps, evaluations, checkpoints and suites recorded after this step from the history."""
     for rows in (history.evals, history.checkpoints, history.suites):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()
@@ -246,7 +249,7 @@ def fall(start: float | None, end: float | None) -> float | None:
 
 
 def first_and_last(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """Return the first and the newest evaluation; empty rows when there is none."""
+    """Return the first and the newest evaluation; ({}, {}) when there is none."""
     return (rows[0], rows[-1]) if rows else ({}, {})
 
 
@@ -254,7 +257,10 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
-    """Return a curve as blocks of eight heights between low and high: the mean of each of at most `width` parts."""
+    """Return a curve as at most `width` block characters of eight heights between low and high, each a mean of values.
+
+    Raises ZeroDivisionError without values.
+    """
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
@@ -264,7 +270,7 @@ def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a chart. style: a class of report.css; points: [steps, values]."""
+    """A curve of a chart; `style` is a class of report.css, `points` is [steps, values]."""
 
     name: str
     style: str
@@ -273,7 +279,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """The data that report.js draws. zero: the axis begins there; marks: points are shown."""
+    """The data of a chart for report.js. `zero`: the axis begins at zero. `marks`: the points are marked."""
 
     title: str
     series: list[Series]
@@ -282,7 +288,7 @@ class Chart:
 
 
 def charts(history: History) -> Iterator[Chart]:
-    """Yield the charts of a run; those without points are left out."""
+    """Yield the charts of a run; leaves out those without points."""
     loss = history.points("loss")
     if loss:
         yield Chart("Training loss", _noisy("loss", loss), zero=False)
@@ -320,18 +326,18 @@ def charts(history: History) -> Iterator[Chart]:
 
 
 def _noisy(name: str, points: Points) -> list[Series]:
-    """Return two series: the values, faint, and their moving average."""
+    """Return two series: the values in a faint style, and their moving average."""
     return [curve(name, points, "faint"), curve("smoothed", smooth(points), "main")]
 
 
 def curve(name: str, points: Points, style: str) -> Series:
-    """Return a series of points reduced for a page, values with six digits."""
+    """Return a Series of the points, reduced (see reduce), with values rounded to six digits."""
     kept = reduce(points)
     return Series(name, style, [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]])
 
 
 def smooth(points: Points) -> Points:
-    """Return the exponential moving average over a fiftieth of the points (5 to 200), without its start's bias."""
+    """Return the points' exponential moving average over a fiftieth of them (5 to 200 points), bias-corrected."""
     span = min(200, max(5, len(points) // 50))
     keep = 1 - 2 / (span + 1)
     average, weight, result = 0.0, 0.0, []
@@ -343,7 +349,7 @@ def smooth(points: Points) -> Points:
 
 
 def reduce(points: Points, buckets: int = 1500) -> Points:
-    """Return at most 2 * buckets points: the lowest and highest of each bucket, in order; the first and last stay."""
+    """Return at most 2 * buckets points in order: the first, the last, and the lowest and highest of each bucket."""
     if len(points) <= 2 * buckets:
         return points
     values = [value for _, value in points]
@@ -357,7 +363,7 @@ def reduce(points: Points, buckets: int = 1500) -> Points:
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file; empty when the file is missing or holds no object."""
+    """Return the JSON object in a file; {} when the file is missing, not JSON, or holds something else."""
     try:
         value = files.read_json(path)
     except (OSError, ValueError):
@@ -370,7 +376,7 @@ RUNNING_SECONDS = 900  # without an end row, and nothing known of its process, a
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as a row of `finlm runs`. steps: planned; tokens_per_second: median; start: what it started from."""
+    """A row of `finlm runs`: `steps` planned, median tokens_per_second, and in `start` what the run started from."""
 
     name: str
     state: str
@@ -383,9 +389,9 @@ class Listed:
 
 
 def state(run: RunDir, history: History, *, ended: bool = False) -> str:
-    """Return running, finished, interrupted, failed, killed (its process is gone without a word) or not started.
+    """Return a run's state: running, finished, interrupted, failed, killed (ended without an end event) or not started.
 
-    ended: the caller knows that no process of the run is left.
+    `ended`: the caller knows that no process of the run is left.
     """
     if history.end is not None:
         return str(history.end.get("status", "failed"))
@@ -402,13 +408,13 @@ def state(run: RunDir, history: History, *, ended: bool = False) -> str:
 
 
 def list_all(runs: Path) -> list[Listed]:
-    """Return the runs of a directory, newest first; damaged files count as absent."""
+    """Return the runs of a directory, newest recipe.yaml first; damaged files count as absent."""
     found = sorted(list_runs(runs), key=lambda run: run.recipe.stat().st_mtime, reverse=True)
     return [read_listed(run) for run in found]
 
 
 def read_listed(run: RunDir) -> Listed:
-    """Return a run's row, from its events, plan and manifest; damaged files count as absent."""
+    """Return the run's row of `finlm runs`, from its events, plan and manifest; damaged files count as absent."""
     history, plan, manifest = read_history(run), read_object(run.plan), Manifest.read(run) or Manifest()
     if manifest.continues:
         start = f"{Path(manifest.continues.run).name} at {manifest.continues.step:,}"
@@ -427,7 +433,7 @@ def read_listed(run: RunDir) -> Listed:
 
 
 def show_runs(listed: list[Listed], runs: Path) -> None:
-    """Print a table of the runs, or a hint when there are none."""
+    """Print a table of the runs, or a hint on how to train if there are none."""
     if not listed:
         screen.show(f"no runs in {runs}/; `{screen.program()} train quickstart` makes one")
         return

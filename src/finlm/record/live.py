@@ -30,7 +30,7 @@ QUIET_SECONDS = 20.0
 
 @dataclass
 class State:
-    """The state of a run by its rows so far. Rows may lack any key but kind, time and step: stages differ."""
+    """The state of a run by its events so far. Events may lack any key but kind, time and step: stages differ."""
 
     plan: Plan
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class State:
     is_up: bool = False  # the ranks have said that they begin
 
     def feed(self, row: Row) -> str:
-        """Update the state by a row; return the sentence that should stay on the screen, or ""."""
+        """Update the state by an event of events.jsonl; return the line to keep on the screen, "" if none."""
         kind, self.last_time = row["kind"], row["time"]
         step = int(row.get("step") or 0)
         if kind in ("start", "rollback"):
@@ -76,14 +76,14 @@ class State:
 
     @property
     def phase(self) -> str:
-        """What goes on before the first step, in words; empty after it."""
+        """What happens before the first step, in words; "" after it."""
         if self.step:
             return ""
         return "held-out text, then the first step" if self.is_up else "the ranks start: libraries, weights, optimizer"
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Seconds from row to row, with everything between steps; None before there are three."""
+        """Mean seconds per recent step, with all that happens between steps; None with fewer than three steps."""
         if len(self.recent) < 3:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -92,21 +92,21 @@ class State:
 
     @property
     def left(self) -> float | None:
-        """Predicted seconds to the last step; None before there are three steps."""
+        """Predicted seconds to the last step; None with fewer than three recent steps."""
         return None if self.seconds_a_step is None else self.seconds_a_step * (self.plan.steps - self.step)
 
     def median(self, key: str) -> float | None:
-        """Return the median of a key over the recent steps that have it; None without any."""
+        """Return the median of a key over the recent steps that have it; None if none has it."""
         values = [row[key] for row in self.recent if row.get(key) is not None]
         return statistics.median(values) if values else None
 
     def line(self, now: float) -> str:
-        """Return step, loss, speed and end in one line. now: unix seconds."""
+        """Return step, loss, speed and predicted end as one line of text. `now` is in Unix seconds."""
         values = [self.phase] if self.phase else [f"{name} {value}" for name, value in self._short(now)]
         return "  ".join([f"step {self.step:,}/{self.plan.steps:,}", *values])
 
     def _short(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield (name, value) for the line: loss, lr, tokens/s, MFU, memory, end."""
+        """Yield (name, value as text) for the line: loss, lr, tokens/s, MFU, memory, end, as far as they are known."""
         last = self.recent[-1] if self.recent else {}
         yield "loss", _number(last.get("loss"), ".4f")
         if last.get("lr") is not None:
@@ -120,7 +120,7 @@ class State:
             yield "ends", f"{_clock(now + self.left, now)} (in {format_duration(self.left)})"
 
     def board(self, now: float) -> list[tuple[str, str]]:
-        """Return (name, value) of every line of the view on a terminal. now: unix seconds."""
+        """Return (name, value as text) for every line of the view on a terminal. `now` is in Unix seconds."""
         last = self.recent[-1] if self.recent else {}
         rows = [("step", f"{self.step:,} of {self.plan.steps:,}   {self.phase}".rstrip())]
         if self.losses:
@@ -156,7 +156,10 @@ class State:
         return rows
 
     def _hosts(self, speed: float) -> str:
-        """Return each host's part of the tokens/s; ranks step together, so a slow host shows as everybody's speed."""
+        """Return as text each host's share of `speed` in tokens/s, by its rows per step; at most eight hosts.
+
+        Ranks step together, so a slow host lowers every host's speed.
+        """
         rows = [host.slots * host.micro_batch for host in self.plan.hosts]
         shares = (
             f"{host.name} {speed * part / sum(rows):,.0f}" for host, part in zip(self.plan.hosts, rows, strict=True)
@@ -165,7 +168,7 @@ class State:
 
 
 def _held_out(row: Row) -> str:
-    """Return an evaluation in words: the loss, or of prompts the mean reward of likeliest and of drawn answers."""
+    """Return an evaluation in words: the loss, or for prompts the mean reward of likeliest and of drawn answers."""
     if row.get("loss") is not None or row.get("reward") is None:
         return f"loss {_number(row.get('loss'), '.4f')}"
     words = f"reward {row['reward']:.4f}"
@@ -173,7 +176,7 @@ def _held_out(row: Row) -> str:
 
 
 class View:
-    """Shows a State: draws it on a board, or says lines where there is no terminal."""
+    """Shows a State: draws it on a board, or prints lines with `say` if there is no terminal (`draw` is None)."""
 
     def __init__(self, plan: Plan, draw: screen.Board | None, say: Callable[[str], None]) -> None:
         self.state = State(plan)
@@ -181,9 +184,9 @@ class View:
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
 
     def feed(self, row: Row, quiet: bool = False) -> None:
-        """Update the state by a row and print the sentence about it, if any; off a terminal a step may print a line.
+        """Update the state by an event and print the line about it, if any; without a board some steps print a line.
 
-        quiet: the row is an old one, of which nothing is printed.
+        `quiet` means that the event is an old one: prints nothing.
         """
         sentence = self.state.feed(row)
         if quiet:
@@ -194,7 +197,7 @@ class View:
             self._say_sometimes()
 
     def refresh(self) -> None:
-        """Redraw, at most five times a second; without a board say once a minute what the first step waits for."""
+        """Redraw the board, at most five times a second; without one, print once a minute what step 1 waits for."""
         if self._draw is None and self.state.phase and time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
             self._say(self.state.line(time.time()))
@@ -206,7 +209,7 @@ class View:
         return 10 * self.state.step // self.state.plan.steps
 
     def _say_sometimes(self) -> None:
-        """Say the state in a line at every tenth of the run, once a minute and at the first step."""
+        """Print the state as a line at the first step, at each tenth of the run, and after a minute without a line."""
         now = time.monotonic()
         if self._tenth() > self._tenths or now - self._said > LINE_SECONDS or self.state.step == 1:
             self._tenths, self._said = self._tenth(), now
@@ -215,15 +218,15 @@ class View:
 
 @contextmanager
 def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
-    """Yield a View of a run of this plan, on stderr; is_result: where results go, as it is the command's result."""
+    """Yield a View of a run of this plan, on stderr, or with `is_result` where a command's result goes."""
     with screen.board(f"{plan.recipe}: training", is_result=is_result) as draw:
         yield View(plan, draw, screen.show if is_result else screen.say)
 
 
 def watch(run: RunDir) -> int:
-    """Show a run until it ends, restarts and all; return 0, or 1 when it did not finish. Ctrl-C leaves it running.
+    """Show a run until it ends, through its restarts; return 0 if it finished, else 1. Ctrl-C leaves the run running.
 
-    Ends with 0 too when nobody reads stdout any more.
+    Also returns 0 when nobody reads stdout any more.
     """
     with show_run(Plan.read(run.plan), is_result=True) as view:
         for number, rows in enumerate(until_over(run, view.state)):
@@ -243,9 +246,10 @@ def watch(run: RunDir) -> int:
 
 
 def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
-    """Yield the run's new rows, every half second, for the caller to feed to state, until the run is over.
+    """Yield lists of the run's new events, every half second, until the run is over; the caller feeds them to `state`.
 
-    A run that failed is over when nobody holds it, seen twice: `finlm train` may be about to start it again.
+    The first list has all events so far. A failed run is over when two looks in a row see no process with its lock:
+    `finlm train` may be about to start it again.
     """
     looks, seen = follow(run, 0), 0
     yield next(looks)
@@ -256,7 +260,10 @@ def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
 
 
 def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
-    """Yield, each time, the rows added to events.jsonl since the last time, from a byte offset on; never ends."""
+    """Yield, at each next(), the list of events added to events.jsonl since the last time; never ends, never waits.
+
+    Starts at a byte offset. Leaves an unfinished last line for later.
+    """
     while True:
         block = b""
         if run.events.exists():
@@ -269,9 +276,9 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Return whether no process here holds a run that ended, or that was started here and is quiet.
+    """Return whether no process of this machine runs a run that ended, or that was started here and is quiet.
 
-    A run without an end row counts as going on when its lock cannot be seen.
+    A run without an end event is not over if its lock cannot be looked up.
     """
     if state.end is not None:
         return not is_held(run)
@@ -280,11 +287,11 @@ def _is_over(run: RunDir, state: State) -> bool:
 
 
 def _number(value: float | None, form: str) -> str:
-    """Return the value in a format, a dash for None."""
+    """Return the value in this format specification; a dash for None."""
     return "–" if value is None else format(value, form)
 
 
 def _clock(then: float, now: float) -> str:
-    """Return the local time of day, with the date when it is not today's."""
+    """Return the local time of day of `then`, with the date unless it is that of `now`; both are Unix seconds."""
     day = "" if time.localtime(then)[:3] == time.localtime(now)[:3] else "%a %Y-%m-%d "
     return time.strftime(f"{day}%H:%M", time.localtime(then))

@@ -45,7 +45,7 @@ MOST_DIFF_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Git:
-    """A checkout: commit, remote, whether it has uncommitted changes, and the hash of these."""
+    """A git checkout: commit, remote, whether it has uncommitted changes, and the sha256 of their diff."""
 
     commit: str | None = None
     remote: str | None = None
@@ -79,7 +79,7 @@ class PlanHash:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The directory of prepared shards, the hash of its manifest, and the tokenizer's hash by that manifest."""
+    """The directory of prepared shards, the sha256 of its manifest.json, and the tokenizer's sha256 from there."""
 
     path: str
     sha256: str | None = None
@@ -88,7 +88,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class HostRecord:
-    """A host of the plan; the fields after `gpu` are what doctor saw of it, written when known."""
+    """A host of the plan; the fields after `gpu` are what doctor saw of it, empty if not known."""
 
     name: str
     slots: int
@@ -119,7 +119,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Continued:
-    """The run and step whose checkpoint this run goes on from, and what differs."""
+    """The run and step whose checkpoint this run goes on from, and the recipe keys that differ."""
 
     run: str
     step: int
@@ -128,13 +128,13 @@ class Continued:
 
 @functools.cache
 def _reader() -> TypeAdapter[Any]:
-    """Return the adapter that reads a manifest; made once, which takes ten times as long as reading."""
+    """Return the pydantic adapter that reads a Manifest; cached, as making it takes ten times as long as reading."""
     return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a run's manifest.json; what an earlier version did not write has its default."""
+    """The content of a run's manifest.json; fields that an earlier version did not write have their defaults."""
 
     created: str | None = None
     finlm: Code = Code()
@@ -153,7 +153,7 @@ class Manifest:
 
     @classmethod
     def read(cls, run: RunDir) -> Self | None:
-        """Return a run's manifest, with defaults for damaged fields; None where it is missing or no JSON object."""
+        """Return the run's manifest, with defaults for invalid fields; None if it is unreadable or no JSON object."""
         try:
             document = files.read_json(run.manifest)
         except (OSError, ValueError):
@@ -169,7 +169,7 @@ class Manifest:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of manifest.json, without empty fields of hosts."""
+        """Return the content of manifest.json, without the hosts' empty fields and without an empty `continues`."""
         document = asdict(self)
         always = ("name", "slots", "gpu")
         document["hosts"] = [{k: v for k, v in host.items() if v or k in always} for host in document["hosts"]]
@@ -187,10 +187,10 @@ def make(
     command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Return the manifest of a run that is about to start.
+    """Return the manifest of a run that is about to start; runs git and lists the installed packages.
 
-    `shards` is the directory of prepared data; `facts` what doctor saw of each host, by name; `command` and
-    `environment` are this process's unless given.
+    `shards` is the directory of prepared data, or None. `facts` maps host names to what doctor saw of them. `command`
+    and `environment` default to this process's; credentials in them are replaced.
     """
     start = parents.start_of(recipe)
     return Manifest(
@@ -211,9 +211,9 @@ def make(
 
 
 def changes() -> str:
-    """Return the uncommitted changes of finlm's checkout as a diff without credentials; "" without any.
+    """Return the uncommitted changes of finlm's checkout as a diff without credentials; "" if none or no checkout.
 
-    After 1 MiB it is cut, and a last line says how long it was.
+    Cuts the diff after 1 MiB; a last line then says how long it was.
     """
     diff = _git(PACKAGE, "diff", "HEAD", "--no-color", "--no-ext-diff") or b""
     text = redact_text(diff[: 2 * MOST_DIFF_BYTES].decode("utf-8", errors="replace"))
@@ -224,7 +224,7 @@ def changes() -> str:
 
 
 def version() -> str:
-    """Return finlm's version: of a checkout's pyproject.toml, else of the installed package, else "unknown"."""
+    """Return finlm's version from the checkout's pyproject.toml, else from the installed package, else "unknown"."""
     project = PACKAGE.parents[1] / "pyproject.toml"
     if project.exists():
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
@@ -235,7 +235,7 @@ def version() -> str:
 
 
 def copy_code(destination: Path) -> str:
-    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); return its tree hash."""
+    """Copy the package to destination/finlm (so that destination goes on PYTHONPATH); return the copy's tree hash."""
     for path in _source_files():
         target = destination / "finlm" / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,10 @@ def copy_code(destination: Path) -> str:
 
 
 def copy_rewards(recipe: Recipe, run: RunDir) -> None:
-    """Copy the files of grpo.reward's functions into the run directory. Raises UserError when one has changed."""
+    """Copy the files of grpo.reward's functions into the run directory, if there are any.
+
+    Raises UserError when one has changed since the recipe was read.
+    """
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "function":
             continue
@@ -262,7 +265,7 @@ def code_hash() -> str:
 
 
 def _source_files() -> list[Path]:
-    """Return the package's files, sorted, without caches, hidden files and editors' leftovers."""
+    """Return the package's files, sorted, without __pycache__, .pyc, .so, hidden files and backups (~)."""
     sources = []
     for path in PACKAGE.rglob("*"):
         parts = path.relative_to(PACKAGE).parts
@@ -273,7 +276,7 @@ def _source_files() -> list[Path]:
 
 
 def git_state(directory: Path) -> Git | None:
-    """Return commit and uncommitted changes of a checkout; None where no checkout tracks the directory."""
+    """Return commit, remote and uncommitted changes of the checkout; None if no checkout tracks the directory."""
     tracked = _git(directory, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(directory, "rev-parse", "HEAD")
     if tracked is None or commit is None:  # a venv inside somebody else's checkout is not our history
@@ -290,7 +293,7 @@ def git_state(directory: Path) -> Git | None:
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
-    """Return what git prints for these arguments; None when it fails."""
+    """Return git's stdout for these arguments in the directory; None if git fails, is missing or takes over 30 s."""
     try:
         return subprocess.run(
             ["git", "-C", str(directory), *arguments], capture_output=True, timeout=30, check=True
@@ -300,7 +303,7 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 
 def _prepared_data(directory: Path | None) -> PreparedData | None:
-    """Return the record of a shards directory; None for None."""
+    """Return the PreparedData of a shards directory, without hashes if it has no manifest.json; None for None."""
     if directory is None:
         return None
     file = directory / "manifest.json"
@@ -329,7 +332,7 @@ def packages() -> dict[str, str]:
 
 
 def _machine() -> Machine:
-    """Return the record of this machine: names, Python, cores, GPUs."""
+    """Return the Machine record of this machine: names, Python, cores, GPUs."""
     return Machine(
         hostname=platform.uname().node,
         platform=platform.platform(),
@@ -342,7 +345,7 @@ def _machine() -> Machine:
 
 
 def recipe_values(run: RunDir) -> Mapping[str, Any]:
-    """Return the values of a run's recipe by dotted key; empty when it is no valid recipe."""
+    """Return {dotted key: value} of a run's recipe with defaults; {} when the recipe is missing or invalid."""
     try:
         loaded = recipes.load(run.recipe).recipe
     except UserError:
@@ -351,9 +354,9 @@ def recipe_values(run: RunDir) -> Mapping[str, Any]:
 
 
 def unchecked_recipe_values(run: RunDir) -> Mapping[str, Any]:
-    """Return the values of a run's recipe.yaml by dotted key, unchecked, as another version may have written it.
+    """Return {dotted key: value} of a run's recipe.yaml as it is written, perhaps by another version, without checks.
 
-    Empty when the file is missing or no YAML.
+    Returns {} when the file is missing or not YAML.
     """
     try:
         return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), ""))
@@ -362,7 +365,7 @@ def unchecked_recipe_values(run: RunDir) -> Mapping[str, Any]:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every leaf; lists without mappings are leaves."""
+    """Yield (dotted key, value) of every leaf; lists without dicts, and empty dicts, are leaves."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else name)

@@ -1,10 +1,10 @@
 """Send a run's metrics to TensorBoard, Weights & Biases or trackio: `record.tracking`, and `finlm track`.
 
-A process for each tracker reads events.jsonl beside the run. Training never waits for it, a tracker that fails or hangs
-is named at the end and costs nothing else, and `finlm track RUN --to NAME` sends the whole run later.
+Each tracker has a process that reads events.jsonl beside the run. Training never waits for it; a tracker that fails or
+hangs is named at the end and costs nothing else, and `finlm track RUN --to NAME` sends the whole run later.
 
-Opening a tracker removes what it holds of this run, so that steps which a resume or a rollback repeats appear once, as
-they went on. W&B on line is the exception, as its server's history only grows: `done` says up to where it has the run.
+Opening a tracker removes what it has of this run, so that steps which a resume or a rollback repeats appear once, with
+their last values. W&B on line is the exception, because its server's history only grows: `done` is the last step there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _UNASKED: Any = {"x_disable_stats": True, "x_disable_meta": True, "x_disable_mac
 
 @dataclass(frozen=True)
 class Tracker:
-    """An open tracker: log(step, unix seconds, metrics) sends, close() writes what is buffered.
+    """An open tracker: log(step, Unix seconds, metrics) sends, close() writes what is buffered.
 
-    done: the last step that it had before and cannot take again.
+    `done` is the last step that the tracker had before and cannot take again; -1 if none.
     """
 
     log: Callable[[int, float, Mapping[str, float]], object]
@@ -51,7 +51,10 @@ class Tracker:
 
 
 def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
-    """Open event files below <run>/tracking/tensorboard, removing old ones: `tensorboard --logdir runs` shows all."""
+    """Open event files in <run>/tracking/tensorboard and return the Tracker; removes old files of this run.
+
+    `tensorboard --logdir runs` shows all runs.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -68,9 +71,9 @@ def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
 
 
 def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
-    """Open W&B off line below <run>/tracking/wandb, for `wandb sync`, or on line with record.online.
+    """Open W&B on line with record.online, else off line in <run>/tracking/wandb for `wandb sync`; return the Tracker.
 
-    Raises UserError when W&B cannot be reached.
+    Off line, removes old files of this run. Raises UserError when W&B cannot be reached.
     """
     import wandb
 
@@ -105,7 +108,10 @@ def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
 
 
 def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
-    """Open the user's local trackio store (TRACKIO_DIR), removing the run from it: `trackio show --project finlm`."""
+    """Open the user's local trackio store (TRACKIO_DIR) and return the Tracker; removes this run from the store first.
+
+    `trackio show --project finlm` shows it.
+    """
     import trackio
 
     project, name = wanted.record.project, run.path.name
@@ -135,7 +141,7 @@ TRACKERS: dict[str, Callable[[RunDir, Recipe], Tracker]] = {
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker whose package is not installed here."""
+    """Raise UserError if the package of one of these trackers is not installed here."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         fixes = [f".venv/bin/pip install {PINS[name]}" if name in PINS else "bash scripts/setup.sh" for name in missing]
@@ -147,7 +153,10 @@ def check(names: Sequence[str]) -> None:
 
 
 def metrics(row: Row) -> dict[str, float]:
-    """Return the numbers of a row of events.jsonl by the name that trackers show: train/loss, eval/<source>/loss."""
+    """Return the metrics of an events.jsonl row by the names trackers show, such as train/loss or eval/<source>/loss.
+
+    Covers events of kind step, eval, checkpoint and suite; empty for others. Values that are not numbers are left out.
+    """
     kind = row["kind"]
     values = {key: value for key, value in row.items() if key not in ("kind", "time", "step", "rows_crc")}
     groups: dict[str, Mapping[str, Any]] = {}
@@ -164,7 +173,7 @@ def metrics(row: Row) -> dict[str, float]:
 
 
 def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:
-    """Return recipe and plan for a tracker, without what may hold credentials or names of machines."""
+    """Return recipe and plan as a dict for a tracker, without credentials, names of machines and the plan's reasons."""
     plan = {key: value for key, value in files.read_json(run.plan).items() if key not in ("hosts", "reasons")}
     return {"recipe": for_publication(wanted).model_dump(mode="json"), "plan": plan, "run": run.path.name}
 
@@ -175,7 +184,10 @@ KINDS = ("step", "eval", "checkpoint", "suite")
 
 
 def current(rows: Iterator[Row]) -> list[Row]:
-    """Return the rows with metrics that still count, by step: those taken back are gone, none is twice."""
+    """Return the event rows with metrics in step order, without those that a later start or rollback repeats.
+
+    Keeps only the last event of a kind and step (and suite and mode).
+    """
     kept: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         step = int(row.get("step") or 0)
@@ -187,9 +199,10 @@ def current(rows: Iterator[Row]) -> list[Row]:
 
 
 def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
-    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent, 0 for none.
+    """Send a run's metrics to a tracker until is_over() is true; return the newest step sent, 0 if none.
 
-    Raises UserError when another process sends to the same tracker.
+    Opens the tracker again when a resume or rollback repeats sent steps. Each turn waits as long as is_over() does.
+    Raises UserError when another process sends the run to the same tracker.
     """
     with _lock_tracker(run, name):
         is_last = False
@@ -213,7 +226,10 @@ def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
 
 @contextlib.contextmanager
 def _lock_tracker(run: RunDir, name: str) -> Iterator[None]:
-    """Lock a run's tracker in the block: two processes would remove each other's files. Raises UserError."""
+    """Lock the run's tracker in the block, without waiting, so that two processes do not remove each other's files.
+
+    Raises UserError when another process has the lock.
+    """
     run.tracking.mkdir(exist_ok=True)
     with (run.tracking / f".{name}.lock").open("w") as file:
         try:
@@ -226,13 +242,16 @@ def _lock_tracker(run: RunDir, name: str) -> Iterator[None]:
 
 
 def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
-    """Return whether a start or rollback among the rows repeats steps that were sent."""
+    """Return whether a start or rollback among the events goes back before a step that was sent."""
     reached = max(sent.values(), default=0)
     return any(row["kind"] in ("start", "rollback") and int(row.get("step") or 0) < reached for row in rows)
 
 
 def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[str, int]:
-    """Log the rows newer than the newest sent of their kind; return the newest step of each kind."""
+    """Log the events newer than the newest sent of their kind to the tracker; return {kind: newest step}.
+
+    `sent` is {kind: newest step} before. Skips steps up to tracker.done.
+    """
     newest = dict(sent)
     for row in rows:
         kind, step = row["kind"], int(row.get("step") or 0)
@@ -245,9 +264,9 @@ def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[s
 
 
 def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
-    """Run `finlm track`: send a run's metrics to trackers, as they are or until the run ends; print what was sent.
+    """Send a run's metrics to these trackers, once or until the run ends, and print to stderr how to open them.
 
-    Raises UserError for a tracker that is not installed.
+    Raises UserError if a tracker is not installed or, without until_end, busy or not reachable.
     """
     check(names)
     if until_end:
@@ -263,7 +282,7 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
 
 
 def how_to_open(run: RunDir, name: str) -> str:
-    """Return the command that opens or uploads a tracker's data; "sent" where W&B has it already."""
+    """Return the command that opens or uploads a tracker's data; "sent" if W&B has it already."""
     if name == "tensorboard":
         return f"tensorboard --logdir {run.path.parent}"
     if name == "wandb":
@@ -274,9 +293,10 @@ def how_to_open(run: RunDir, name: str) -> str:
 
 @contextlib.contextmanager
 def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
-    """Send a run's metrics by a process for each tracker during the block; their output goes to logs in tracking/.
+    """Send a run's metrics during the block, with a process for each tracker, whose output goes to tracking/<name>.log.
 
-    Prints after the block what went wrong, and never raises it.
+    After the block waits up to 60 s for them, then kills them. Prints to stderr how to open each tracker, or what went
+    wrong, which never raises.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     for name in names:
@@ -298,7 +318,7 @@ def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
 
 
 def _wait_for_tracker(run: RunDir, name: str, process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a tracker's process, kill it after so many seconds, and print how to open it or why it failed."""
+    """Wait for a tracker's process, or kill it after `seconds`; print to stderr how to open it or why it failed."""
     try:
         code = process.wait(max(0.1, seconds))
     except subprocess.TimeoutExpired:
@@ -316,12 +336,16 @@ def _wait_for_tracker(run: RunDir, name: str, process: subprocess.Popen[bytes], 
 
 
 def log(run: RunDir, name: str) -> Path:
-    """Return the path of the file with what a tracker printed."""
+    """Return the path of the file, tracking/<name>.log, with what a tracker's process printed."""
     return Path(run.tracking) / f"{name}.log"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Send a run's metrics beside it until standard input is closed; return the exit code. arguments: RUN NAME."""
+    """Send a run's metrics to a tracker until standard input is closed; return the exit code.
+
+    `arguments` are the run's directory and the tracker's name. Prints a UserError to stderr instead of raising it,
+    except when the directory is no run.
+    """
     run, name = open_run(arguments[0]), arguments[1]
 
     def parent_ended() -> bool:

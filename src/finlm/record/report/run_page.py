@@ -36,9 +36,9 @@ _FIRST = ("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets",
 
 
 def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
-    """Write the page to `out`, or run.report, and return the path.
+    """Write the run's page to `out`, or to run.report if it is None, and return the path.
 
-    ended: no process of the run is left, so that a missing end row means a crash.
+    `ended` means that no process of the run is left, so that a missing end event is a crash.
     """
     history = histories.read_history(run)
     shown = values(run, history, histories.state(run, history, ended=ended))
@@ -48,7 +48,7 @@ def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
 
 
 def values(run: RunDir, history: History, state: str) -> dict[str, Any]:
-    """Return the values of run.html by name."""
+    """Return {name: value} for the template run.html, from the run's files; missing or damaged files count as empty."""
     plan, data = read_object(run.plan), read_object(run.data)
     manifest, recipe, settings = Manifest.read(run), manifests.recipe_values(run), read_object(run.ds_config)
     name = plan.get("recipe") or (manifest.recipe.name if manifest else None) or run.path.name
@@ -75,7 +75,7 @@ def values(run: RunDir, history: History, state: str) -> dict[str, Any]:
 
 
 def _facts(history: History, plan: Mapping[str, Any]) -> list[str | None]:
-    """Return the parts of the line below the title: time, hosts, parameters, starts."""
+    """Return the parts of the line below the title: time, hosts, parameters, starts; None for an unknown part."""
     hosts = [f"{host['name']} × {host['slots']}" for host in plan.get("hosts", ())]
     start = history.starts[-1] if history.starts else {}
     device = start.get("device") or plan.get("device")
@@ -89,13 +89,13 @@ def _facts(history: History, plan: Mapping[str, Any]) -> list[str | None]:
 
 
 def _newest_suites(history: History) -> list[Row]:
-    """Return the newest row of each suite, mode, number of examples and model."""
+    """Return the newest event of each combination of suite, mode, number of examples and model."""
     keys = ("suite", "mode", "shots", "model")
     return list({tuple(row.get(key) for key in keys): row for row in history.suites}.values())
 
 
 def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str | None, ...]]:
-    """Return rows of (what, planned, measured, ratio) for memory, speed and time."""
+    """Return rows of (what, planned, measured, ratio) as text for memory, speed and time; None for unknown values."""
     on_gpus, start = plan.get("device") == "cuda", history.planned_from
     # torch.cuda.max_memory_allocated is what steps record on GPUs, the resident size of the process on CPU ranks.
     planned = memory.allocated_bytes(plan.get("gpu_bytes_items") or {}) if on_gpus else plan.get("gpu_bytes")
@@ -112,7 +112,7 @@ def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str |
 
 
 def _against(planned: Any, measured: Any, how: Any) -> tuple[str | None, str | None, str | None]:
-    """Return planned and measured values in a format, and measured / planned."""
+    """Return planned and measured as text by `how`, and measured / planned; None for what is not known."""
     ratio = f"{measured / planned:.2f}" if planned and measured is not None else None
     return how(planned), how(measured), ratio
 
@@ -132,7 +132,7 @@ _DECISIONS = (
 
 
 def _decisions(plan: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (label, value) of the plan's decisions."""
+    """Return (label, value) of the plan's decisions, with each host's micro-batch if they differ."""
     decided = [(label, count(plan.get(key)) or plan.get(key)) for label, key in _DECISIONS]
     unequal = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
     if len(set(unequal.values())) > 1:
@@ -175,7 +175,7 @@ def _count_data(data: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _lengths(lengths: Mapping[str, Any]) -> list[list[Any]]:
-    """Return head and rows of the table of documents' lengths; empty without any."""
+    """Return the table of documents' lengths, its header first; [] if no lengths were recorded."""
     edges = sorted({edge for row in lengths.values() for edge, _, _ in row.get("histogram") or ()})
     rows: list[list[Any]] = [["Source", "Median", "Longest", *(f"{edge:,}+" for edge in edges)]] if edges else []
     for name, row in lengths.items() if edges else ():
@@ -192,7 +192,7 @@ def _row(name: str, row: Mapping[str, Any], shard: Mapping[str, Any], shown: lis
 
 
 def _all_shards(shards: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums over all sources, with the bytes a token weighted by tokens."""
+    """Return the sums over all sources, with bytes_per_token averaged by tokens; {} if a source lacks either number."""
     whole = _sum(shards)
     if not {"train_tokens", "bytes_per_token"} <= set(whole) or not whole["train_tokens"]:
         return {}
@@ -201,22 +201,19 @@ def _all_shards(shards: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _sum(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums of the keys that every row has: what one row lacks has no total."""
+    """Return the sums of the keys that every row has; a key that a row lacks has no sum."""
     keys = set.intersection(*(set(row) for row in rows.values())) if rows else set()
     return {key: sum(row[key] for row in rows.values()) for key in keys}
 
 
 def _last_answers(run: RunDir) -> list[Mapping[str, Any]]:
-    """Return the readable answers of the last step with their rewards; empty where the stage writes none."""
+    """Return the rows of rollouts.jsonl of the last step, answers with their rewards; [] if the stage writes none."""
     rows = list(files.read_json_lines(run.rollouts)) if run.rollouts.exists() else []
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the recipe's values for the page: written ones with their origin, defaults, and the files.
-
-    By name: written, defaults, files.
-    """
+    """Return the recipe's values for the page: `written` ones with their origin, `defaults`, and `files` written in."""
     values, origins = recipe or manifests.unchecked_recipe_values(run), read_object(run.origins)
     written = {key: origin for key in values if (origin := _origin(key, origins))}
     return {
@@ -227,7 +224,7 @@ def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any
 
 
 def _origin(key: str, origins: Mapping[str, Any]) -> str | None:
-    """Return where a value was written: the key, something in it, or what it was given in; None for a default."""
+    """Return where a value was written: by its key, a key inside it, or a key that contains it; None for a default."""
     inside = (place for name, place in origins.items() if name.startswith((f"{key}.", f"{key}[")))
     found = origins.get(key) or next(inside, None)
     while key and found is None:
@@ -242,7 +239,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def _provenance(run: RunDir, manifest: Manifest | None, history: History) -> dict[str, Any]:
-    """Return for the page how to start the run again, its hashes, its machine and packages."""
+    """Return what the page shows of the run's origin: commands to start it again, hashes, machine and packages."""
     made = manifest or Manifest()
     code, git, shards, machine = made.finlm, made.finlm.git, made.shards, made.machine
     lines = [f"cd {shlex.quote(made.directory)}"] if made.directory else []
@@ -293,7 +290,7 @@ FILES = Path(__file__).parent
 
 
 def show(value: Any, how: Callable[[Any], str]) -> str | None:
-    """Return a value in the given format; None for what is missing or not of the expected type."""
+    """Return how(value); None if the value is missing (None, undefined) or `how` raises TypeError or ValueError."""
     try:
         return None if value is None or isinstance(value, Undefined) else how(value)
     except (TypeError, ValueError):
@@ -301,7 +298,7 @@ def show(value: Any, how: Callable[[Any], str]) -> str | None:
 
 
 def count(value: Any) -> str | None:
-    """Return 1234567 as '1,234,567'; None as show does."""
+    """Return 1234567 as '1,234,567'; None as show() does."""
     return show(value, lambda v: f"{v:,.0f}")
 
 
@@ -331,12 +328,15 @@ def percent(value: Any, places: int = 1) -> str | None:
 
 
 def moment(value: Any) -> str | None:
-    """Return unix seconds as UTC date and time; None as show does."""
+    """Return Unix seconds as UTC date and time; None as show does."""
     return show(value, lambda v: datetime.fromtimestamp(v, UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
 
 def period(first: Any, last: Any) -> str | None:
-    """Return two unix times as 'from to until', the date once when it is the same; only the first if alone."""
+    """Return two Unix times as '<first> to <last>', the date once when it is the same.
+
+    Returns only the first if the last is missing, None if the first is.
+    """
     begun, ended = moment(first), moment(last)
     if begun is None or ended is None:
         return begun
@@ -344,14 +344,14 @@ def period(first: Any, last: Any) -> str | None:
 
 
 def interval(bounds: Any) -> str | None:
-    """Return two shares as a confidence interval in percent; None for anything else."""
+    """Return two shares as a confidence interval in percent; None for anything but a list or tuple of two."""
     if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
         return None
     return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
 
 
 def highest(values: Iterable[float]) -> float | None:
-    """Return the highest value; None without any."""
+    """Return the highest value; None without values."""
     return max(values, default=None)
 
 
@@ -363,20 +363,23 @@ def data(charts: Iterable[Chart]) -> str:
 
 
 def translate(chart: Chart, lang: str) -> Chart:
-    """Return the chart with its title and the names of its lines in a language."""
+    """Return a copy of the chart with its title and the names of its series in this language ("en" or "zh")."""
     known = language.words(lang)
     series = [replace(each, name=known.get(each.name, each.name)) for each in chart.series]
     return replace(chart, title=known.get(chart.title, chart.title), series=series)
 
 
 def say_units(text: str | None, lang: str) -> str | None:
-    """Return a text that ends with a unit of time, such as "5 minutes", in a language."""
+    """Return a text that ends with a unit of time, such as "5 minutes", with the unit in `lang`; None for None."""
     units = _UNITS if lang == "zh" else {}
     return text and re.sub("[a-z]+$", lambda unit: units.get(unit[0], unit[0]), text)
 
 
 def environment(*folders: Path, lang: str = "en") -> Environment:
-    """Return the templates of these folders and of the report, with their words in a language."""
+    """Return the jinja2 environment with the templates of these folders and of the report, and filters such as `count`.
+
+    Templates translate with _() to `lang`, "en" or "zh". Undefined and None print as a dash.
+    """
     known = language.words(lang)
     pages = Environment(
         loader=FileSystemLoader([*folders, FILES]),
@@ -397,7 +400,10 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
 
 
 def write(path: Path, template: str, title: str, charts: Iterable[Chart], **values: Any) -> Path:
-    """Write a self-contained page in the language of messages to `path`, and return the path."""
+    """Render the template to a self-contained page in the current language, write it to `path`, and return the path.
+
+    `values` are the template's variables. Raises ValueError for NaN or infinity in a chart.
+    """
     lang = language.current()
     text = (
         environment(lang=lang)
