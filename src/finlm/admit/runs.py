@@ -171,6 +171,7 @@ def losses(run: RunDir) -> list[float]:
 
 
 def _apart(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists of losses."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 

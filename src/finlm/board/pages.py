@@ -127,6 +127,7 @@ def _mark(run: RunDir) -> tuple[tuple[int, int], ...]:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
+    """Return (size in bytes, mtime in ns) of a file; (0, 0) if it cannot be read."""
     try:
         about = path.stat()
     except OSError:
@@ -136,6 +137,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=12)
 def _history(path: Path, mark: tuple[tuple[int, int], ...]) -> History:
+    """Return the history of the run at `path`, cached for this `mark`, which changes with its files (_mark)."""
     return history.read_history(RunDir(path))
 
 
@@ -158,6 +160,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, Val
 
 
 def _read_line(run: RunDir) -> Listed:
+    """Return the run's row, or one with the state "damaged" if its files cannot be read."""
     try:
         return history.read_listed(run)
     except DAMAGED:
@@ -165,6 +168,7 @@ def _read_line(run: RunDir) -> Listed:
 
 
 def _newest(board: Board) -> list[RunDir]:
+    """Return the runs of the board, the newest recipe.yaml first."""
     return sorted(_list_runs(board), key=lambda run: _size_and_time(run.recipe)[1], reverse=True)
 
 
@@ -219,6 +223,7 @@ def _diagnose(run: RunDir, lang: str) -> Sequence[Any]:
 
 @lru_cache(maxsize=50)
 def _findings(path: Path, lang: str, logs: tuple[tuple[str, int, int], ...]) -> Sequence[Any]:
+    """Return the findings of a run's logs, cached until a log in `logs` changes; () when a log cannot be read."""
     try:
         return diagnosis.of_run(path, lang, keep=False)
     except OSError:
@@ -236,6 +241,7 @@ def _read_dropped(run: RunDir) -> list[Mapping[str, Any]]:
 
 @lru_cache(maxsize=50)
 def _samples(path: Path, mark: tuple[int, int]) -> Sequence[Any]:
+    """Return samples of the documents that prepare dropped, cached for this `mark`; () if they cannot be read."""
     try:
         return prepare.dropped_samples(recipes_.load(RunDir(path).recipe).recipe)
     except (UserError, OSError):
@@ -248,6 +254,7 @@ def find_report(board: Board, name: str) -> Path | None:
 
 
 def _report_of(found: RunDir) -> Path | None:
+    """Return the path of the run's report, None if it is missing or leads out of the run directory."""
     try:
         path = files.within(found.path, found.report.name)
     except ValueError:

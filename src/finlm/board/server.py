@@ -279,6 +279,7 @@ class _Site:
         return HTMLResponse(text, status, {"ETag": mark})
 
     def _lang(self, request: Request) -> str:
+        """Return the request's language: ?lang=, else the cookie, else the server's."""
         asked = request.query_params.get("lang") or request.cookies.get("finlm-lang")
         return asked if asked in ("en", "zh") else self.settings.lang
 

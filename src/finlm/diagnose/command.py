@@ -57,6 +57,7 @@ def of_run(run: Path, lang: str = "en", since: Mapping[str, int] | None = None, 
 
 
 def _of_run(logs: Sequence[Log], run: Path, lang: str, keep: bool = True) -> list[Finding]:
+    """Return the findings of a run's logs with the run's values in the fixes; with `keep`, write diagnosis.json."""
     findings = concrete(diagnose(logs, _signatures(), lang, Program()), run, lang)
     if keep:
         keep_findings(findings, run)
@@ -64,6 +65,7 @@ def _of_run(logs: Sequence[Log], run: Path, lang: str, keep: bool = True) -> lis
 
 
 def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
+    """Return all logs of a run directory, scanned. Raises OSError."""
     return _read([str(path) for path in run_logs(run)], since=since)
 
 
@@ -87,6 +89,7 @@ def _read(
 
 @lru_cache(maxsize=1)
 def _signatures() -> Signatures:
+    """Return all signatures, read once in a process."""
     return Signatures()
 
 
@@ -129,6 +132,7 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
 
 
 def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:
+    """Return the endpoint's answer; None, with a warning on stderr, if it gives none."""
     try:
         return ask(endpoint, logs, lang)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -137,6 +141,7 @@ def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:
 
 
 def _print_refusal(problem: str, evidence: str) -> int:
+    """Print the problem with a fix to stderr and return exit code 2."""
     fix = "give log files, - for standard input, or a run directory"
     screen.fail(UserError(problem, evidence=evidence, fix=fix))
     return 2
@@ -349,6 +354,10 @@ def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
 
 
 def _call(url: str, body: dict[str, object] | None) -> dict[str, list[dict[str, dict[str, str]]]]:
+    """Return the JSON object that the URL answers to a GET, or to a POST of `body` if it is not None, within 60 s.
+
+    Sends OPENAI_API_KEY if it is set. Raises OSError or ValueError.
+    """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"

@@ -371,6 +371,7 @@ def _spans(length: int, places: Sequence[tuple[int, str]], prefilter: Prefilter)
 
 
 def _hit(name: str, raw: bytes, before: bytes, host: str, rank: int | None) -> Hit:
+    """Return the Hit of a raw line, with line and offset 0; `host` and `rank` count if the line names none."""
     whole = raw.decode("utf-8", errors="replace")
     text, said = clean(whole)
     said_host, said_rank = speaker(text, said)
