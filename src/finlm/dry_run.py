@@ -38,6 +38,7 @@ def _look_before_launch(t: pipeline.Training) -> Known:
 
     Sets t.loaded (model.init_from, grpo.reward, warm-up), t.shards, t.plan, t.ds_config and t.resumed where they are
     known. Raises UserError when a source matches no file, prepared data or a model cannot be used, or nothing fits.
+    Prints the reward model that judges, and a shortened warm-up.
     """
     known: Known = {}
     init_from = t.recipe.model.init_from
@@ -81,7 +82,8 @@ def _look_before_launch(t: pipeline.Training) -> Known:
 def _look_for_runs(t: pipeline.Training) -> Known:
     """Return {step name: (state, words)} of `resume` and `run directory`; set t.resumed to the unfinished run, or None.
 
-    With an unfinished run, also sets t.plan to its plan. Takes no lock and reads no checkpoint.
+    With an unfinished run, also sets t.plan to its plan. Takes no lock and reads no checkpoint. Prints why a run is not
+    continued.
     """
     where = t.recipe, t.plan, t.shards.directory, t.runs
     t.resumed = None if t.new else lineage.find_unfinished(*where)

@@ -286,7 +286,7 @@ def check_labels(t: Training) -> None:
 
 
 def check_hosts(t: Training) -> None:
-    """Check every host unless the run is trained; set t.facts and t.findings. Raises Stop if a finding is an error."""
+    """Check hosts and print findings, unless trained; set t.facts and t.findings. Raises Stop if one is an error."""
     if t.is_trained:
         return
     place = t.resumed.path if t.resumed else t.runs  # an unfinished run's checkpoints need no second room
@@ -325,7 +325,7 @@ def _say_schedule(earlier: Earlier, wanted: Recipe, plan: Plan) -> None:
 def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
     """Make the run directory with recipe, plan, DeepSpeed settings, manifest and a copy of the code; return it.
 
-    The checkpoint of `earlier` goes into `continued/`, its events are copied. A failure leaves no directory.
+    Named by recipe and time. `earlier`: its checkpoint goes into continued/, its events too. A failure leaves none.
     """
     stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:
@@ -352,7 +352,7 @@ def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
 
 
 def train_ranks(t: Training) -> None:
-    """Train to the last step from the newest checkpoint, unless that is done; then clear t.newcomers.
+    """Train from the newest checkpoint to the last step, unless the run is trained; in both cases clear t.newcomers.
 
     Raises RunFailed, HostLost if other hosts can go on, and HostsBack if lost hosts answer again.
     """

@@ -157,7 +157,11 @@ def check_packed(case: Case) -> str:
 
 
 def check_adapters(case: Case) -> str:
-    """Return how a model with adapters differs from one with them merged, in logits or parameter count; "" if equal."""
+    """Return what is wrong with a model's adapters; "" if nothing.
+
+    Wrong is: no layer can be adapted, the number of trained parameters differs from the plan's, or the merged weights
+    do not fit the model or give other logits.
+    """
     from peft import get_peft_model
 
     recipe = case.recipe.model_copy(update={"lora": Lora(rank=4, alpha=8)})

@@ -120,7 +120,10 @@ def _runs(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return, as fields of TypeRecord, what a layer saves for its backward pass in bf16, not compiled."""
+    """Return, as fields of TypeRecord, what a layer saves for its backward pass in bf16, not compiled.
+
+    Raises UserError as _size() does, for the input of a norm without parameters.
+    """
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
@@ -224,7 +227,10 @@ def own_keys(config: Any) -> Config:
 
 
 def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[str, dict[str, list[str] | None]]]:
-    """Return (layer, outer, switches) of a TypeRecord; changes `plain` meanwhile and restores it."""
+    """Return (layer, outer, switches) of a TypeRecord; changes `plain` meanwhile and restores it.
+
+    Raises UserError as _tensors() does, and then leaves `plain` changed.
+    """
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
     values: Config = dict.fromkeys(keys, True)
@@ -301,7 +307,7 @@ def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
 def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] | None]:
     """Return how the tensors of layers without experts differ from `layer`; None for a tensor that they lack.
 
-    Returns {} if all layers are alike.
+    Returns {} if all layers are alike. Raises UserError as _tensors() does.
     """
     if not (changes := _of_kind(CONFIG_MAPPING[model_type](), 2, dense=True)):
         return {}

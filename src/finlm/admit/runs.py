@@ -171,7 +171,10 @@ def losses(run: RunDir) -> list[float]:
 
 
 def _apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists of losses."""
+    """Return the largest relative difference of two lists of losses.
+
+    Raises ValueError if they are empty or differ in length.
+    """
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 
@@ -188,9 +191,11 @@ def check_stages(runs: Runs) -> str:
 
 
 def check_resume(runs: Runs) -> str:
-    """Train a copy of the run again from its first checkpoint; return how its losses differ from the run's, "" if not.
+    """Train a copy of the run, without its last checkpoint, to the end again; return what is wrong, "" if nothing.
 
-    Raises RuntimeError when the ranks fail.
+    It is wrong if the copy does not begin at its checkpoint, step STEPS // 2, or if its losses differ from the run's.
+    Makes the copy in scratch/half, where it must not exist yet (FileExistsError). Raises RuntimeError when the ranks
+    fail.
     """
     whole = runs.run(1)
     half = RunDir(runs.scratch / "half" / whole.path.name)

@@ -207,7 +207,8 @@ def is_inside(name: str) -> bool:
 def sha256(paths: Iterable[Path], threads: int, advance: Callable[[], None] | None = None) -> dict[Path, str]:
     """Return {path: hex sha256 over the sha256s of the file's 64 MiB blocks}, hashing blocks in parallel.
 
-    Calls `advance` after each block. Raises OSError when a file cannot be read.
+    Calls `advance` after each block. Raises OSError when a file cannot be read. `threads` is how many blocks are read
+    at a time.
     """
     blocks = [(path, start) for path in paths for start in range(0, max(1, path.stat().st_size), BLOCK_BYTES)]
     with ThreadPoolExecutor(max(1, min(threads, len(blocks)))) as pool:

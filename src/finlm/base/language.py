@@ -199,7 +199,7 @@ def _exact(text: str) -> str | None:
 
 
 def _split_remark(text: str) -> tuple[str, str]:
-    """Return (text before, text in) the parentheses that end a sentence; (text, "") if none end it."""
+    """Return (text before, text in) the parentheses that end `text` after a space; (text, "") if none do."""
     depth = 0
     for position in range(len(text) - 1, 0, -1) if text.endswith(")") else ():
         depth += {")": 1, "(": -1}.get(text[position], 0)

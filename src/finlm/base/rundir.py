@@ -73,7 +73,10 @@ class RunDir:
 
     @property
     def shards(self) -> Path:
-        """Directory of the prepared data: the symlink `shards` if there is one, else the path in manifest.json."""
+        """Directory of the prepared data: the symlink `shards` if there is one, else the path in manifest.json.
+
+        Raises FileNotFoundError without either.
+        """
         link = self.path / "shards"
         return link if link.is_symlink() else Path(files.read_json(self.manifest)["shards"]["path"])
 

@@ -86,7 +86,8 @@ def seal_model(directory: Path, **origin: Any) -> None:
 def prove_model(directory: Path) -> None:
     """Compare a model directory with its finlm.json; do nothing without one.
 
-    Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory.
+    Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory. Prints
+    how much was compared.
     """
     path = directory / MODEL_MANIFEST
     if not path.is_file():
@@ -187,6 +188,7 @@ def complete_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest one if `path` is a run, after comparing its files' hashes.
 
     Raises UserError when there is no complete one, when some of its files are on other hosts, or when it is damaged.
+    Prints how much was compared.
     """
     if (path / "plan.json").is_file():
         path = newest_checkpoint(RunDir(path))

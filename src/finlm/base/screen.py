@@ -146,12 +146,15 @@ def say_command(command: str) -> None:
 
 
 def show(text: str = "") -> None:
-    """Print text, translated, as part of a command's result (to stdout, unless send_results says stderr)."""
+    """Print text, translated, as part of a command's result (to stdout, unless send_results says stderr).
+
+    Raises UserError when stdout cannot be written, as on a full disk.
+    """
     _print(_results, translate(text))
 
 
 def heading(text: str) -> None:
-    """Print a line of the result, translated, bold on a terminal."""
+    """Print a line of the result, translated, bold on a terminal. Raises as show() does."""
     text = translate(text)
     _print(_results, text, text)
 
@@ -163,7 +166,7 @@ def write(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print the document as one line of JSON to stdout."""
+    """Print the document as one line of JSON to stdout. Raises UserError if it cannot, as on a full disk."""
     with _ignore_closed(_STDOUT):
         print(json.dumps(document, ensure_ascii=False), flush=True)
 
@@ -178,7 +181,8 @@ def print_styled(parts: Sequence[tuple[str, str]]) -> None:
 def _print(number: int, text: str, start: str = "", style: str = "bold") -> None:
     """Print lines to descriptor `number`; on a terminal, fold them to its width and set `start` in the rich style.
 
-    `start` is the beginning of text; if text does not begin with it, all of text is styled. "" means no style.
+    `start` is the beginning of text; if text does not begin with it, all of text is styled. "" means no style. Raises
+    UserError when stdout cannot be written, as on a full disk.
     """
     stream = _stream(number)
     if stream.isatty():
@@ -311,7 +315,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below a header as part of the result, translated; on a terminal ok is green, warn yellow, FAIL red.
 
     On a terminal that is too narrow for the longest words of the columns, each row becomes a block of lines. In a file
-    or a pipe each row is one line.
+    or a pipe each row is one line. Raises as show() does.
     """
     lines = [[translate(" ".join(cell.split())) for cell in row] for row in (header, *rows)]
     stream = _stream(_results)

@@ -104,7 +104,8 @@ class Cache:
     def lock_cache(self) -> Iterator[None]:
         """Lock the cache directory in the block, waiting for another process; first remove what a killed one left.
 
-        Raises UserError when the directory cannot be written, or when the disk is full during the block.
+        Raises UserError when the directory cannot be written, or when the disk is full during the block. Prints that it
+        waits.
         """
         with ExitStack() as held:
             try:
@@ -249,9 +250,10 @@ def ignore_progress(amount: float, description: str | None = None) -> None:
 
 
 def _state(path: File) -> list[Any]:
-    """Return [inode, size, mtime, ctime] of a file, times in ns; ctime cannot be set, as mtime can (rsync -t, cp -p).
+    """Return what changes when a file does: [inode, size, mtime, ctime] with times in ns, or a store's [size, version].
 
-    Of a store's file, returns [size, version] when it was listed.
+    A store's file has these as they were when it was listed. ctime is included because rsync -t and cp -p restore
+    mtime.
     """
     if not isinstance(path, Path):
         return path.state()
@@ -280,7 +282,10 @@ def file_changed(path: File) -> UserError:
 
 
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
-    """Yield the hex sha256 of each file in order; if any is a store's file, reads up to _AT_ONCE files at once."""
+    """Yield the hex sha256 of each file in order; if any is a store's file, reads up to _AT_ONCE files at once.
+
+    Raises UserError as sha256() does.
+    """
     if all(isinstance(path, Path) for path in paths):
         yield from (sha256(path, advance) for path in paths)
         return

@@ -114,7 +114,7 @@ def _list_runs(board: Board) -> list[RunDir]:
 
 
 def find_run(board: Board, name: str) -> RunDir:
-    """Return the run of this directory name. Raises Missing."""
+    """Return the run of this directory name. Raises Missing if there is none."""
     found = next((run for run in _list_runs(board) if run.path.name == name), None)
     if found is None:
         raise Missing("there is no such run")
@@ -195,7 +195,7 @@ def run(board: Board, name: str, lang: str) -> Page:
     values |= {
         "against": [tuple(run_page.say_units(cell, lang) for cell in row) for row in values["against"]],
         "run": name,
-        "left": _seconds_left(found, read) if state == "running" else None,
+        "left": _seconds_left(found) if state == "running" else None,
         "dropped": _read_dropped(found),
         "has_report": _report_of(found) is not None,
         "has_model": (found.export / "config.json").is_file(),
@@ -204,8 +204,8 @@ def run(board: Board, name: str, lang: str) -> Page:
     return Page("board_run.html", name, "runs", values, history.charts(read), poll=2 if is_open else 0)
 
 
-def _seconds_left(run: RunDir, read: History) -> float | None:
-    """Return the predicted seconds to the last step, as `finlm watch` does; None if they or the plan are not known."""
+def _seconds_left(run: RunDir) -> float | None:
+    """Return the seconds to the last step predicted from the last step events; None without a plan or prediction."""
     try:
         state = live.State(Plan.read(run.plan))
     except UserError:
@@ -249,7 +249,10 @@ def _samples(path: Path, mark: tuple[int, int]) -> Sequence[Any]:
 
 
 def find_report(board: Board, name: str) -> Path | None:
-    """Return the path of a run's report; None if there is none or it is a link that leads elsewhere. Raises Missing."""
+    """Return the path of a run's report, None without one or for a link that leads elsewhere.
+
+    Raises Missing if there is no such run.
+    """
     return _report_of(find_run(board, name))
 
 
@@ -287,7 +290,7 @@ def _recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of the recipe of this name. Raises Missing."""
+    """Return the file of the recipe of this name. Raises Missing if there is none."""
     found = _recipes().get(name)
     if found is None:
         raise Missing("there is no such recipe")
@@ -326,7 +329,7 @@ class Wanted:
 
 
 def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
-    """Return the page of a recipe: its text, and the form that forks it. Raises Missing."""
+    """Return the page of a recipe: its text, and the form that forks it. Raises Missing if there is no such recipe."""
     path = find_recipe(name)
     text = redact_text(path.read_text("utf-8", "replace"))
     values = {"recipe": name, "text": text, "wanted": ask, "has_hostfile": bool(board.hostfile)}
@@ -336,7 +339,7 @@ def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
 def plan(board: Board, ask: Mapping[str, str]) -> Page:
     """Return the page of what `finlm plan` prints for a recipe with the form's values; plans one request at a time.
 
-    Raises UserError and Missing.
+    Raises Missing for an unknown recipe, and UserError for values that cannot be used or planned.
     """
     wanted = Wanted.read(board, ask.get("recipe", ""), ask)
     path = find_recipe(wanted.name)
@@ -358,7 +361,7 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 def diff(board: Board, one: str, other: str) -> Page:
     """Return the page of the differences of two recipes and their plans; without differences until both are named.
 
-    Raises UserError and Missing.
+    Raises Missing for an unknown recipe, and UserError for a recipe that cannot be used.
     """
     names = list(_recipes())
     values: dict[str, Any] = {"names": names, "a": one, "b": other, "differences": None}

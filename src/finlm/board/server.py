@@ -193,7 +193,8 @@ class _Site:
     def _admit(self, request: Request) -> Response | None:
         """Return None for an admitted request, or the redirect that sets the token's cookie.
 
-        Raises HTTPException for a foreign Host header (400), another site or a bad POST (403), a missing token (401).
+        Raises HTTPException for a foreign Host header (400), another site's request that does not navigate (403), a bad
+        POST (as _check_post), and a missing or wrong token (401).
         """
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         if not self._is_own(host):  # a page elsewhere may have made its name point here
@@ -232,7 +233,7 @@ class _Site:
             }
 
     def _check_post(self, request: Request, site: str) -> None:
-        """Raise HTTPException for a POST without --allow-actions, not from a page of this board, or too large.
+        """Raise HTTPException: 403 for a POST without --allow-actions or not from this board's page, 413 if too large.
 
         `site` is the value of the header Sec-Fetch-Site.
         """
@@ -377,7 +378,8 @@ class Talk:
     def answer(self, board: pages.Board, name: str, body: bytes) -> str:
         """Return the model's answer to the conversation in `body`; without a chat template, a continuation of it.
 
-        Loads the run's exported model if needed. Raises UserError and Missing.
+        Loads the run's exported model if needed. Raises Missing for an unknown run, and UserError for a body without a
+        conversation or a model that cannot be opened or cannot answer.
         """
         run, messages = pages.find_run(board, name), _messages(body)
         with self._lock:
@@ -388,7 +390,10 @@ class Talk:
             return export.generate(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
-        """Return the Talker of a model directory; loads the model unless it was the last to be used."""
+        """Return the Talker of a model directory; loads the model unless it was the last to be used.
+
+        Raises UserError as open_model() does.
+        """
         from finlm.inference.chat import Talker  # loads torch
         from finlm.inference.open import open_model
 

@@ -111,7 +111,10 @@ def _suggest_set(words: str, given: list[str]) -> str:
 
 
 def hostfile(options: argparse.Namespace) -> str | Path | None:
-    """Return the hostfile to use: --hostfile, else hostfile.txt if it names a host; None otherwise and with --local."""
+    """Return the hostfile to use: --hostfile, else hostfile.txt if it names a host; None otherwise and with --local.
+
+    Raises UserError if hostfile.txt cannot be read.
+    """
     from finlm.recipe import cluster
 
     if getattr(options, "local", False):
@@ -214,7 +217,10 @@ def _load(
 
 
 def _declare_kinds(options: argparse.Namespace) -> None:
-    """Declare the GPU kinds that `finlm plan --calibrate` measured or that the options of plan describe."""
+    """Declare the GPU kinds that `finlm plan --calibrate` measured or that the options of plan describe.
+
+    Raises UserError as gpus.declare_calibrated() does.
+    """
     from finlm.plan import gpus
 
     gpus.declare_calibrated()

@@ -43,7 +43,10 @@ _OF_THE_SERVER = ("fastapi", "uvicorn", "openai")
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """Return the recipe of the command line with its --set values; print its notices to stderr. Raises UserError."""
+    """Return the recipe of the command line with its --set values; print its notices to stderr.
+
+    Raises UserError for a recipe or value that cannot be used.
+    """
     from finlm.recipe import recipe
 
     loaded = recipe.load(options.recipe, options.set)
@@ -53,7 +56,7 @@ def load(options: argparse.Namespace) -> Loaded:
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Run `finlm prepare`: convert the sources to shards and print their directory. Return 0."""
+    """Run `finlm prepare`: convert the sources to shards; print rows if --show, and their directory. Return 0."""
     from finlm import prepare
     from finlm.recipe import weights
 

@@ -291,7 +291,10 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
     paths = _find_files(context, patterns)
 
     def make(directory: Path) -> dict[str, int]:
-        """Write documents.npy and contaminated.jsonl into directory; return the counts of the manifest."""
+        """Write documents.npy and contaminated.jsonl into directory; return the counts of the manifest.
+
+        Also writes questions.npz, the index. Raises UserError when a file of questions changed after it was hashed.
+        """
         questions = list(read_questions(paths))
         for path in paths:
             if files.sha256_file(path) != hashes[path]:

@@ -102,7 +102,10 @@ def encode_chunk(task: Task) -> Arrays:
 
 @cache
 def _load_encoder(tokenizer: Path, name: str) -> encoders.Encode:
-    """Return gigatoken's encoder if `name` is gigatoken, else the library's; loaded once per process."""
+    """Return gigatoken's encoder if `name` is gigatoken, else the library's; loaded once per process.
+
+    Raises UserError if the tokenizer cannot be read.
+    """
     return encoders.Gigatoken(tokenizer) if name == "gigatoken" else encoders.reference(tokenizer)
 
 
@@ -115,8 +118,8 @@ def _cuts(tokenizer: Path) -> encoders.Cuts:
 def _check_sample(task: Task, texts: Sequence[bytes], ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
     """Raise Disagreement if the library gives other ids for a sampled document, which is every 64th.
 
-    `ids` holds all texts end to end, `lengths` [texts] the number of ids of each. Of a document over 256 KiB only the
-    start is compared.
+    `ids` holds all texts end to end, `lengths` [texts] the number of ids of each. For a document over 256 KiB both
+    encoders encode its start anew, and its part of `ids` is not compared.
     """
     reference, encoder = _load_encoder(task.tokenizer, ""), _load_encoder(task.tokenizer, task.encoder)
     long = [text[:_COMPARED] for text in texts[::_SAMPLED] if len(text) > _COMPARED]
@@ -230,7 +233,7 @@ class _Shard:
     """One .bin and .idx being written."""
 
     def __init__(self, directory: Path, split: Split, source: str, number: int) -> None:
-        """Create the .bin file, empty."""
+        """Create the .bin file, empty. Its name is <split>/<source>-<number>.bin."""
         self.split, self.source = split, source
         self.name = f"{split}/{source}-{number:05d}.bin"
         self.path = directory / self.name
@@ -241,7 +244,10 @@ class _Shard:
         self._file = self.path.open("wb")
 
     def append(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64]) -> None:
-        """Write the ids of documents to the .bin and remember their lengths."""
+        """Write the ids of documents to the .bin and remember their lengths.
+
+        `ids` has them end to end; `lengths` (tokens) and `text_bytes` are [documents].
+        """
         data = ids.tobytes()
         self._file.write(data)
         self._sha256.update(data)
@@ -250,7 +256,11 @@ class _Shard:
         self._lengths.append(lengths)
 
     def close(self) -> ShardEntry:
-        """Flush and close the .bin, write the .idx, and return the manifest entry."""
+        """Sync and close the .bin, write the .idx, and return the manifest entry.
+
+        The .idx has 0 and then the end of each document in tokens, as little-endian uint64. Raises ValueError without
+        documents.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

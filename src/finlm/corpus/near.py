@@ -259,13 +259,19 @@ class Verifier:
         return same
 
     def _batches(self, pairs: Ids, left: Ids, right: Ids) -> Iterator[Ids]:
-        """Yield the indexes of pairs in groups whose texts together have about 16 MiB; yields nothing without pairs."""
+        """Yield the indexes of pairs in groups whose texts together have about 16 MiB; yields nothing without pairs.
+
+        `pairs` are indexes into `left` and `right`, which have a document each.
+        """
         total = np.cumsum(self._bytes[left[pairs]].astype(np.int64) + self._bytes[right[pairs]])
         batch = total // _BYTES_AT_ONCE
         yield from np.split(pairs, np.flatnonzero(np.diff(batch)) + 1) if len(pairs) else ()
 
     def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
-        """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true."""
+        """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true.
+
+        The similarity is that of the documents' word n-grams, which are kept for later calls.
+        """
         ids = np.unique(np.concatenate((left, right)))
         if sum(map(len, self._grams.values())) > _KEPT_GRAMS:
             self._grams.clear()

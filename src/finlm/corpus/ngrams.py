@@ -83,7 +83,10 @@ def starts(text: Characters, n: int) -> npt.NDArray[np.int64]:
 
 
 def windows(codes: npt.NDArray[np.uint32], n: int) -> npt.NDArray[np.uint64]:
-    """Return the hash of every n consecutive characters, also across documents: uint64 [characters - n + 1]."""
+    """Return the hash of every n consecutive characters, also across documents: uint64 [characters - n + 1].
+
+    `codes` are the characters' code points.
+    """
     return mix(sums(codes.astype(np.uint64), n))
 
 

@@ -132,7 +132,7 @@ def strip_html(text: str) -> str:
 def _join_cells(row: re.Match[str]) -> str:
     """Return the matched table row as a line of tab-separated cells; as matched if the table lays out a page.
 
-    It does if a cell has over 1000 characters, or the row is a single cell with block tags.
+    It lays out a page if a cell has over 1000 characters, or the row is a single cell with block tags.
     """
     parts = _CELL.split(row[1])
     cells = [_GAP.sub(" ", _CELL_TAG.sub("", _BLOCK_TAG.sub(" ", part))).strip() for part in parts]

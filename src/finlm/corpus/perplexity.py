@@ -276,7 +276,7 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
 
 
 def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
-    """Return the inputs of the clean set with the hashes of their files."""
+    """Return the inputs of the clean set with the hashes of their files. Raises as _find_files() does."""
     inputs = _find_files(context, settings)
     hashes = context.cache.fingerprints([path for item in inputs for path in item.paths])
     return [sources.verify_hashes(item, [hashes[path] for path in item.paths]) for item in inputs]
@@ -300,7 +300,8 @@ def _choose_clean_texts(inputs: Sequence[Input], rules: Clean, wanted_bytes: int
     """Return about wanted_bytes of distinct cleaned documents of the clean set, as (source, UTF-8 text).
 
     Takes those with the lowest hashes, in that order. Every document is equally likely, so each file gives in
-    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned.
+    proportion to its text. Documents that the rules drop are skipped; only what may still be chosen is cleaned. Raises
+    UserError as readers.blocks() does.
     """
     cleaner, total = clean.Cleaner(rules), 0
     chosen: list[tuple[int, str, bytes]] = []  # a heap, the highest hash first

@@ -222,7 +222,8 @@ class RayEngine:
 def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) -> Iterator[_Connection]:
     """Yield a connection to the Ray cluster after checking its hosts; print at the end how many chunks each host did.
 
-    Stdout is redirected inside the block. Raises UserError for a cluster or a host that cannot be used.
+    Stdout is redirected inside the block. Raises UserError for a cluster or a host that cannot be used. `num_proc` is
+    the most workers per host; `reads` are files that every host needs.
     """
     import ray
 
@@ -308,7 +309,10 @@ class _Connection:
 
     @property
     def count(self) -> int:
-        """The number of workers now: one per CPU of the cluster, at most data.num_proc per host."""
+        """The number of workers now: one per CPU of the cluster, at most data.num_proc per host.
+
+        Prints the hosts that were lost since the last call. Raises UserError when none is left.
+        """
         return sum(min(self._num_proc, cores) for _, cores in self._find_nodes().values())
 
     def _find_nodes(self) -> dict[str, tuple[str, int]]:

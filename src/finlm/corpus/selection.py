@@ -178,10 +178,11 @@ def hold_out(
 
 
 def _find_apart(table: Table, splits: Sequence[str], settings: Data) -> Bools | None:
-    """Return which documents a field keeps out of training, bool [documents]; None if the recipe names no such field.
+    """Return which documents a field keeps out of training, bool [documents]; None if the table has no such field.
 
-    With held_out_by, these are documents whose field value hashes into the lowest held_out_fraction: of two values or
-    more at least one value, and never all. With held_out_from, these are documents of that day or later.
+    With held_out_by, these are documents whose field value hashes into the lowest held_out_fraction. Among the values
+    in sources of split "share" that is at least one, but never all; none if there is a single value. With
+    held_out_from, these are documents of that day or later. `splits` has the split of each source.
     """
     if table.group is None or table.day is None:
         return None
@@ -289,8 +290,8 @@ def total_counts(counts: dict[str, dict[str, int]]) -> dict[str, int]:
 def _find_repeats(group: npt.NDArray[np.uint32], decision: Decisions) -> Bools:
     """Return which documents still in use repeat another of their group: bool [documents].
 
-    `group` [documents] is what equal_texts returns. In each group the first held-out document stays, or the first of
-    all when none is held out.
+    `group` [documents] is what equal_texts returns; `decision` [documents] holds codes, those in use being at most
+    HELD_OUT. In each group the first held-out document stays, or the first of those in use when none is held out.
     """
     number = np.arange(len(group), dtype=np.uint64)
     order = number + (np.uint64(2**32) * (decision != HELD_OUT))

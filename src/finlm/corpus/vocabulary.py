@@ -149,7 +149,10 @@ class Compression:
 
 
 def measure_compression(tokenizers: Mapping[str, Path], texts: Iterable[tuple[str, str]]) -> dict[str, Compression]:
-    """Encode every (source, text) with each tokenizer, given as {name: file}, and return the sums by source."""
+    """Encode every (source, text) with each tokenizer, given as {name: file}, and return the sums by source.
+
+    Raises UserError if a tokenizer cannot be read.
+    """
     encode = {name: encoders.reference(path) for name, path in tokenizers.items()}
     sums: dict[str, Compression] = {}
     for source, text in texts:
@@ -258,7 +261,7 @@ def _copy_tokenizer(context: Context, path: Path) -> Step:
 def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> Step:
     """Run the step `tokenizer` that trains a sentencepiece model on the sample.
 
-    Raises UserError if it cannot be trained.
+    Raises UserError if it cannot be trained. Prints the size of the sample.
     """
     settings = context.recipe.tokenizer
     assert settings.vocab_size is not None  # recipe.rules asks for a path or a size
@@ -275,7 +278,8 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
 def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path: Path) -> Step:
     """Run the step `tokenizer` that extends a tokenizer by pieces of the sample.
 
-    Checks that text without Chinese is encoded as before. Raises UserError when it cannot be extended.
+    Checks that text without Chinese is encoded as before. Raises UserError when it cannot be extended. Prints the size
+    of the sample.
     """
     settings, is_json = context.recipe.tokenizer, encoders.is_json(path)
     assert settings.extend_to is not None
@@ -326,7 +330,10 @@ def _depends_on(context: Context, chosen: Selection) -> dict[str, Any]:
 
 
 def _sampled_lines(context: Context, read: Documents, chosen: Selection) -> Iterator[str]:
-    """Choose the sample, print its size, and return its lines as an iterator."""
+    """Choose the sample, print its size, and return its lines as an iterator.
+
+    Raises UserError as choose_sample() does.
+    """
     settings = context.recipe.tokenizer
     table, sources = selection.Table.read(read.chunks), [item.source for item in read.inputs]
     wanted = choose_sample(table, chosen.decisions(), sources, settings.sample_bytes, settings.sample_weights)

@@ -51,7 +51,7 @@ _FILES_IN_RESERVE = 24  # queues, the step's own files, modules being imported
 def limit_workers(asked: int, limits: Mapping[str, int]) -> tuple[int, str]:
     """Return the number of workers to use, at least 1, and a sentence on the limit that binds ("" if `asked` are used).
 
-    `limits` is {reason: largest number of workers}.
+    `limits` is {reason: largest number of workers}, not empty.
     """
     reason, limit = min(limits.items(), key=lambda item: item[1])
     used = max(1, min(asked, limit))
@@ -245,7 +245,10 @@ class LocalEngine:
 
     @contextmanager
     def start(self, at_most: int) -> Iterator[Mapper]:
-        """Start at most `at_most` workers, at least 1, and yield their Mapper; they end with the block."""
+        """Start at most `at_most` workers, at least 1, and yield their Mapper; they end with the block.
+
+        Raises UserError as open_pool() does.
+        """
         used = max(1, min(self.count, at_most))
         with open_pool(used) as pool:
             yield partial(map_in_order, pool, used)

@@ -65,7 +65,10 @@ def _of_run(logs: Sequence[Log], run: Path, lang: str, keep: bool = True) -> lis
 
 
 def _read_run(run: Path, since: Mapping[str, int] | None = None) -> list[Log]:
-    """Return all logs of a run directory, scanned. Raises OSError."""
+    """Return all logs of a run directory, scanned. Raises OSError.
+
+    `since` maps a path to the number of its first lines to skip; None skips none.
+    """
     return _read([str(path) for path in run_logs(run)], since=since)
 
 

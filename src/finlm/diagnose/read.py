@@ -179,7 +179,10 @@ class Prefilter:
         return {word.encode("latin-1").decode("utf-8") for _, word in found}
 
     def places(self, lines: Sequence[bytes]) -> dict[int, list[tuple[int, str]]]:
-        """Return {index of a line: [(byte offset in the line, literal)]} for the lines that have literals."""
+        """Return {index of a line: [(byte offset in the line, literal)]} for the lines that have literals.
+
+        Literals may overlap and are ordered by their ends; case counts.
+        """
         found: dict[int, list[tuple[int, str]]] = {}
         ends = [sum_ + i for i, sum_ in enumerate(accumulate(map(len, lines)), 1)]
         index = 0

@@ -207,7 +207,7 @@ def _literals(regex: str) -> list[str]:
 
 
 def _closing(regex: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one at index `start`."""
+    """Return the index of the parenthesis that closes the one at `start`; IndexError or ValueError if none does."""
     depth, i = 0, start
     while True:
         if regex[i] == "\\":
@@ -293,7 +293,7 @@ class Run:
         self.env = {file.stem: _variables(file) for file in sorted((path / "env").glob("*.env"))}
 
     def value(self, key: str) -> Any:
-        """Return the recipe's value of a dotted key; if unset or auto, the plan's of its last name, else None."""
+        """Return the recipe's value of a dotted key; if unset or auto, the plan's of its (zero_) last name, or None."""
         found: Any = self.recipe
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None

@@ -89,7 +89,10 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     context_tokens = parents.context_tokens(tokenizer)
 
     def make(directory: Path) -> dict[str, Any]:
-        """Write shards, tokenizer and chat template into `directory` and return the manifest."""
+        """Write shards, tokenizer and chat template into `directory` and return the manifest.
+
+        Raises UserError as _write_shards() does.
+        """
         settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
         like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
@@ -152,7 +155,10 @@ def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
 
 
 def _has_dialogue(item: Input) -> bool:
-    """Return whether any row of a source's first block is a dialogue; rows that cannot be used are skipped."""
+    """Return whether any row of a source's first block is a dialogue; rows that cannot be used are skipped.
+
+    Raises UserError as dialogue_blocks() does.
+    """
     for block in itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 1):
         for row in parsing.parse_dialogues(block):
             with suppress(Refused):
@@ -276,7 +282,10 @@ def make_mask(kinds: Sequence[str]) -> Mask:
 
 
 def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
-    """Return the row's preference with `mask` applied to all its texts. Raises Refused as encode.read_preference."""
+    """Return the row's preference with `mask` applied to all its texts. Raises Refused as encode.read_preference.
+
+    With `needs_both` the row must have both answers.
+    """
     read = encode.read_preference(row, needs_both)
     chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
     return read._replace(prompt=_mask_messages(read.prompt, mask), chosen=chosen or None, rejected=rejected or None)
@@ -308,6 +317,7 @@ def _append(
     """Append a dialogue's pieces to the block's result.
 
     `hashes` has 16 bytes of the whole dialogue and 16 of its prompt. `prompt` has the tokens of a preference's prompt.
+    `text_bytes` is the size of its text, shared out over the pieces.
     """
     number = len(result.hashes) // 32
     for piece in pieces:

@@ -130,7 +130,7 @@ class Encoder:
     def round_trip(self, messages: list[Message], tools: Tools = None) -> dict[str, bool]:
         """Return {"text": whether decoding gives the text back, "prompt": whether the tokens begin with the prompt's}.
 
-        "text" is True with answer_apart, where it is not checked.
+        "text" is True with answer_apart, where it is not checked. Raises Refused as encode() does.
         """
         text, _ = self.template.render(messages, tools=tools)
         prompt, _ = self.template.render(messages[:-1], generation=True, tools=tools)
@@ -142,7 +142,7 @@ class Encoder:
         """Yield parts of as many exchanges as fit, each with the system prompt; skip exchanges that are too long.
 
         At the end adds the numbers of split dialogues and skipped exchanges to `counts`. Raises LeftOut when no
-        exchange fits.
+        exchange fits. Raises Refused as encode() does.
         """
         system = messages[:1] if messages[0]["role"] == "system" else []
         turns = messages[len(system) :]
@@ -189,7 +189,10 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the Encoder for these rules, cached in the process; `rules` is chat and sft as JSON, a line each."""
+    """Return the Encoder for these rules, cached in the process; `rules` is chat and sft as JSON, a line each.
+
+    Raises UserError as Encoder() does.
+    """
     parts = rules.split("\n")
     return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
 
@@ -224,7 +227,10 @@ def check_template(name: str, encoder: Encoder) -> None:
 
 
 def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
-    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it."""
+    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it.
+
+    `sft` None stands for the defaults.
+    """
     check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 
@@ -358,7 +364,10 @@ def _right_answer(preference: Preference, checked: Sequence[str]) -> str | None:
 
 
 def _sequence(encoder: Encoder, preference: Preference, answer: str) -> Encoded:
-    """Return prompt and answer encoded, with this answer alone in the mask, without what the template adds after it."""
+    """Return prompt and answer encoded, with this answer alone in the mask, without what the template adds after it.
+
+    Raises Refused and LeftOut as check_messages() and encode() do.
+    """
     messages = check_messages([*preference.prompt, {"role": "assistant", "content": answer}], encoder.tokenizer.control)
     ids, mask = encoder.encode(messages)
     end = mask.rindex(1) + 1

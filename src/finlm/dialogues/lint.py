@@ -70,7 +70,8 @@ class Seen:
 def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     """Return every finding about the labels of prepared dialogues and about rows that were left out, errors first.
 
-    Prompts (grpo) have no labels, so only rows are checked. With sft.profile faithful all findings are warnings.
+    Prompts (grpo) have no labels, so only rows are checked. With sft.profile faithful all findings are warnings. Raises
+    UserError as count_labels() does.
     """
     counts = prepared_counts(shards)
     problems = [*_check_rows(shards.manifest, counts)]
@@ -104,7 +105,10 @@ def rows_left_out(shards: Shards) -> Counter[str]:
 
 
 def count_labels(recipe: Recipe, shards: Shards) -> Seen:
-    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data."""
+    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data.
+
+    Raises UserError as train_rows() does.
+    """
     rows = dialogues.train_rows(shards, recipe)
     ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
     inputs, labels = rows.read(ids)
@@ -123,7 +127,10 @@ def count_labels(recipe: Recipe, shards: Shards) -> Seen:
 
 
 def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]) -> dict[str, int]:
-    """Return the counts of a dialogue, by the fields of Seen; `inputs` and `labels` are its tokens, int64 [tokens]."""
+    """Return the counts of a dialogue, by the fields of Seen; `inputs` and `labels` are its tokens, int64 [tokens].
+
+    `bos` and `eos` are the ids of <s> and </s>, `bos` -1 without one; `ends` has the ids that end an answer.
+    """
     counted = np.flatnonzero(labels != IGNORED)
     first = int(counted[0]) if len(counted) else -1  # the place before the first token that is learnt
     answer = {int(inputs[first]), int(labels[first])} if len(counted) else set()
@@ -250,7 +257,10 @@ def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
 
 
 def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of the training data, with what is learnt between ⟦ ⟧, green on a terminal."""
+    """Print the first `count` rows of the training data, with what is learnt between ⟦ ⟧, green on a terminal.
+
+    Raises UserError as open_tokenizer() does.
+    """
     library = recipe.sft.tokenizer if recipe.sft else "auto"
     tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
     data = dialogues.train_rows(shards, recipe)

@@ -72,7 +72,10 @@ def is_right_answer(rule: str, right: str) -> bool:
 
 
 def names_answer(rule: str, said: str) -> bool:
-    """Return whether an answer concludes with something that the rule can compare."""
+    """Return whether an answer concludes with something that the rule can compare.
+
+    `rule` is option, words, number or another, which compares a list.
+    """
     if rule == "option":
         return find_letter(said) is not None
     if rule == "words":
@@ -280,7 +283,7 @@ def are_equal(right: Number, said: Number, tolerance: float) -> bool:
 
 
 def _to_number(match: re.Match[str]) -> Number:
-    """Return the Number of a match of _NUMBER."""
+    """Return the Number of a match of _NUMBER; negative after a sign or a word for a fall."""
     digits = Decimal(match["digits"].replace(",", ""))
     written = -digits if match["falls"] or match["sign"] else digits
     scale = _SCALES[match["scale"].lower()] if match["scale"] else 1

@@ -387,7 +387,10 @@ def _read_calls(value: Any) -> list[Function]:
 
 
 def _from_json(value: Any, what: str) -> list[Any]:
-    """Return a list, or the list in a JSON text; an object becomes a list of one. Raises Refused for anything else."""
+    """Return `value`, parsed first if it is JSON text, as a list; an object becomes a list of one.
+
+    Raises Refused, naming `what`, for anything else.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

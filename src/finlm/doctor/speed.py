@@ -278,7 +278,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _show(plan: Plan, cluster: Cluster, names: Mapping[int, str], speeds: Speeds) -> None:
-    """Print each group's bandwidth and latency, pairs first."""
+    """Print each group's bandwidth and latency, pairs first. `names` is {rank: text}."""
     backend = "NCCL" if plan.device == "cuda" else "gloo"
     for ranks, row in sorted(speeds.measured.items(), key=lambda item: (len(item[0]), item[0])):
         pair = len(ranks) == 2 and cluster.world_size > 2

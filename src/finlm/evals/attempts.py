@@ -134,7 +134,7 @@ class Graded:
 def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict[int, Estimate]]:
     """Return (pass@k, maj@k), each {k: Estimate}, for k of 1, 2, 4, ... and all attempts.
 
-    `graded` has a list of attempts for each prompt.
+    `graded` has a list of attempts for each prompt. All lists have equal lengths. Raises IndexError without prompts.
     """
     count = len(graded[0])
     sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
@@ -198,7 +198,7 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
     """Yield the prompts of a split in order, at most options.limit (0 or None: all); prepare the data if needed.
 
     Counts in `counts` the "asked" prompts and the others by their reason. A split has the prompts that `finlm prepare`
-    puts into it; no prompt is in both splits.
+    puts into it; no prompt is in both splits. Raises UserError as make_shards() does.
     """
     context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
@@ -279,7 +279,7 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
     """Return the attempt graded by the recipe's rewards; it is right when the first checked rule that applies gives 1.
 
-    Raises StopIteration when no checked rule applies.
+    Raises StopIteration when no checked rule applies. `said` is the attempt's text, `tokens` its length.
     """
     asked, right = prompt.messages[-1]["content"], prompt.right
     values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
@@ -293,7 +293,10 @@ def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
 
 
 def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
-    """Return the answer that a text concludes with, as the reward rule reads it; None if it concludes with none."""
+    """Return the answer that a text concludes with, as the reward rule reads it; None if it concludes with none.
+
+    `asked` is the question, `said` the text.
+    """
     if rule == "option":
         return scoring.find_letter(said)
     if rule == "words":

@@ -101,7 +101,7 @@ _BLOCK_TOKENS = 1_000_000
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
     """Return {index of a question: largest share of its 6-grams in one document} for questions in the training text.
 
-    `training` is a run or a directory of shards.
+    `training` is a run or a directory of shards. Raises UserError as open_tokenizer() does.
     """
     shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
     index = contamination.Index.of([_to_contamination(question) for question in questions])
@@ -218,7 +218,10 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
 
 
 def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: Path, step: int | None) -> None:
-    """Evaluate a model on each suite and append the events `suite` to the run, at `step`, or None: the model's step."""
+    """Evaluate a model on each suite and append the events `suite` to the run, at `step`, or None: the model's step.
+
+    Raises UserError as open_model() does.
+    """
     opened = open_model(checkpoint)
     for name in suites:
         result = _ask_suite(opened, Options(name, mode, world=run.recipe))
@@ -226,7 +229,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
-    """Read a suite's questions, answer them with the model, append answers to the ledger, and return the Result."""
+    """Read a suite's questions, answer them with the model, append answers to the ledger, print, return the Result."""
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
@@ -368,7 +371,7 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
 
 
 def _task(name: str, alias: str, rows: Path) -> dict[str, object]:
-    """Return the lm-eval configuration of the task of one subject."""
+    """Return lm-eval's settings for a subject's multiple-choice task, from JSON lines `rows` (`prompt`, `answer`)."""
     return {
         "task": name,
         "task_alias": alias,

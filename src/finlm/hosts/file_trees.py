@@ -273,7 +273,8 @@ def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, acc
     """Return the rsync command line that copies files from the current directory to `path` on the host.
 
     rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to.
-    `whole` compares contents instead of sizes and times. `accept_new` stores unknown host keys.
+    `whole` compares contents instead of sizes and times. `accept_new` stores unknown host keys. Raises UserError if the
+    host's name is invalid.
     """
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),

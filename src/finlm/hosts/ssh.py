@@ -110,7 +110,10 @@ def port_option(host: str) -> list[str]:
 
 
 def ssh_name(host: str) -> str:
-    """Return the host as a user types it after `ssh `, for example `-p 2222 name`."""
+    """Return the host as a user types it after `ssh `, for example `-p 2222 name`.
+
+    Raises UserError if `host` is not a host name.
+    """
     return shlex.join([*port_option(host), login(host)])
 
 
@@ -180,7 +183,10 @@ def run(
 
 
 def answers(host: str) -> bool:
-    """Return whether the host runs a command over ssh within 10 seconds; True for this machine."""
+    """Return whether the host runs a command over ssh within 10 seconds; True for this machine.
+
+    Raises UserError if `host` is not a host name.
+    """
     if is_this_machine(host):
         return True
     try:
@@ -234,7 +240,8 @@ def is_this_machine(host: str) -> bool:
     """Return whether host names this machine: localhost, its node name, or a name of an address of this machine.
 
     Another port of this machine, in `host` or in ~/.ssh/config, is another host: a container or a tunnel. So is another
-    user's account, whose processes this user cannot start without ssh. A name that does not resolve is False.
+    user's account, whose processes this user cannot start without ssh. A name that does not resolve is False. Raises
+    UserError if `host` is not a host name.
     """
     user, _, name = login(host).rpartition("@")
     if port_option(host) not in ([], ["-p", "22"]) or (user and user != getpass.getuser()):
@@ -253,14 +260,17 @@ def is_this_machine(host: str) -> bool:
 
 
 def address(host: str) -> str:
-    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the host's name alone."""
+    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the host's name alone.
+
+    Raises UserError if `host` is not a host name.
+    """
     return _read_settings(host).get("hostname", login(host).rpartition("@")[2])
 
 
 def _read_settings(host: str) -> dict[str, str]:
     """Return ssh's settings for the host, {lower-case name: value}, as ~/.ssh/config gives them; {} when ssh fails.
 
-    Runs `ssh -G`, which contacts no host.
+    Runs `ssh -G`, which contacts no host. Raises UserError if `host` is not a host name.
     """
     try:
         line = ["ssh", "-G", *port_option(host), "--", login(host)]

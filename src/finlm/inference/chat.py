@@ -46,7 +46,8 @@ def run(
     Prints answers to stdout, hints and errors of an answer to stderr; if the input is no terminal, such an error ends
     the chat with its exit code. `sampling` is (temperature, top_p), `max_tokens` limits an answer, and `tools` are
     those that the model may call, in the form of OpenAI's API. Raises UserError for a model that cannot be opened,
-    cannot chat, or not with tools, and for input that is not UTF-8.
+    cannot chat, or not with tools, and for input that is not UTF-8. `system` is the system prompt, None for none;
+    `seed` is that of the drawing.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)

@@ -221,6 +221,7 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
     """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
     Documents know no control tokens in their text, and a tokenizer.json begins them by its own rules, not the recipe's.
+    Raises UserError as open_tokenizer() does.
     """
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":

@@ -74,7 +74,8 @@ def open_model(path: Path, device: torch.device | None = None) -> Opened:
     """Open the model of a checkpoint, run, export or Hugging Face directory, in evaluation mode.
 
     `device` is by default a GPU if there is one, else the CPU. Checks the files' hashes where finlm wrote them. Raises
-    UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward model.
+    UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward model; RuntimeError
+    when a checkpoint's weights do not fit the model.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = run_of(path)
@@ -96,6 +97,7 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: An
 
     `how` adds arguments of transformers' generate(), such as repetition_penalty. Rows are padded on the left, and
     padding is masked. Answers may have padding behind their end token. A model that knows no end writes `most` ids.
+    Raises ValueError without rows.
     """
     width, pad = max(map(len, rows)), next(iter(opened.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=opened.device)
@@ -171,7 +173,10 @@ def _move_to_device(model: Any, device: torch.device) -> Any:
 def _make_opened(
     model: Any, tokenizer: Any, name: str, fingerprint: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened. `fingerprint` has values that tell the model from others; their sha256 is kept."""
+    """Return the Opened. `fingerprint` has values that tell the model from others; their sha256 is kept.
+
+    `run` and `step` are those that the model comes from, None if unknown.
+    """
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     return Opened(
         model, tokenizer, name, files.sha256_json(fingerprint), context, _end_ids(model, tokenizer), run, step
@@ -275,7 +280,8 @@ def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
     """Return the configuration that the checkpoint was trained with, its vocabulary without padding.
 
-    None if an older version of finlm, which did not save it, wrote the checkpoint.
+    None if an older version of finlm, which did not save it, wrote the checkpoint. Raises UserError as storage.load()
+    does.
     """
     file = checkpoint / "loop_rank_0.pt"
     values = storage.load(file).get("config") if file.is_file() else None

@@ -170,9 +170,10 @@ def _take_events(run: rundir.RunDir) -> bool:
 
 
 def _hello(locked: bool, port: int | None) -> messages.Hello:
-    """Return the greeting for the head: `locked`, a free port, cores, and addresses of the ssh connection.
+    """Return the greeting for the head: `locked`, a free port, cores, hostname and the addresses of the ssh connection.
 
-    `port` is the rendezvous port to try; 0 means any free port; None means that the rendezvous is not on this host.
+    `port` is the rendezvous port to try, 0 for any free port. If the rendezvous is on another host, it is None, and so
+    is the greeting's port. Without ssh the addresses are None.
     """
     connection = os.environ.get("SSH_CONNECTION", "").split()
     is_remote = len(connection) == 4

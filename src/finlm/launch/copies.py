@@ -36,7 +36,7 @@ def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -
     """Copy in a thread the checkpoints that are saved while the block runs; at its end, stop a copy that is under way.
 
     If the run was interrupted, the last checkpoint is copied too, within launch.grace_seconds. Does nothing without
-    checkpoint.copies, or when all ranks are on this machine.
+    checkpoint.copies, or when all ranks are on this machine. Prints when that takes longer.
     """
     if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
         yield
@@ -110,7 +110,7 @@ class Copier:
         """Gather the checkpoint of a step on this machine, and append a `copied` event unless it was whole before.
 
         Without ranks here, also removes the checkpoints that keep_last leaves out. Raises UserError or OSError when it
-        cannot be gathered.
+        cannot be gathered. Prints a summary.
         """
         self.running.clear()
         directory, began = self.run.checkpoint(step), time.monotonic()

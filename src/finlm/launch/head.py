@@ -182,7 +182,10 @@ class Session:
             self.closed = time.monotonic()
 
     def _store_message(self, run: RunDir, message: messages.Reply | None) -> None:
-        """Store the fields of a message in this session's attributes, and append a log's text to its file here."""
+        """Store the fields of a message in this session's attributes, and append a log's text to its file here.
+
+        Raises ValueError as _append_block() does.
+        """
         match message:
             case messages.Hello():
                 self.hello = message

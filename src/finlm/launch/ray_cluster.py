@@ -99,7 +99,8 @@ class _Node:
     def connect(self, env: Mapping[str, str], accept_new: bool) -> None:
         """Start ray_node.py on the host, and a thread that reads its messages.
 
-        `env` is the recipe's environment, which the host's own env overrides.
+        `env` is the recipe's environment, which the host's own env overrides. Raises UserError for an invalid host
+        name.
         """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:

@@ -81,7 +81,7 @@ def run_ranks(
     It is called again at most launch.restarts times without a new checkpoint. When a rank runs out of memory, the plan
     is replaced, in the run directory too, and restarts are counted anew. Raises the last RunFailed, with the reason why
     it is not restarted; HostLost when the run can go on with other hosts; HostsBack when absent hosts answer again;
-    UserError when the first launch cannot start.
+    UserError when the first launch cannot start. Prints why it restarts and records it as events.
     """
     if run.former_plans:  # a kill may have come between the new plan and its settings
         files.write_json(run.ds_config, config.deepspeed(recipe, plan))
@@ -141,7 +141,7 @@ class Restarts:
         """Note a launch that did not start and sleep before the next, since a failed host may take a while to answer.
 
         Raises `error` when no failure came before it, RunFailed when the restarts are used up, and HostLost when the
-        host does not answer and the run can go on without it.
+        host does not answer and the run can go on without it. Otherwise prints and records the restart.
         """
         if not self.failures:
             raise error
@@ -184,9 +184,11 @@ def count_in_a_row(failures: Sequence[Failure]) -> int:
 
 
 def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause: str = "") -> str:
-    """Return the sentence that says why the run is not restarted after the last failure; "" if it is restarted.
+    """Return the sentence that says why the run is not restarted after failures[-1]; "" if it is restarted.
 
-    `hosts` is the number of the run's hosts, `cause` is RunFailed.cause.
+    A run ends when its first failure precedes any finished step, `cause` (RunFailed.cause) is not in PASSING, a step
+    has failed before, a host has failed limits.host_failures times (if `hosts`, the number of hosts, is over 1), or
+    more than limits.restarts failures came in a row.
     """
     last, former = failures[-1], failures[:-1]
     if not last.has_stepped and not former:
@@ -227,7 +229,7 @@ def _raise_if_host_can_be_left(run: RunDir, plan: Plan, hosts: Cluster, failure:
 
 
 def _host_answers(hosts: Cluster, name: str) -> bool:
-    """Return whether the host of this name answers over ssh."""
+    """Return whether the host of this name answers over ssh. Raises StopIteration for a name that is not in `hosts`."""
     return ssh.answers(next(host.destination for host in hosts.hosts if host.name == name))
 
 

@@ -97,7 +97,8 @@ def launch_ranks(
 def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> list[Session]:
     """Copy the run directory, data and start model to every other host, and return a Session per host; start no agent.
 
-    Raises UserError when two hosts are this machine, or a copy fails.
+    Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read. Raises
+    UserError when two hosts are this machine, or a copy fails.
     """
     with ThreadPoolExecutor(16) as pool:
         is_here = list(pool.map(lambda host: ssh.is_this_machine(host.destination), hosts.hosts))

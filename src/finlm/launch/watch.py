@@ -70,7 +70,7 @@ class Progress:
         return silence if reported else 0.0
 
     def since(self, now: float) -> float:
-        """Return the seconds since anything was finished, or since the launch."""
+        """Return the seconds since anything was finished, or since the launch. `now` is in time.monotonic() seconds."""
         return now - (self.started if self.at is None else self.at)
 
     def words(self, now: float) -> str:
@@ -81,12 +81,18 @@ class Progress:
 
 
 def in_trouble(sessions: Sequence[Session], now: float) -> bool:
-    """Return whether any rank, launcher, agent or host has failed or has been silent for too long."""
+    """Return whether any rank, launcher, agent or host has failed or has been silent for too long.
+
+    `now` is in time.monotonic() seconds.
+    """
     return any(_has_failed(session) or _is_lost(session, now) for session in sessions)
 
 
 def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
-    """Return whether nothing was finished for launch.stall_minutes (before the first step: launch.start_minutes)."""
+    """Return whether nothing was finished for launch.stall_minutes (before the first step: launch.start_minutes).
+
+    `now` is in time.monotonic() seconds.
+    """
     minutes = limits.stall_minutes if progress.stepped else limits.start_minutes
     return progress.since(now) > 60 * minutes
 
@@ -325,8 +331,8 @@ def explain_stall(
 def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack]:
     """Have all ranks print their stacks, and return these by rank; () for a rank that printed none within 12 s.
 
-    Returns earlier only when the logs of all ranks that can answer have a stack and have stopped growing: otherwise a
-    slow rank would be blamed for the hang, or half a dump would show another thread's stack.
+    Returns earlier once every rank that can answer has a stack and the logs have stopped growing: otherwise a slow rank
+    would be blamed for the hang, or half a dump would show another thread's stack.
     """
     paths = {rank: log_of(run, session, rank) for session in sessions for rank in session.ranks}
     sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
@@ -399,9 +405,9 @@ def parse_stack(text: str) -> Stack:
 def find_blamed_ranks(stacks: Mapping[int, Stack], states: Mapping[int, str]) -> list[int]:
     """Return the ranks to blame for a hang; [] when nothing distinguishes any from the others.
 
-    `stacks` has () for a rank that did not answer; `states` has the kernel's state letters. Blames ranks that are
-    stopped, else ranks without a stack, else those that wait in no collective, else the smallest group that waits at
-    another line than the others.
+    `stacks`, not empty, has () for a rank that did not answer; `states` has the kernel's state letters. Blames ranks
+    that are stopped, else ranks without a stack, else those that wait in no collective, else the smallest groups that
+    wait at the same line, if these are under half of all ranks.
     """
     stopped = [rank for rank in stacks if states.get(rank) in ("T", "t")]
     mute = [rank for rank, stack in stacks.items() if not stack]

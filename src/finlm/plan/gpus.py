@@ -215,7 +215,10 @@ def check_devices(cluster: Cluster) -> None:
 def attention(
     cluster: Cluster, precision: str, deterministic: bool
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """Return the scaled_dot_product_attention backend that all GPUs have, fastest on the oldest; "default" on CPU."""
+    """Return the scaled_dot_product_attention backend that all GPUs have, fastest on the oldest; "default" on CPU.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     if cluster.is_cpu:
         return "default"
     capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
@@ -228,7 +231,10 @@ def attention(
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """Return (problem, fix) when the hardware cannot run this precision, else None."""
+    """Return (problem, fix) when the hardware cannot run this precision, else None.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"

@@ -135,9 +135,9 @@ def bucket_sizes(stage: int, offload_optimizer: Offload, shape: ModelShape) -> B
 
 @cache
 def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
-    """Return the elements of gradients that the fullest rank keeps after reduction at stages 1 and 2.
+    """Return the number of gradient elements that the fullest rank keeps after reduction at stages 1 and 2.
 
-    Groups of `group` elements at most are cut into equal shares; a rank keeps whole every matrix it has a share of.
+    Groups of matrices, `group` elements at most, are cut into equal shares; a rank keeps whole what its share touches.
     """
     kept = [0] * world_size
     for members in group_members(shape.sizes, group, lambda size: size):
@@ -181,9 +181,9 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
-    """Return the 16-bit bytes that latent attention keeps per token: queries, keys, values, output and latents.
+    """Return the bytes that latent attention keeps per token of a layer, at 16 bits.
 
-    Values lie beside the keys' elements without RoPE, unless they are padded; then the output is padded too, and cut.
+    Unpadded values keep the keys' elements without RoPE alive too; padded values have a padded output and a cut copy.
     """
     q, out = shape.q_width, shape.output_width
     beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
@@ -406,10 +406,10 @@ def _phases(shape: ModelShape, layout: Layout) -> list[dict[str, int]]:
 
 
 def _bucket_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int, float]:
-    """Return (bytes of buckets, bytes copied out of them, share of the backward pass that fills the first).
+    """Return (bytes of gradient buckets, bytes copied out, share of the backward pass that fills the first bucket).
 
-    What is copied out is allocated as a whole when the first bucket is full; the layers whose gradients fill it have
-    freed their activations by then.
+    Zeros without contiguous gradients. Room to copy to is allocated as a whole when the first bucket is full; the
+    layers whose gradients fill it have freed their activations by then.
     """
     if not is_contiguous(layout.zero_stage, layout.world_size, layout.offload_optimizer):
         return 0, 0, 0.0

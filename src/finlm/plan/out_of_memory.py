@@ -95,7 +95,11 @@ def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, 
 
 
 def _limit_devices(cluster: Cluster, plan: Plan, taken: Mapping[str, Taken], share: float) -> Cluster:
-    """Return the cluster with device memory limited, for GPU kinds that failed, to `share` of what the plan needed."""
+    """Return the cluster with device memory of the failed GPU kinds limited; other kinds get no limit.
+
+    A kind is limited to `share` of what the plan needs, or of what other processes left if that is less; the lowest
+    limit of its hosts counts. `taken` is by host name and has the hosts that failed.
+    """
     # The prediction without what the allocator would keep for itself if it could.
     items = plan.gpu_bytes_items
     fragmentation = 0 if "process" in items else items["fragmentation"]

@@ -93,7 +93,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        """Return the plan of what to_json returned. Raises UserError for a plan of another version."""
+        """Return the plan of what to_json returned. Raises UserError if it lacks keys or has unknown ones."""
         try:
             hosts = tuple(PlannedHost(**host) for host in value["hosts"])
             return Plan(**{**value, "hosts": hosts, "reasons": tuple(value["reasons"])})
@@ -106,7 +106,7 @@ class Plan:
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """Return the plan stored in a file. Raises UserError for a plan of another version."""
+        """Return the plan stored in a file. Raises UserError as from_json() does."""
         return Plan.from_json(files.read_json(path))
 
 

@@ -165,7 +165,10 @@ def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
 
 
 def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
-    """Return the sentence on why checkpoints are synchronous: a copy in host memory does not fit."""
+    """Return the sentence on why checkpoints are synchronous: a copy in host memory does not fit.
+
+    `recipe` is the one that asks for asynchronous checkpoints; it must have candidates (ValueError).
+    """
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
     need = _need(min(kept, key=lambda one: one.over))
     return (
@@ -178,7 +181,7 @@ def nothing_fits_error(
 ) -> PlanError:
     """Return the error that gives the smallest candidate's memory and the nearest change that would fit.
 
-    `found` are the recipe's candidates, none of which fits.
+    `found` are the recipe's candidates, none of which fits; there is at least one.
     """
     fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
     others = fitting(free, cluster)
@@ -235,7 +238,7 @@ def _rows(one: Candidate) -> str:
 
 
 def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
-    """Return the recipe's candidates that fit the cluster."""
+    """Return the recipe's candidates that fit the cluster. Raises PlanError as _rows_per_step() does."""
     found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
     return [one for one in found if one.fits]
 
@@ -243,7 +246,8 @@ def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
     """Return the plan of a recipe on a cluster; `train_tokens` are the tokens of one epoch, which train.epochs needs.
 
-    Raises PlanError when nothing fits, the hardware cannot run the precision, or the number of steps does not work out.
+    Raises PlanError when nothing fits, only some hosts have GPUs, they cannot run the precision, or the micro-batches,
+    the number of steps or the warmup do not work out.
     """
     gpus.check_devices(cluster)
     precision, reasons = gpus.precision(recipe, cluster)

@@ -137,7 +137,10 @@ def rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """Return the value at a dotted key, without defaults; names in a mapping may be numbers or hold dots."""
+    """Return the value at a dotted key of the recipe, without defaults; the key must exist.
+
+    Names in a mapping may be numbers or hold dots. [i] is read as .i; a tuple of one item needs no index.
+    """
     value: object = loaded.recipe
     rest = key.replace("[", ".").replace("]", "")
     while rest:
@@ -340,7 +343,10 @@ def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print the differing values and what follows from them; text in `follows` is why no plan could be made."""
+    """Print the differing values and what follows from them; text in `follows` is why no plan could be made.
+
+    `names` are those of A and B.
+    """
     for letter, name in zip("AB", names, strict=True):
         screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):

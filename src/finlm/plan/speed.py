@@ -116,7 +116,10 @@ def _predicted_mfu(gpu: Gpu) -> float:
 
 
 def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool = False) -> float:
-    """Return the GPU's seconds for one micro-batch by the constants alone, before _scale."""
+    """Return the GPU's seconds for one micro-batch by the constants alone, before _scale.
+
+    `only_forward` leaves out the backward pass.
+    """
     tokens, hidden, ffn = layout.tokens, shape.hidden, shape.ffn
     peak = gpu.fp32_flops if layout.precision == "fp32" else gpu.peak_flops
     rate = PRODUCTS * peak * hidden / (hidden + HALF_SPEED_WIDTH) * tokens / (tokens + HALF_SPEED_TOKENS)
@@ -325,7 +328,11 @@ def _answer_seconds(
 def _offload_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, threads: int
 ) -> tuple[float, float]:
-    """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step)."""
+    """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step).
+
+    The slowest of `kinds` counts; `accumulation` is the number of micro-steps of a step, `threads` as in
+    step_time().
+    """
     ranks = layout.world_size if layout.zero_stage > 0 else 1
     own = memory.trained_parameters(shape, layout) / ranks
     pcie = min(kind.gpu.pcie_bytes_per_second for kind in kinds)

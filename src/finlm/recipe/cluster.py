@@ -112,7 +112,10 @@ def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware; an entry with a count above 1 gives name-1, name-2, ..."""
+    """Yield the hosts of a recipe's hardware; an entry with a count above 1 gives name-1, name-2, ...
+
+    `gpu`, if given, is the GPU kind of all.
+    """
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
@@ -258,7 +261,10 @@ def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Parse a filter: `a@b:0,2` -> {a: all of its slots, b: (0, 2)}. Raises UserError for unknown hosts or slots."""
+    """Parse a filter: `a@b:0,2` -> {a: all of its slots, b: (0, 2)}. Raises UserError for unknown hosts or slots.
+
+    `every` is {host: its slots}.
+    """
     devices = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")

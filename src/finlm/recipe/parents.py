@@ -109,10 +109,10 @@ def is_directory(init_from: str) -> bool:
 
 
 def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Fill in a recipe's values from its start model, in place; return ([(key, mistake)], {key filled in: its origin}).
+    """Fill in a tuning recipe's values from its start model, in place; return ([(key, mistake)], {key: its origin}).
 
-    `load` loads a recipe named in model.init_from. `of_run` is True for the recipe in a run's directory: if it is
-    complete, its start, which may be gone, is not read. Raises UserError for a needed start that cannot be read.
+    A pretraining recipe is only checked. `load` loads a recipe named in model.init_from. `of_run` is True for a run's
+    recipe: if complete, its start, which may be gone, is not read. UserError: a needed start that cannot be read.
     """
     model = values.get("model")
     if not isinstance(model, dict):
@@ -373,7 +373,7 @@ def cached_config_path(init_from: str, revision: str | None) -> Path | None:
 
 
 def config_path(init_from: str, revision: str | None) -> Path:
-    """Return the path of config.json of a model directory or Hub model; downloads it if need be. Raises UserError."""
+    """Return the path of config.json of a model directory or Hub model, fetched if need be. UserError if that fails."""
     path = Path(init_from) / "config.json"
     if path.is_file():
         return path

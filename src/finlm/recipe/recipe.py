@@ -161,7 +161,10 @@ def written_values(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
-    """Read a recipe file, not its base (`child_of` is file:line of a `base:` naming it). Raises UserError."""
+    """Read a recipe file, not its base. Raises UserError if it cannot be read or is no YAML mapping.
+
+    `child_of` is file:line of a `base:` that names it, None without one.
+    """
     shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -361,7 +361,7 @@ def differing_values(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, 
     """Yield (dotted key, value of a, value of b) wherever two JSON values differ; ABSENT stands for a missing key.
 
     `key` is the dotted key of `a` and `b`. Lists that hold mappings and have equal lengths are compared item by item,
-    other lists as a whole.
+    other lists as a whole. 1 and 1.0 differ, but not within mappings or lists that are otherwise equal.
     """
     if a == b and type(a) is type(b):
         return

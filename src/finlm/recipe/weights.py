@@ -38,7 +38,7 @@ def fetch_description(init_from: str, revision: str | None) -> str:
     """Download modelscope:ORG/NAME without its weights and return the directory models/ORG/NAME@REVISION.
 
     Does nothing if its config.json is there; returns any other init_from unchanged. Raises UserError without a
-    revision, without the package modelscope-hub, or when the download fails.
+    revision, without the package modelscope-hub, or when the download fails. Prints what it downloads.
     """
     if not init_from.startswith("modelscope:"):
         return init_from
@@ -55,7 +55,7 @@ def fetch_description(init_from: str, revision: str | None) -> str:
 def fetch_weights(recipe: Recipe) -> None:
     """Download the weights of a ModelScope model in model.init_from if they are missing or cut short.
 
-    Does nothing for other models. Raises UserError as _fetch does.
+    Does nothing for other models. Raises UserError as _fetch does. Prints what it downloads.
     """
     directory = Path(recipe.model.init_from or "-")
     if not _FETCHED.fullmatch(str(directory)):
@@ -100,7 +100,8 @@ def _fetch(directory: str, patterns: Sequence[str]) -> None:
 def check_model(recipe: Recipe) -> None:
     """Raise UserError when finlm cannot train the model of model.init_from; called before data are prepared.
 
-    Also checks the reward models and vLLM that grpo needs. Weights that are still to be fetched are not looked at.
+    Also raises it for an unfit reward model of grpo, or vLLM that grpo.engine needs and is not installed. Weights that
+    are still to be fetched are not looked at.
     """
     check_judge(recipe)
     if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:

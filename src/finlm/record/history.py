@@ -229,7 +229,7 @@ def _decode_row(line: str) -> Any:
 
 
 def _take_back(history: History, step: float) -> None:
-    """Remove steps, evaluations, checkpoints and suites recorded after this step from the history."""
+    """Remove from `history` its steps, evaluations, checkpoints, suites and points after `step`; lower planned_from."""
     for rows in (history.evals, history.checkpoints, history.suites):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()

@@ -226,7 +226,7 @@ def show_run(plan: Plan, *, is_result: bool = False) -> Iterator[View]:
 def watch(run: RunDir) -> int:
     """Show a run until it ends, through its restarts; return 0 if it finished, else 1. Ctrl-C leaves the run running.
 
-    Also returns 0 when nobody reads stdout any more.
+    Also returns 0 when nobody reads stdout any more. Raises UserError as Plan.read() does.
     """
     with show_run(Plan.read(run.plan), is_result=True) as view:
         for number, rows in enumerate(until_over(run, view.state)):
@@ -260,9 +260,10 @@ def until_over(run: RunDir, state: State) -> Iterator[list[Row]]:
 
 
 def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
-    """Yield, at each next(), the list of events added to events.jsonl since the last time; never ends, never waits.
+    """Yield, at each next(), the list of events added to events.jsonl since byte `offset` or the last next().
 
-    Starts at a byte offset. Leaves an unfinished last line for later.
+    Never ends and never waits: yields [] when there is no file or no new complete line. An unfinished last line is left
+    for later.
     """
     while True:
         block = b""

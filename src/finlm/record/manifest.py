@@ -303,7 +303,11 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 
 def _prepared_data(directory: Path | None) -> PreparedData | None:
-    """Return the PreparedData of a shards directory, without hashes if it has no manifest.json; None for None."""
+    """Return a shards directory's PreparedData: its path, the sha256 of manifest.json, and the tokenizer's named in it.
+
+    Has only the path if there is no manifest.json. Returns None for None. Raises NotJson, a UserError, for a damaged
+    manifest.
+    """
     if directory is None:
         return None
     file = directory / "manifest.json"

@@ -108,9 +108,9 @@ def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
 
 
 def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
-    """Open the user's local trackio store (TRACKIO_DIR) and return the Tracker; removes this run from the store first.
+    """Open the local trackio store (TRACKIO_DIR) and return the Tracker of this run.
 
-    `trackio show --project finlm` shows it.
+    Removes a former run of this name from project record.project first. `trackio show --project PROJECT` shows it.
     """
     import trackio
 

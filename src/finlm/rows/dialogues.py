@@ -180,7 +180,7 @@ BLOCK_DOCUMENTS = 1000  # documents that the released code concatenates at once
 def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:
     """Return the index of these training shards; build it in their directory, under a lock, if it is missing.
 
-    Waits while another process holds the lock. Raises UserError when the index cannot be written.
+    Waits, and prints that, while another process holds the lock. Raises UserError when the index cannot be written.
     """
     path = index_path(directory, packing, sequence_length)
     try:
@@ -243,10 +243,11 @@ def cut_blocks(bounds: Longs, sequence_length: int) -> Pieces:
 
 
 def best_fit(bounds: Longs, sequence_length: int, together: bool = True) -> Pieces:
-    """Return rows of at most T + 1 tokens, filled so that no document of that size or less is cut.
+    """Return rows of at most T + 1 tokens (T is `sequence_length`); documents of that size or less are not cut.
 
-    `bounds`, int64 [documents + 1], has the first token of each document, and the end. With together=False no two
-    documents share a row.
+    First come the full rows of longer documents, each beginning with the token that ends the one before; then, by best
+    fit, their rests and the other documents. A rest or document of one token is dropped. `bounds`, int64 [documents +
+    1], has the first token of each document, and the end. With together=False no two documents share a row.
     """
     lengths = np.diff(bounds)
     # A document of n tokens has n - 1 labels; every full row takes T of them, the last takes the rest.

@@ -77,7 +77,7 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """Open a finished index, memory-mapped."""
+        """Open a finished index, memory-mapped. Raises FileNotFoundError if there is none."""
         about = files.read_json(directory / "manifest.json")
         sources = tuple(SourceRows(**source) for source in about["sources"])
         return cls(Pieces.read(directory), about["packing"], about["sequence_length"], sources)
@@ -363,6 +363,7 @@ class Mixture:
 def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
     """Return the run's parts in order, each with a whole number of rows per source; a stage with `to` has up to 16.
 
+    Parts without rows are left out; the last stage takes the rows beyond the stages' budgets. `stages` is not empty.
     Raises UserError for a source that does not exist or has no rows.
     """
     shares = _shares(stages, run_rows * sequence_length)

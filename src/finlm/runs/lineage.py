@@ -75,9 +75,9 @@ class Earlier:
     former: tuple[Optim, int] | None = None  # of a finished run: its schedule and its steps
 
     def bring(self, run: RunDir) -> None:
-        """Link (or copy) the checkpoint into continued/ of the new run `run`, and the events to its events.jsonl.
+        """Link (or copy) the checkpoint into continued/ of the new run `run`, and write the events to its events.jsonl.
 
-        Of a finished run, leaves out the events of its end.
+        If the earlier run is finished, leaves out the events of its end. Raises as runs.link() does.
         """
         runs.link(self.checkpoint, run.path / "continued" / self.checkpoint.name)
         rows = self.run.read_events()
@@ -124,7 +124,7 @@ def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Run
 
 
 def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
-    """Return the newest finished run of the same recipe and data, or None; hosts, plan and launch may differ."""
+    """Return the newest finished run of this recipe and data, else None, by any plan or launch. Prints damaged runs."""
     for run, former, _ in _list_same_data(wanted, shards, runs, finished=True):
         if former.name == wanted.name and not _other_training(former, wanted):
             return run
@@ -152,7 +152,7 @@ def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_ne
 
 
 def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
-    """Raise UserError when no run of this recipe is finished; called before the data are prepared."""
+    """Raise UserError when `runs` has no finished run of this recipe's name; its data may still have to be prepared."""
     if not any(former.name == wanted.name for _, former, _ in _list_same_data(wanted, None, runs, finished=True)):
         raise UserError(
             f"there is no finished run of {wanted.name} to continue",
@@ -443,7 +443,7 @@ def other_hosts(recipe: Recipe, hosts: Cluster, lost: HostLost, accept_new: bool
 
 
 def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
-    """Return whether `finlm train` under this plan would continue the run; True while the run has no checkpoint."""
+    """Return whether `finlm train` under this plan would continue the run (True if none is saved); print why not."""
     if not run.recorded_checkpoint() and not run.recorded_in_memory():
         return True
     known = find_continuable(recipe, plan, shards, run.path.parent)

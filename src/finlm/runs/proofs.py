@@ -84,7 +84,7 @@ def reproduce(run: RunDir, runs: Path, tolerance: float) -> Comparison:
 def _host_args(run: RunDir, scratch: Path) -> list[str]:
     """Return the command-line options for the hosts and slots of the run's plan; [] if it ran on this machine alone.
 
-    Writes a hostfile into `scratch` for them.
+    Writes a hostfile into `scratch` for them. Raises UserError if hostfile.txt cannot be read.
     """
     slots = {host["name"]: host["slots"] for host in files.read_json(run.plan)["hosts"]}
     if list(slots) == ["localhost"] and cluster.default_hostfile() is None:
@@ -185,7 +185,8 @@ def verify_resume(recipe: str, sets: Sequence[str], kills: int, runs: Path | Non
     """Train a recipe undisturbed, and again with up to `kills` kills, below `runs`, and return how they compare.
 
     `runs` None means a scratch directory, removed afterwards. `sets` are --set options, `seed` draws the moments.
-    Raises UserError when a run does not get to its end, or when `runs` is not empty.
+    Raises UserError when a run does not get to its end, or when `runs` is not empty. Prints each kill, and the end of
+    the log when a training fails.
     """
     if runs is None:
         with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
@@ -223,7 +224,7 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
 def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
     """Train the recipe that model.init_from names, if any, and return the --set value for its export, as a list.
 
-    Returns [] when it names no recipe. Raises UserError when that training fails.
+    Returns [] when it names no recipe. Raises UserError when that training fails. Prints that it trains it.
     """
     parent = recipes.load(recipe, sets).recipe.model.init_from
     if parent is None or not parents.is_recipe(parent):
@@ -239,7 +240,7 @@ def _train_parent(recipe: str, sets: Sequence[str], runs: Path) -> list[str]:
 def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
     """Train to the end and return the run. Missing the recipe's expect: (exit code 1) is accepted.
 
-    Raises UserError when the run does not get to its end.
+    Raises UserError when the run does not get to its end. Prints the end of the log when it fails.
     """
     code, run = _train(recipe, options, runs), _find_run(runs)
     if run is None or not run.is_trained():
@@ -261,7 +262,10 @@ def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
 
 
 def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[str, int]] = ()) -> Verdict:
-    """Return what differs between two finished runs. `killed` has (moment, last step) of each kill of `other`."""
+    """Return what differs between two finished runs. `killed` has (moment, last step) of each kill of `other`.
+
+    Raises UserError for a checkpoint's manifest that finlm did not write.
+    """
     steps, theirs = _steps(reference), _steps(other)
     starts = [row["step"] for row in other.read_events("start")][1:]
     kills = tuple(Kill(*kill, start) for kill, start in zip(killed, starts, strict=False))

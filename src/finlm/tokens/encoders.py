@@ -77,7 +77,7 @@ class Cuts:
     """
 
     def __init__(self, model: Path) -> None:
-        """Find the characters at which this tokenizer's texts can be cut."""
+        """Find the characters at which this tokenizer's texts can be cut. Raises UserError if it cannot be read."""
         processor = vocab.load(model)
         pieces = [processor.id_to_piece(number) for number in range(processor.vocab_size())]
         self._marks = {
@@ -191,12 +191,15 @@ def is_json(model: Path) -> bool:
 
 
 def reference(model: Path) -> Sentencepiece | Tokenizers:
-    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json."""
+    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
+
+    Raises UserError if it cannot be read.
+    """
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
 
 def cuts(model: Path) -> Cuts:
-    """Return the object that cuts long documents for this tokenizer."""
+    """Return the object that cuts long documents for this tokenizer. Raises UserError if it cannot be read."""
     return LineCuts(model) if is_json(model) else Cuts(model)
 
 
@@ -235,7 +238,8 @@ class Gigatoken:
 def find_disagreement(model: Path) -> str:
     """Return "" if gigatoken and the library give the same ids for test texts, else a sentence on what differs.
 
-    The texts are TRAPS and others made of the tokenizer's pieces. An error of gigatoken is returned as text too.
+    The texts are TRAPS and others made of the tokenizer's pieces. An error of gigatoken is returned as text too. Raises
+    UserError if a tokenizer cannot be read.
     """
     try:
         fast = Gigatoken(model)
@@ -259,7 +263,10 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 
 
 def _piece_traps(model: Path) -> Iterator[str]:
-    """Yield test texts: every piece among others, and each user-defined or control piece in the middle of text."""
+    """Yield test texts: every piece among others, and each user-defined or control piece in the middle of text.
+
+    Raises UserError if the tokenizer cannot be read.
+    """
     if is_json(model):
         loaded = tokenizer_json.load(model)
         added = tokenizer_json.added_tokens(model)

@@ -140,9 +140,10 @@ def extend(
 
 
 def enlarge(base: Base, added: Added) -> dict[str, Any]:
-    """Return a copy of base's settings with the new pieces and merges.
+    """Return a copy of base's settings with the new pieces, numbered from base.size, and the new merges.
 
-    Added tokens are listed among the pieces too: the library would number them anew behind a larger vocabulary.
+    Base's added_tokens are entered in the vocabulary too; otherwise the library would renumber them after the new
+    pieces.
     """
     settings = deepcopy(base.settings)
     model = settings["model"]
@@ -170,7 +171,10 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:
-    """Return whether a tokenizer.json has `size` ids, and the pieces and first merges of `base`."""
+    """Return whether a tokenizer.json has `size` ids, and the pieces and first merges of `base`.
+
+    Raises UserError as load_base() does for `extended`.
+    """
     large, small = (files.read_json(path)["model"] for path in (extended, base))
     begins = large["merges"][: len(small["merges"])] == small["merges"]
     return load_base(extended).size == size and begins and small["vocab"].items() <= large["vocab"].items()
@@ -357,12 +361,18 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the tokens outside the pieces: control tokens, and those that users added."""
+    """Return the texts of the tokens outside the pieces: control tokens, and those that users added.
+
+    Raises UserError as load() does.
+    """
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 
 def gigatoken_settings(path: Path) -> Mapping[str, Any]:
-    """Return the file's settings without its control tokens, so that their names in a text are text."""
+    """Return the file's settings without its control tokens, so that their names in a text are text.
+
+    Raises NotJson, a UserError, if it is not JSON.
+    """
     settings: Mapping[str, Any] = files.read_json(path)
     tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]
     return {**settings, "added_tokens": tokens}

@@ -192,7 +192,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within documents; with `sliding_window`, to the last so many tokens, itself included.
+    """Compute causal attention within documents; `sliding_window` is a number of tokens, the current one included.
 
     `query` and `key` are [batch, heads, sequence, head size], key with fewer heads in grouped-query attention; `value`
     is as `key`, with heads of at most that size. Reads module.document_bounds, on the same device, and ignores
@@ -241,12 +241,12 @@ def evaluate(
 ) -> Numbers:
     """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
 
-    All ranks must call it. Reads rows of batch.sequence_length spread evenly over each source, of at most
-    eval.max_tokens_per_source tokens, but at least a row. `loss_sum` maps (inputs, labels), each int64 [batch,
-    sequence], and with document masks document_bounds(), to the summed negative log-likelihood. `micro_batches` has the
-    rows that each rank computes at once; a single process gives a single number. `rows_of` makes rows from a source's
-    shards and the sequence length; bits_per_byte is only given with the default, Rows: of dialogues the bytes of the
-    labels are not known.
+    All ranks must call it. Losses are means over tokens. Reads rows of batch.sequence_length spread evenly over each
+    source, of at most eval.max_tokens_per_source tokens, but at least a row. `loss_sum` maps (inputs, labels), each
+    int64 [batch, sequence], and with document masks document_bounds(), to the summed negative log-likelihood.
+    `micro_batches` has the number of rows that each rank computes at once. `rows_of` makes rows from a source's shards
+    and the sequence length; bits_per_byte is only given with the default, Rows: of dialogues the bytes of the labels
+    are not known.
     """
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     first = sum(micro_batches[:rank])

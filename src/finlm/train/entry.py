@@ -325,7 +325,8 @@ class Rank:
 def open_rank(run_path: Path) -> Rank:
     """Install signal handlers (note_signals), open the run directory, join the process group, and return a Rank.
 
-    Raises UserError when run_path is no run directory or its plan, recipe or shards cannot be read.
+    Raises UserError when run_path is no run directory or its plan, recipe or shards cannot be read, and RuntimeError
+    when the plan has another number of ranks.
     """
     started = time.monotonic()
     note_signals()

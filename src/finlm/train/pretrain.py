@@ -113,7 +113,8 @@ def prepare(run_path: Path) -> Setup:
     """Join the process group and build this rank's model, engine, batches and checkpoints from the run directory.
 
     Installs signal handlers and removes half-written checkpoints. Raises UserError when run_path is no run directory,
-    or when its plan, recipe, shards or the weights that it starts from cannot be used.
+    or when its plan, recipe, shards or the weights that it starts from cannot be used; RuntimeError when the plan has
+    another number of ranks.
     """
     r = open_rank(run_path)
     recipe, plan, shards = r.recipe, r.plan, r.shards

@@ -286,7 +286,10 @@ _CLOSED = questions(
 
 
 def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield questions without end, as (text, {subject, answer}); each letter is right once in every four."""
+    """Yield questions without end, as (text, {subject, answer}); each letter is right once in every four.
+
+    Raises ValueError as three_wrong() does.
+    """
     stage, last_year = Stage(archive), Stage(archive, (LAST_YEAR,))
     letters: list[int] = []
     while True:

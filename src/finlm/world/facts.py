@@ -252,7 +252,7 @@ def _names(company: Company) -> dict[str, str]:
 
 
 def _ratios(books: Books, shares: int) -> dict[str, int]:
-    """Return ratios in units of 0.01 %, and figures per share in 分."""
+    """Return gm, nm, dr, roe and rd in units of 0.01 %, and eps and bps in 分 per share; `shares` is in 万股."""
     return {
         "gm": hundredths_of_percent(books.rev - books.cost, books.rev),
         "nm": hundredths_of_percent(books.net, books.rev),

@@ -84,7 +84,7 @@ def fill(dice: Dice, bank: Bank, words: Words) -> str:
 
 
 def bank(template: str) -> Bank:
-    """Return the readings of the template, compiled for fill()."""
+    """Return the readings of the template, compiled for fill(). Raises ValueError as phrases() does."""
     return _bank(phrases(template))
 
 
@@ -146,7 +146,10 @@ def templates(section: str) -> dict[str, str]:
 
 
 def banks(section: str) -> dict[str, Bank]:
-    """Return {name: readings compiled for fill()} of a section of prose/words.toml."""
+    """Return {name: readings compiled for fill()} of a section of prose/words.toml.
+
+    Raises ValueError as phrases() does.
+    """
     return {name: bank(template) for name, template in templates(section).items()}
 
 

@@ -134,7 +134,7 @@ def _single_value(batch: Any) -> tuple[Any, str]:
 
 
 def _parse_table(block: Block, item: Input) -> Iterator[Row]:
-    """Yield the rows of a block that is an Arrow stream."""
+    """Yield the rows of a block that is an Arrow stream; a row that cannot be used has `broken` set."""
     assert isinstance(block.data, bytes)
     for number, (value, broken) in enumerate(read_table_rows(block.data), block.first):
         try:
@@ -421,7 +421,7 @@ def parse_dialogues(block: Block) -> Iterator[DialogueRow]:
 
 
 def _is_list(path: step_cache.File, encoding: str) -> bool:
-    """Return whether a file begins with a JSON list's bracket, past white space; False if damaged from the start."""
+    """Return whether a file begins with a list's [, past white space; False if damaged there. UserError as pieces()."""
     try:
         start = next(readers.pieces(path, encoding, 4096, step_cache.ignore_progress), b"")
     except readers.Cut:  # damaged from its first byte: readers.blocks says so

@@ -274,7 +274,10 @@ def blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
 
 
 def _lines(item: Input, path: File, sha256: str, kind: Kind, advance: screen.Advance) -> Iterator[Block]:
-    """Yield the blocks of a file of lines; a file that ends early, also within JSON, ends in a block with `cut`."""
+    """Yield the blocks of a file of lines; a file that ends early, also within JSON, ends in a block with `cut`.
+
+    Raises UserError as pieces() does.
+    """
     try:
         parts = pieces(path, item.encoding, min(2**20, BLOCK_BYTES), advance, sha256)
         for first, data in lines(parts, BLOCK_BYTES):
@@ -402,7 +405,7 @@ def _columns(item: Input, path: File, names: list[str]) -> list[str]:
 
 
 def _serialise_batches(batches: list[Any]) -> bytes:
-    """Return the batches as the bytes of one Arrow stream."""
+    """Return the batches as the bytes of one Arrow stream. Raises IndexError for none."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -422,7 +425,10 @@ def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
 
 
 def _is_compressed(path: File, size: int) -> bool:
-    """Return whether a file is compressed: by its first bytes; below 64 KiB, and of a store's file, by its name."""
+    """Return whether a file is compressed: by its first bytes; below 64 KiB, and of a store's file, by its name.
+
+    Raises UserError as compression() does.
+    """
     if size < 2**16 or not isinstance(path, Path):
         return path.suffix in (".gz", ".zst", ".parquet")
     with path.open("rb") as file:

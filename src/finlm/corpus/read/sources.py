@@ -147,7 +147,7 @@ def expand(pattern: str, split: str = "train") -> list[Path]:
 
 
 def _matching(pattern: str, split: str) -> list[Path]:
-    """Return the files that expand() returns, with names of any encoding. Raises UserError as _glob does."""
+    """Return what expand() does, but names of any encoding. Raises UserError as _glob does and for a dead link."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -205,7 +205,7 @@ def _glob(directory: Path, parts: Sequence[str]) -> Iterator[_Entry]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the directory and all directories below it, each once; linked ones, which may form a cycle, come last."""
+    """Yield the directory and all below it, each once, linked ones last. Raises UserError as _entries does."""
     waiting, links, seen = [directory] * directory.is_dir(), list[Path](), set[Path]()
     while waiting or links:
         here = waiting.pop() if waiting else links.pop(0)

@@ -19,10 +19,10 @@ MARK = "finlm-facts:"
 
 
 def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, list[str]]]) -> None:
-    """Run all programs at once, and print MARK and the JSON of what each printed, with this host's start and end time.
+    """Run all programs at once, and print MARK and JSON: when it began and ended, and what each program printed.
 
-    Adds `env` and the interpreter's directory on PATH to os.environ first. `seconds` is the limit for each program.
-    `programs` maps a name to (source, arguments).
+    Puts the interpreter's directory first on PATH in os.environ, then sets `env` there. `seconds` is the limit for each
+    program. `programs` maps a name to (source, arguments) and is not empty.
     """
     began = time.time()
     # Ranks find ninja beside their interpreter, and so must the probe.

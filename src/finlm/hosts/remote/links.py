@@ -127,7 +127,8 @@ def main() -> None:
 def gather_facts(request: Request) -> Links:
     """Call and log in to the other hosts, list this host's interfaces and InfiniBand ports, and return all results.
 
-    A list that fails stays None, with its reason in `errors`. Waits up to request.seconds for the others to call.
+    Listens for the others' calls if request.port is set. Calls go on for up to request.seconds, a login for 15 s. A
+    list that fails stays None, with its reason in `errors`.
     """
     others = [peer for peer in request.peers if peer.name != request.me]
     deadline = time.monotonic() + request.seconds

@@ -154,7 +154,7 @@ def digest(path: Path, follow: bool) -> str | None:
 def digests(root: str, names: list[str], follow: bool) -> dict[str, str | None]:
     """Return {name: digest()} of every name below root. Hashes four files at a time.
 
-    Raises OSError for unreadable files.
+    Raises OSError for unreadable files. With `follow`, hashes what a link leads to.
     """
     with ThreadPoolExecutor(4) as pool:
         values = pool.map(lambda name: digest(local(root, name), follow), names)

@@ -70,6 +70,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
     """Yield a sentence for each key of config.json that finlm would train, plan or export as something else.
 
     `rows` is the sequence length in tokens, 0 if unknown. A model that reads more than text gets that sentence alone.
+    Raises UserError as traits.records() does.
     """
     if parts := [key for key in _PARTS if isinstance(config.get(key), dict)]:
         text = (config.get("text_config") or {}).get("model_type")

@@ -291,7 +291,10 @@ def without_dropout(config: Config) -> Config:
 
 
 def head_of(config: Config, row: TypeRecord | None = None) -> tuple[float, float | None]:
-    """Return (factor, soft cap or None) of the logits; `row` is the record of the type, None looks it up."""
+    """Return (factor, soft cap or None) of the logits; `row` is the record of the type, None looks it up.
+
+    Raises UserError as records() does when it looks.
+    """
     row = row or records().get(str(config.get("model_type")))
     scales = SCALES | (row.scales if row else {})
     factor = math.prod(float(config.get(key) or 1.0) ** power for key, power in scales.items())

@@ -80,7 +80,8 @@ def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, 
 
     Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
     which tells what an extended vocabulary was extended from. Raises UserError when init_from cannot be read, lacks
-    weights or has another shape, or when the tokenizer was extended from another.
+    weights or has another shape, or when the tokenizer was extended from another. For a new model raises RuntimeError
+    as initialize() does.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -94,7 +95,10 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
-    """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed."""
+    """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed.
+
+    Raises RuntimeError as initialize() does.
+    """
     device = torch.device(plan.device)
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])

@@ -234,10 +234,10 @@ class _Batch:
             self.keys[rows] = self.given_keys[list(new.values())].to(self.keys.device)
 
     def _compute_prompts(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[list[int]]) -> None:
-        """Run the model on all tokens of the prompts but the last; write keys and values to the rows of each prompt.
+        """Make the caches; write keys and values of each prompt's tokens, all but the last, to the rows of the prompt.
 
-        `rows` has a list of rows for each prompt. Shorter prompts are padded on the right, where none of their tokens
-        looks; answers overwrite the padding.
+        `rows` has a list of rows for each prompt. Shorter prompts are padded on the right, to at least one position; no
+        token looks there, and answers overwrite it.
         """
         longest = max(2, *map(len, prompts)) - 1  # a token at least: the caches are made here
         ids = self._tensor([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts])

@@ -36,7 +36,11 @@ def _read(
     D: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Return the softmax `state` (maximum, sum, output), continued over keys [begin, end) of a row's cache."""
+    """Return the softmax `state` (maximum, sum, output) of queries q, continued over keys [begin, end) of a cache row.
+
+    q is [queries, D], the cache [row, kv head, room, size], and D is `size` filled up. `head` is a kv head; B keys are
+    read at a time. A `cap` above 0 soft-caps the scores.
+    """
     most, total, out = state
     width = tl.arange(0, D)
     base = (row * kv_heads + head).to(tl.int64) * room * size

@@ -145,10 +145,11 @@ def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def estimate(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ppo: Ppo
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of every token, each [answers, tokens], 0 behind an answer's end.
+    """Return (advantages, returns) of every token, each [answers, tokens], 0 where `mask` is 0.
 
-    They are the generalized advantage estimates for the rewards and values [answers, tokens], with gamma and gae_lambda
-    of `ppo`, and their sums with the values. `mask` is 1 at an answer's tokens.
+    Advantages are the generalized advantage estimates for `rewards` and `values`, both [answers, tokens], with gamma
+    and gae_lambda of `ppo`; nothing of value follows an answer's end. Returns are advantages plus values. `mask` is 1
+    at an answer's tokens.
     """
     values, advantage = values * mask, torch.zeros_like(values[:, 0])
     following, backwards = torch.zeros_like(values[:, 0]), []

@@ -104,7 +104,7 @@ class PairTrainer(Recorded):
     def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
         """Return the rewards of all pairs on the CPU, [pairs, (chosen, rejected)]; each rank scores a share.
 
-        Collective.
+        Collective: every rank must call it with the same pairs.
         """
         return spread(
             self.rank,

@@ -307,7 +307,8 @@ def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.
 def drain_metrics(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str, float]:
     """Return the means of trl's metrics by our names, without those that have no values; empty `metrics`.
 
-    `names` has trl's name by ours. All of trl's metrics are removed, also those that `names` lacks.
+    `names` has trl's name by ours. All of trl's metrics are removed, also those that `names` lacks. Raises KeyError for
+    a name that `metrics` lacks, unless it is a defaultdict, as trl's is.
     """
     means = {ours: sum(metrics[theirs]) / len(metrics[theirs]) for ours, theirs in names.items() if metrics[theirs]}
     metrics.clear()

@@ -115,7 +115,7 @@ class Checkpoints:
     def save(self, step: int, memory: InMemory | None = None) -> None:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
-        Finishes the last save first. `memory` keeps it there, not on disk. Without room, only records an incident.
+        Finishes the last save first. `memory` keeps it there, not on disk. Without room, only records and prints why.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()
@@ -149,7 +149,7 @@ class Checkpoints:
     def resume(self) -> int:
         """Load the newest whole checkpoint and return its step, 0 without any.
 
-        Raises UserError as _find_newest does, and when the launcher announced another step (FINLM_STEP).
+        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step. Records `resharded`.
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -167,8 +167,8 @@ class Checkpoints:
     def roll_back(self, at_most: int) -> int | None:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without any.
 
-        Leaves out checkpoints that signals asked for, so that a run ends as one without signals. Finishes the last
-        save, then removes checkpoints of later steps. Raises UserError when only some ranks have any.
+        Leaves out those that signals asked for, so that a run ends as one without signals. Finishes the last save, and
+        then removes checkpoints of later steps. Raises UserError when only some ranks have any, and as _load does.
         """
         self.finish()
         checkpoint = self._find_newest(at_most)
@@ -284,7 +284,7 @@ class Checkpoints:
         self.watch_loaded = entry.gather_values(loop.get("watch"))[0]
 
     def poll(self) -> None:
-        """Publish the checkpoint being written if all ranks have written theirs; to be called after every step."""
+        """Do as _publish_written once all ranks have written their parts. Collective: call it after every step."""
         self._measure_once()
         if self.saving is not None:
             done = torch.tensor(float(self.saving.parts.done()), device=self.engine.device)
@@ -333,7 +333,7 @@ class Checkpoints:
         return extra if len(extra) < len(steps) else []
 
     def _measure_once(self) -> None:
-        """Note the bytes of a save, once; record an incident and save synchronously if copies do not fit host memory.
+        """Note a save's bytes, once; if copies do not fit host memory, note an incident (note) and save synchronously.
 
         The bytes are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
         """
@@ -372,7 +372,7 @@ class Checkpoints:
         return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
 
     def _publish_written(self) -> None:
-        """Publish the written checkpoint, record it and remove old ones; discard it if a rank could not write."""
+        """Publish the written checkpoint, record it, remove old ones; discard it on a rank's OSError, raise others."""
         saving = self.saving
         assert saving is not None
         self.saving = None

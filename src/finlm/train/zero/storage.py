@@ -115,7 +115,7 @@ class Store(CheckpointEngine):  # type: ignore[misc]
         self.collected[Path(path).name] = copy_tensors(state_dict, self.place)
 
     def load(self, path: str, map_location: Any = None) -> State:
-        """Return the state in `given` for the file name of path, else load(path); map_location is ignored."""
+        """Return the state in `given` for the file name of path, else load(path) (UserError); ignore map_location."""
         given = self.given.get(Path(path).name)
         return load(Path(path), self.mmap) if given is None else given
 
