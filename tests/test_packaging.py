@@ -123,11 +123,12 @@ def test_planning_needs_the_core_alone_and_other_commands_name_their_extra(tmp_p
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({blocked}))\n")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
     recipe = "recipes/quickstart/pretrain.yaml"
-    (tmp_path / "config.json").write_text("{}")
+    checkpoint = tmp_path / "checkpoints/step-1"  # of a model directory the files are looked at first
+    checkpoint.mkdir(parents=True)
     commands = {
         f"plan {recipe}": 0,
         f"diff {recipe} recipes/quickstart/sft.yaml": 0,
-        f"sample {tmp_path} x": "finlm[train]",
+        f"sample {checkpoint} x": "finlm[train]",
     }
     for words, expected in commands.items():
         command = [sys.executable, "-m", "finlm", *words.split()]

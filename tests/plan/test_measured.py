@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finlm.plan import gpus, host_memory, memory, speed
+from finlm.plan import gpus, host_memory, memory, search, speed
 from finlm.plan.memory import Layout
 from finlm.recipe.shape import ModelShape
 
@@ -36,7 +36,7 @@ def errors(what: str) -> dict[str, float]:
         ranks = [speed.Rank(gpus.find(row["gpu"]), layout.world_size, layout.micro_batch)]
         predicted = {
             "allocated_bytes": memory.allocated_bytes(items),
-            "used_bytes": sum(memory.squeeze_cache(items, gpus.find(row["gpu"]).memory_bytes).values()),
+            "used_bytes": sum(search.squeeze_cache(items, gpus.find(row["gpu"]).memory_bytes).values()),
             "step_seconds": speed.step_time(shape, layout, ranks, speed.Network(1, 10.0), row["micro_steps"]).seconds,
         }
         found[row["case"]] = predicted[what] / row[what] - 1
