@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finlm.admit import cells, command
+from admit.test_gate import case
+from finlm.admit import cells
 from finlm.base.rundir import RunDir
 from finlm.launch import start
 from finlm.plan import planner
@@ -24,6 +25,7 @@ from finlm.rows.shards import IGNORED
 from finlm.train import __main__, batches
 from finlm.train.model import generation, kernels
 from finlm.train.model.generation import Drawing, Limits
+from train.test_documents import sum_documents
 
 from helpers import ROOT
 
@@ -147,7 +149,7 @@ CASES = [(name, False) for name in sorted(traits.shipped())] + [(name, True) for
 @pytest.mark.parametrize(("model_type", "compiled"), CASES)
 def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled: bool) -> None:
     torch._dynamo.reset()
-    at = cells.case_of(command.read_config(model_type)[0], traits.shipped()[model_type], *command._small_run())
+    at = case(model_type)
     inputs, labels = (each.cuda() for each in cells.batch())
     numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in cells.LENGTHS])
     exact, plain_bf16 = at.plain.cuda(), cells.build(at.small, "eager", at.plain).cuda().bfloat16()
@@ -155,21 +157,6 @@ def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled
     swapped = cells.build(copy.deepcopy(at.small), attention, at.plain.cpu()).cuda().bfloat16()
     exact.cuda()
     kernels.swap(swapped, dataclasses.replace(at.plan, vocab_size=cells.VOCABULARY, compiled=compiled))
-
-    def sums_alone(model: Any) -> torch.Tensor:
-        """The loss of each document without the others."""
-        parts = [
-            (words[None], wanted)
-            for row, lengths in enumerate(cells.LENGTHS)
-            for words, wanted in zip(inputs[row].split(lengths), labels[row].split(lengths), strict=True)
-        ]
-        losses = [
-            torch.nn.functional.cross_entropy(
-                model(input_ids=words, use_cache=False).logits[0].float(), wanted, reduction="sum", ignore_index=IGNORED
-            )
-            for words, wanted in parts
-        ]
-        return torch.stack(losses).nansum()  # a document may have no label that counts
 
     def passed(model: Any, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
         """The loss and all gradients as a vector."""
@@ -182,8 +169,8 @@ def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled
         """The shares by which a loss and the gradients are off the exact ones."""
         return abs(found[0] / wanted[0] - 1), float((found[1] - wanted[1]).norm() / wanted[1].norm())
 
-    wanted = passed(exact, sums_alone(exact))
-    usual = apart(passed(plain_bf16, sums_alone(plain_bf16)))
+    wanted = passed(exact, sum_documents(exact, inputs, labels, cells.LENGTHS))
+    usual = apart(passed(plain_bf16, sum_documents(plain_bf16, inputs, labels, cells.LENGTHS)))
     separate = torch.from_numpy(batches.document_bounds(numbers)).cuda()
     together = torch.from_numpy(batches.document_bounds(np.zeros_like(numbers))).cuda()
     ours, leaking = (apart(passed(swapped, swapped(inputs, labels, bounds))) for bounds in (separate, together))

@@ -292,7 +292,7 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
     for key, value in known.items():
         change: traits.Config = {}
         now = case.config.get(key, value)
-        if key in REFUSED or key.endswith((*traits.DROPOUT, "jitter_noise")):
+        if key in REFUSED or key.endswith(traits.NOISE):
             continue
         if key == "use_sliding_window":
             change = {} if now else {key: True, "sliding_window": 4096}

@@ -95,8 +95,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
         like = {"head_dim": own["hidden_size"] // heads, "num_key_value_heads": heads, "num_experts_per_tok": 2}
         like |= {"n_routed_experts": 8, "n_shared_experts": 1}
         own |= {key: value for key, value in like.items() if key in own and own[key] is None}
-    noise = (*traits.DROPOUT, "jitter_noise")
-    return {k: 0.0 if k.endswith(noise) else v for k, v in own.items() if v is not None}, None
+    return {k: 0.0 if k.endswith(traits.NOISE) else v for k, v in own.items() if v is not None}, None
 
 
 def row_of(model_type: str) -> traits.TypeRecord:

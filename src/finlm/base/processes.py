@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,11 @@ def send_signal(pid: int, number: int) -> None:
     """Send signal `number` to a process, or do nothing if it has ended. Raises PermissionError if not allowed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def python_path(code: Path, env: Mapping[str, str]) -> str:
+    """Return the value of PYTHONPATH that has `code` before the directories of env's own PYTHONPATH, if it has any."""
+    return os.pathsep.join(filter(None, (str(code), env.get("PYTHONPATH"))))
 
 
 def free_port(port: int) -> int | str:

@@ -351,13 +351,15 @@ def _how_to_make(path: Path, text: str) -> str:
         return f"these are adapters: merge them into the model that {adapters} names, or give the run that trained them"
     if files := sorted([path] if path.suffix == ".gguf" else path.glob("*.gguf")):
         return f"`finlm import-gguf {files[0]} DIRECTORY` makes one"
-    if not path.exists() and (name := re.fullmatch(r"(?:https?://[^/]+/)?([\w-][\w.-]*/[\w.-]+)", text)):
-        if trains := _how_to_train(path):
-            return trains
-        if path.parts[0] not in (RUNS.name, "models") and not path.parent.is_dir():
-            return f"of the Hub: `hf download {name[1]} --local-dir models/{name[1]}`, then models/{name[1]}"
-    trains = "" if path.exists() else _how_to_train(path)
-    return trains or "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
+    otherwise = "give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format"
+    if path.exists():
+        return otherwise
+    if trains := _how_to_train(path):
+        return trains
+    name = re.fullmatch(r"(?:https?://[^/]+/)?([\w-][\w.-]*/[\w.-]+)", text)
+    if name and path.parts[0] not in (RUNS.name, "models") and not path.parent.is_dir():
+        return f"of the Hub: `hf download {name[1]} --local-dir models/{name[1]}`, then models/{name[1]}"
+    return otherwise
 
 
 def recipe_or_run(text: str | Path) -> Path:

@@ -97,7 +97,7 @@ class Job:
         For a host with a name, adds FINLM_HOST (the name that its log files carry).
         """
         env = host_env(self.recipe, self.plan, host)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.run.code), env.get("PYTHONPATH"))))
+        env["PYTHONPATH"] = processes.python_path(self.run.code, env)
         return env | ({HOST_VARIABLE: host.name} if host.name else {})
 
     def slots(self, launcher: str) -> int:

@@ -197,7 +197,7 @@ def _launch(run: rundir.RunDir, host: str, start: messages.Start, lock: int) -> 
     named = {rundir.HOST_VARIABLE: host, rundir.STEP_VARIABLE: str(start.step), "PATH": path}
     env = os.environ | named | start.env
     env.pop("RANK", None)  # of a job that finlm runs in: a rank is known by the one that the launcher gives it
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(run.code), env.get("PYTHONPATH"))))
+    env["PYTHONPATH"] = processes.python_path(run.code, env)
     if start.shards:
         link = run.path / "shards"
         link.unlink(missing_ok=True)

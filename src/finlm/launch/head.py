@@ -82,8 +82,8 @@ class Session:
         code = there / "code"
         agent = ["-u", "-m", "finlm.launch.agent"]
         if self.local:
-            path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
-            line, env = [python, *agent], os.environ | {"PYTHONPATH": path}
+            line = [python, *agent]
+            env = os.environ | {"PYTHONPATH": processes.python_path(code, os.environ)}
             env.pop("SSH_CONNECTION", None)  # the user's own login: no host of the run came from there
         else:
             count = math.ceil(self.patience / ssh.ALIVE_SECONDS)

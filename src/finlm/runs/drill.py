@@ -205,11 +205,11 @@ def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set
     This is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only a copied one. Raises
     UserError when the training ends before.
     """
-    while not any(
-        row["time"] > since
-        and row["kind"] in ("in_memory", "copied" if any(_find_run(d, before).read_events("copied")) else "checkpoint")
-        for row in _find_run(d, before).read_events()
-    ):
+    while True:
+        rows = list(_find_run(d, before).read_events())
+        on_disk = "copied" if any(row["kind"] == "copied" for row in rows) else "checkpoint"
+        if any(row["time"] > since and row["kind"] in ("in_memory", on_disk) for row in rows):
+            return
         _check_alive(process)
         time.sleep(POLL_SECONDS)
 

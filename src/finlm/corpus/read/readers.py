@@ -102,14 +102,15 @@ def compression(path: File, start: bytes) -> str:
 
     Raises UserError for an archive that is not read, such as .zip, and for a tar archive by its name.
     """
-    for mark, (what, unpack) in _UNREAD.items():
-        if path.name.endswith(_TAR):
-            what, unpack = "a tar archive", "tar -xf"
-        if start.startswith(mark) or path.name.endswith(_TAR):
-            raise UserError(
-                f"{path} is {what}, which is not read",
-                fix=f"unpack it ({unpack} {path.name}) and name what it holds; .gz and .zst need no unpacking",
-            )
+    unread = next((archive for mark, archive in _UNREAD.items() if start.startswith(mark)), None)
+    if path.name.endswith(_TAR):
+        unread = "a tar archive", "tar -xf"
+    if unread is not None:
+        what, unpack = unread
+        raise UserError(
+            f"{path} is {what}, which is not read",
+            fix=f"unpack it ({unpack} {path.name}) and name what it holds; .gz and .zst need no unpacking",
+        )
     return "gzip" if start[:2] == GZIP else "zstd" if start[:4] == ZSTD else ""
 
 

@@ -24,6 +24,7 @@ SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, 
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
 DROPOUT = ("dropout", "_pdrop")  # ends of keys
+NOISE = (*DROPOUT, "jitter_noise")  # the same, of all keys that draw random numbers
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 Config = Mapping[str, Any]
 Sizes = tuple[int, ...]
