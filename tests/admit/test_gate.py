@@ -214,6 +214,18 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
         **{"head_dim": 32, "mlp_only_layers": [0, 3]},
     },
+    "a fused product that windows cut": {
+        **{"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 64, "tie_word_embeddings": True},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 12, "long_factor": [1.5] * 12},
+    },
+    "a single key for all heads, under windows": {
+        **{"model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
+    },
+    "a single key for all heads, whose scores have a cap": {
+        **{"model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+        **{"sliding_window": 128, "attn_logit_softcapping": 20.0},
+    },
     "layers without RoPE": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "rope_theta": 2000000.0},
 }
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from finlm.rows.shards import IGNORED
+from finlm.admit import cells
 from finlm.train import batches
 from train.model.test_causal_lm import built
 from train.model.test_kernels import VOCABULARY, batch, pair
@@ -30,18 +29,6 @@ def test_bounds_begin_every_row_anew_and_are_filled_up() -> None:
     assert len(every) == 2 * batches.FEWEST
 
 
-def sum_documents(
-    model: Any, inputs: torch.Tensor, labels: torch.Tensor, lengths: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """The loss of each document of the rows, of so many tokens, without the others, summed."""
-    total = torch.zeros((), device=inputs.device)
-    for row, sizes in enumerate(lengths):
-        for words, wanted in zip(inputs[row].split(sizes), labels[row].split(sizes), strict=True):
-            logits = model(input_ids=words[None], use_cache=False).logits[0].float()
-            total = total + torch.nn.functional.cross_entropy(logits, wanted, reduction="sum", ignore_index=IGNORED)
-    return total
-
-
 @pytest.mark.parametrize("changes", [{}, {"compiled": True, "recompute": "full"}], ids=["plain", "compiled"])
 def test_a_row_of_documents_has_their_losses_and_gradients(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -50,7 +37,7 @@ def test_a_row_of_documents_has_their_losses_and_gradients(
     torch._dynamo.reset()
     alone, packed = pair(**changes)
     inputs, labels = batch()
-    expected = sum_documents(alone, inputs, labels, LENGTHS)
+    expected = cells.sum_documents(alone, inputs, labels, LENGTHS)
     found = packed(inputs, labels, torch.from_numpy(batches.document_bounds(numbered())))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert packed(inputs, labels).item() != pytest.approx(expected.item(), rel=1e-4)  # they see each other without

@@ -25,7 +25,6 @@ from finlm.rows.shards import IGNORED
 from finlm.train import __main__, batches
 from finlm.train.model import generation, kernels
 from finlm.train.model.generation import Drawing, Limits
-from train.test_documents import sum_documents
 
 from helpers import ROOT
 
@@ -169,8 +168,8 @@ def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled
         """The shares by which a loss and the gradients are off the exact ones."""
         return abs(found[0] / wanted[0] - 1), float((found[1] - wanted[1]).norm() / wanted[1].norm())
 
-    wanted = passed(exact, sum_documents(exact, inputs, labels, cells.LENGTHS))
-    usual = apart(passed(plain_bf16, sum_documents(plain_bf16, inputs, labels, cells.LENGTHS)))
+    wanted = passed(exact, cells.sum_documents(exact, inputs, labels, cells.LENGTHS))
+    usual = apart(passed(plain_bf16, cells.sum_documents(plain_bf16, inputs, labels, cells.LENGTHS)))
     separate = torch.from_numpy(batches.document_bounds(numbers)).cuda()
     together = torch.from_numpy(batches.document_bounds(np.zeros_like(numbers))).cuda()
     ours, leaking = (apart(passed(swapped, swapped(inputs, labels, bounds))) for bounds in (separate, together))

@@ -9,40 +9,32 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from finlm.admit import record
 from finlm.admit.record import GROUPS
 from finlm.base.errors import UserError
-from finlm.dialogues import encode
 from finlm.plan import memory
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
 from finlm.recipe.models import traits
 from finlm.recipe.models.traits import EXPERTS, Config, TypeRecord
 from finlm.recipe.schema import Recipe
-from finlm.recipe.schema_train import Chat, Lora, Sft
+from finlm.recipe.schema_train import Lora
 from finlm.rows.shards import IGNORED
 from finlm.train import batches
 from finlm.train.model import kernels, lora
 from finlm.train.model.causal_lm import causal_class, plain_attention
 
 VOCABULARY, PADDED = 500, 512
-DIALOGUE = [
-    {"role": "user", "content": "净利润是什么？"},
-    {"role": "assistant", "content": "收入减去成本、费用和税。"},
-    {"role": "user", "content": "Thanks!"},
-    {"role": "assistant", "content": "You are welcome."},
-]
 LENGTHS = ((48,), (7, 30, 11), (1, 46, 1))  # of the documents of each row
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 2e-4  # shares; of the largest gradient of a tensor
 ROWS = 12  # for activations, so that what rows share does not count
@@ -140,16 +132,26 @@ def check_swap(case: Case, **changes: Any) -> str:
         return _differ(_gradients(model, model(*batch())), case.expected)
 
 
+def sum_documents(
+    model: Any, inputs: torch.Tensor, labels: torch.Tensor, lengths: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Return the summed loss of the documents of packed rows, each read alone by a plain model; an fp32 scalar.
+
+    `inputs` and `labels` are int64 [rows, tokens]; `lengths` has the tokens of each document of each row.
+    """
+    total = torch.zeros((), device=inputs.device)
+    for row, sizes in enumerate(lengths):
+        for words, wanted in zip(inputs[row].split(sizes), labels[row].split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            logits = model(input_ids=words[None], use_cache=False).logits[0].float()
+            total = total + cross_entropy(logits, wanted, reduction="sum", ignore_index=IGNORED)
+    return total
+
+
 def check_packed(case: Case) -> str:
     """Return how the documents of packed rows differ from each document alone in loss or gradients; "" if equal."""
     inputs, labels = batch()
     alone, model = build(case.small, "eager", case.plain), case.swapped()
-    expected = torch.zeros(())
-    for row, lengths in enumerate(LENGTHS):
-        parts = zip(torch.split(inputs[row], list(lengths)), torch.split(labels[row], list(lengths)), strict=True)
-        for words, wanted in parts:
-            logits = alone(input_ids=words[None], use_cache=False).logits[0].float()
-            expected = expected + cross_entropy(logits, wanted, reduction="sum", ignore_index=IGNORED)
+    expected = sum_documents(alone, inputs, labels, LENGTHS)
     numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in LENGTHS])
     bounds = torch.from_numpy(batches.document_bounds(numbers))
     problem = _differ(_gradients(model, model(inputs, labels, bounds)), _gradients(alone, expected))
@@ -268,19 +270,6 @@ def _kept(config: Any, times: int) -> int:
         kept = model.model(input_ids=inputs, position_ids=kernels.plain_positions(inputs), use_cache=False)
     del kept
     return sum(saved.values())
-
-
-def check_template(directory: Path) -> str:
-    """Return how a dialogue's ids or loss spans differ from those by the model's own template; "" if equal."""
-    encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
-    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
-    found = encoder.encode(DIALOGUE)
-    if found.ids != list(theirs):
-        return f"ids {found.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
-    learnt = encoder.tokenizer.decode([number for number, counts in zip(found.ids, found.mask, strict=True) if counts])
-    if lost := [turn["content"] for turn in DIALOGUE if (turn["content"] in learnt) != (turn["role"] == "assistant")]:
-        return f"the loss is on {learnt!r}, which is wrong about {lost[0]!r}"
-    return ""
 
 
 def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:

@@ -18,16 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from finlm.admit import cells, record, runs
 from finlm.base import files, screen
 from finlm.base.errors import UserError
+from finlm.dialogues import encode
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, parents, recipe, shape
 from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Chat, Sft
+
+DIALOGUE = [
+    {"role": "user", "content": "净利润是什么？"},
+    {"role": "assistant", "content": "收入减去成本、费用和税。"},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "You are welcome."},
+]
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def examine(
         for name, trains in runs.CELLS.items():
             yield name, _look(trains, made)
     if directory is not None and _has_template(directory):
-        yield "template", _look(cells.check_template, directory)
+        yield "template", _look(check_template, directory)
 
 
 def _has_template(directory: Path) -> bool:
@@ -148,6 +157,19 @@ def _has_template(directory: Path) -> bool:
     settings = directory / "tokenizer_config.json"
     said = files.read_json(settings) if settings.is_file() else {}
     return (directory / "chat_template.jinja").is_file() or bool(said.get("chat_template"))
+
+
+def check_template(directory: Path) -> str:
+    """Return how a dialogue's ids or loss spans differ from those by the model's own template; "" if equal."""
+    encoder = encode.Encoder(encode.Rules(directory, Chat(template="model"), Sft(), 2**20))
+    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(DIALOGUE, tokenize=True, return_dict=False)
+    found = encoder.encode(DIALOGUE)
+    if found.ids != list(theirs):
+        return f"ids {found.ids[:8]}, the tokenizer's own {list(theirs)[:8]}"
+    learnt = encoder.tokenizer.decode([number for number, counts in zip(found.ids, found.mask, strict=True) if counts])
+    if lost := [turn["content"] for turn in DIALOGUE if (turn["content"] in learnt) != (turn["role"] == "assistant")]:
+        return f"the loss is on {learnt!r}, which is wrong about {lost[0]!r}"
+    return ""
 
 
 def _look(cell: Callable[[Any], str], at: Any) -> str:

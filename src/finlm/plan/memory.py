@@ -161,8 +161,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
     attention, ffn = (2 if shape.is_parallel else 4) * hidden, 4 * shape.ffn
-    made = 4 * q + 4 * kv + 2 * (q + kv) * ("qkv_proj" in shape.matrices)
-    attention += made if shape.latent is None else _latent_bytes(shape, shape.latent)
+    attention += 4 * q + 4 * kv if shape.latent is None else _latent_bytes(shape, shape.latent)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
         ffn = int(shape.ffn_bytes * shape.ffn)
@@ -193,14 +192,15 @@ def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
     """Return the bytes attention keeps per token beside q, k, v, output: repeated keys, masks, scores, fp32 sums."""
-    # Windows that varlen_attn does not cut are masks, under which no kernel shares keys.
-    by_mask = sum(window < layout.attended for window in shape.windows) / shape.layers
-    shares_keys = not (layout.repeats_keys or layout.has_documents)
-    repeated = 4 * (shape.q_width - shape.kv_width) * (by_mask if shares_keys else 1)
-    masks = 1 if layout.has_full_masks else 0 if layout.has_documents else by_mask
-    masked = 2 * layout.attended * masks  # each layer makes numbers of transformers' mask
     scores = SCORES_KEPT[layout.compiled] * shape.heads * layout.attended * shape.keeps_scores
-    return int(repeated + masked + scores) + 4 * shape.heads
+    # Windows that varlen_attn does not cut are masks, under which no kernel shares keys; products of scores never do.
+    by_mask = sum(window < layout.attended for window in shape.windows) / shape.layers
+    copied = 1 if scores or layout.repeats_keys or layout.has_documents else by_mask
+    copied *= shape.kv_heads not in ((shape.heads,) if scores else (1, shape.heads))  # all heads may view a single key
+    repeated = 4 * (shape.q_width - shape.kv_width) * copied
+    repeated += 2 * (shape.q_width + shape.kv_width) * (1 - copied) * ("qkv_proj" in shape.matrices)  # values view it
+    masks = 0 if scores else 1 if layout.has_full_masks else 0 if layout.has_documents else by_mask  # of every layer
+    return int(repeated + 2 * layout.attended * masks + scores) + 4 * shape.heads
 
 
 def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
