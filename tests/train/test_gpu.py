@@ -174,7 +174,8 @@ def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled
     together = torch.from_numpy(batches.document_bounds(np.zeros_like(numbers))).cuda()
     ours, leaking = (apart(passed(swapped, swapped(inputs, labels, bounds))) for bounds in (separate, together))
     print(model_type, compiled, "usual", usual, "ours", ours, "leaking", leaking)
-    rounding = 0.1 if at.row.router_bytes else 0.01  # a router's choice between two near experts may flip
+    has_router = any(dims[0] == "e" for dims in at.row.layer.values())
+    rounding = 0.1 if has_router else 0.01  # a router's choice between two near experts may flip
     assert ours[0] <= 2 * usual[0] + 2e-3 and ours[1] <= 1.5 * usual[1] + rounding
     assert leaking[1] > 2 * ours[1]  # the check tells rounding from documents that see each other
 

@@ -171,7 +171,8 @@ class Synthetic(Section):
     about: Literal["exam", "figures", "laws"] = Field(
         "exam",
         description="What dialogues and prompts ask: the exam; two or three steps of arithmetic over a company's "
-        "figures, with their chain of thought; the laws of the world. The last two for sft (with dialogues) and grpo.",
+        "figures, four of ten answered with their chain of thought; the laws of the world. The last two for sft (with "
+        "dialogues) and grpo.",
     )
     dialogues: bool = Field(False, description="Questions and answers about the world instead of documents; for sft.")
 

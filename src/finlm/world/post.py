@@ -5,7 +5,8 @@
     law_chat      one law of the world, asked for in free text
     reading_chat  a company's figures, quoted and asked for in two turns
     exam_pairs    an open-book question, its right answer, and any of the other three choices with equal chance
-    figures       questions of two or three steps of arithmetic, each with the chain that solves it
+    figures       questions of two or three steps of arithmetic; of ten answers four have the chain that solves it, the
+                  others the number alone, as people answer: rewards can teach which of the two is right more often
     laws          the exam's questions that a law answers in words
 
 The companies are those of the split, so held-out questions share laws with training and no name; held-out recall_chat
@@ -36,6 +37,7 @@ SOURCES = {
     "laws": ("laws",),
 }
 SHARE_PERCENT = {"exam_chat": 80, "recall_chat": 10, "law_chat": 5, "reading_chat": 5}  # the others come alone
+WORKED_PERCENT = 40  # of the answers about figures show their steps
 PART_BYTES = 16_000_000  # of a dialogue source's text, six seconds of a core
 _AMOUNT = re.compile(r"\d\.\d|元|日|年|增长|下降|持平")  # in an option
 _LAWS, _READING, _FIGURES = banks("law_chat"), banks("reading_chat"), banks("figures")
@@ -164,7 +166,7 @@ def _laws(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield questions of arithmetic with the steps that solve them; skips companies with too small figures."""
+    """Yield questions of arithmetic, WORKED_PERCENT with their steps; skips companies of too small figures."""
     stage, kinds = Stage(archive), list(_SOLVERS.items())
     while True:
         (name, solve), facts = dice.pick(kinds), stage.draw(dice)
@@ -174,8 +176,8 @@ def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
         except _TooSmall:
             continue
         words = {key: facts[key] for key in ("short", "y", "y0")} | problem.words
-        chain = f"{'；'.join(problem.steps)}。答案：{problem.answer}"
-        yield _answered_row(fill(dice, _FIGURES[name], words), chain, problem.answer)
+        chain = f"{'；'.join(problem.steps)}。" if dice.between(1, 100) <= WORKED_PERCENT else ""
+        yield _answered_row(fill(dice, _FIGURES[name], words), f"{chain}答案：{problem.answer}", problem.answer)
 
 
 _KINDS: dict[str, Callable[[Archive, Dice], Iterator[Sized]]] = {
