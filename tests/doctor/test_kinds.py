@@ -57,6 +57,8 @@ def test_two_kinds_in_one_host_are_planned_as_the_smaller_and_only_those_used_co
     )
     assert settled((Host("a", 1), mixed)) == (["A100-40G"], [])
     assert settled((Host("a", 1, devices=(1,)), mixed)) == (["V100-32G"], [])
+    del mixed["gpu"]["devices"][0]  # its row could not be read
+    assert settled((Host("a", 1, devices=(1,)), mixed)) == (["V100-32G"], [])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,11 +172,52 @@ def test_cuda_visible_devices_limits_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: dict[int, str]
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf 'A, GPU-a1\\nB, GPU-b2\\nC, GPU-c3\\n'\n")
+    program.write_text("#!/bin/sh\nprintf '0, A, GPU-a1\\n1, B, GPU-b2\\n2, C, GPU-c3\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert list(cluster.visible_gpus().items()) == list(names.items())
+
+
+def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, str]]) -> None:
+    """Put an nvidia-smi on the path that answers for these GPUs, and warns of the first one before."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('WARNING: infoROM is corrupted at gpu 0000:1b:00.0')\n"
+        f"keys = sys.argv[1].partition('=')[2].split(',')\n"
+        f"for row in {rows!r}:\n    print(', '.join(row[key] for key in keys))\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+A100 = {"name": "NVIDIA A100-PCIE-40GB", "memory.total": "40960 MiB"}
+V100 = {"name": "Tesla V100-SXM2-32GB", "memory.total": "32768 MiB"}
+
+
+def test_this_machines_gpus_of_several_kinds_are_planned_as_the_smallest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpus = [each | {"index": str(n), "uuid": f"GPU-{n}"} for n, each in enumerate((A100, V100, A100))]
+    fake_smi(tmp_path, monkeypatch, gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [(host.slots, host.gpu) for host in cluster.local(2).hosts] == [(3, V100["name"])]
+    assert f"planned for {V100['name']}, the one with less memory" in capfd.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert [(host.slots, host.gpu) for host in cluster.local(2).hosts] == [(2, A100["name"])]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_row_of_nvidia_smi_that_cannot_be_read_moves_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {"index": "1", "uuid": "GPU-1", "name": "a name, with a comma"}
+    gpus = [{"index": "0", "uuid": "GPU-0", "name": "A"}, broken, {"index": "2", "uuid": "GPU-2", "name": "C"}]
+    fake_smi(tmp_path, monkeypatch, gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cluster.visible_gpus() == {0: "A", 2: "C"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2,0")
+    assert list(cluster.visible_gpus()) == [2, 0]
 
 
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
         chosen = visible_devices(gpu)
         limit = "" if gpu.visible is None else f", CUDA_VISIBLE_DEVICES={gpu.visible}"
         smi = f"nvidia-smi lists {len(gpu.devices)}" if gpu.nvidia_smi else "nvidia-smi is not installed"
-        missing = [number for number in host.devices if number >= len(gpu.devices)]
+        missing = sorted(set(host.devices) - {device.index for device in gpu.devices})
         if missing:  # the launcher makes these numbers of the machine CUDA_VISIBLE_DEVICES, whatever it was
             evidence = f"GPUs {', '.join(map(str, missing))} chosen, but {smi}"
             yield "gpus", "error", evidence, "choose GPUs that are there: --include, or CUDA_VISIBLE_DEVICES"
@@ -97,7 +97,7 @@ def visible_devices(gpu: Gpu) -> list[Device] | None:
 def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
     """Return the GPUs that the ranks of a host take; [] when the visible GPUs are unknown."""
     if host.devices:  # numbers of the machine: the launcher makes them CUDA_VISIBLE_DEVICES
-        return [gpu.devices[number] for number in host.devices if number < len(gpu.devices)]
+        return [device for number in host.devices for device in gpu.devices if device.index == number]
     return (visible_devices(gpu) or [])[: host.slots]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
 
@@ -290,9 +291,10 @@ def default_hostfile() -> Path | None:
 
 
 def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
-    """Return this machine as a cluster: its visible GPUs, all as the kind of the first, or else `cpu_ranks` CPU ranks.
+    """Return this machine as a cluster: its visible GPUs, or else `cpu_ranks` CPU ranks.
 
-    With GPUs, the RAM that `hardware` gives for this machine replaces the measured one.
+    GPUs of several kinds all count as the kind with the least memory, and this is printed to stderr. With GPUs, the RAM
+    that `hardware` gives for this machine replaces the measured one.
     """
     gpus = visible_gpus()
     ram = total_bytes()
@@ -302,31 +304,42 @@ def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
     ram = next(filter(None, stated), ram)
     # The launcher counts the GPUs of the machine, so a choice by CUDA_VISIBLE_DEVICES must be told to it.
     devices = () if list(gpus) == list(range(len(gpus))) else tuple(gpus)
-    return Cluster((Host("localhost", len(gpus), next(iter(gpus.values())), ram, devices),))
+    kinds = list(dict.fromkeys(gpus.values()))
+    if len(kinds) > 1:
+        sizes = {row["name"]: row["memory.total"].split()[0] for row in ask_gpus("name", "memory.total")}  # MiB
+        kinds.sort(key=lambda name: int(size) if (size := sizes.get(name, "")).isdigit() else 0)
+        screen.say(f"this machine has {' and '.join(kinds)}: planned for {kinds[0]}, the one with less memory")
+    return Cluster((Host("localhost", len(gpus), kinds[0], ram, devices),))
 
 
 def visible_gpus() -> dict[int, str]:
     """Return {GPU index: name} by nvidia-smi, limited to and ordered by CUDA_VISIBLE_DEVICES; {} without a driver."""
-    rows = ask_gpus("name", "uuid")
+    rows = {int(row["index"]): row for row in ask_gpus("index", "name", "uuid")}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = range(len(rows)) if chosen is None else _visible_devices([row["uuid"] for row in rows], chosen)
-    return {number: rows[number]["name"] for number in numbers}
+    uuids = {number: row["uuid"] for number, row in rows.items()}
+    return {number: rows[number]["name"] for number in (rows if chosen is None else _visible_devices(uuids, chosen))}
 
 
-def _visible_devices(uuids: list[str], visible: str) -> Iterable[int]:
-    """Yield GPU indices by CUDA's rule: indices or beginnings of UUIDs, in order, up to the first invalid item."""
+def _visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
+    """Yield GPU indices by CUDA's rule: indices or beginnings of UUIDs, in order, up to the first invalid item.
+
+    `uuids` has the UUID of each GPU index.
+    """
     for item in filter(None, (part.strip() for part in visible.split(","))):
-        if item.isdigit() and int(item) < len(uuids):
+        if item.isdigit() and int(item) in uuids:
             yield int(item)
             continue
-        matching = [number for number, uuid in enumerate(uuids) if item.startswith("GPU-") and uuid.startswith(item)]
+        matching = [number for number, uuid in uuids.items() if item.startswith("GPU-") and uuid.startswith(item)]
         if not matching:
             return
         yield matching[0]
 
 
 def ask_gpus(*keys: str) -> list[dict[str, str]]:
-    """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; [] if that fails or takes over 30 s."""
+    """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; [] if that fails or takes over 30 s.
+
+    Lines that are not such a row, for example warnings, are left out.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
