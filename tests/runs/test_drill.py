@@ -14,6 +14,7 @@ import pytest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.hosts.remote import fault
+from finlm.recipe.cluster import Cluster, Host
 from finlm.runs import drill
 from finlm.runs.drill import Failing, Injury
 
@@ -116,6 +117,18 @@ def test_a_drill_that_is_interrupted_ends_its_training_and_shows_what_it_has_see
             process.kill()
     assert "connection-cut (not done)" in said and "%, 0 faults" in said
     assert [row["kind"] for row in RunDir(tmp_path / "runs/toy-1").read_events()][-1] == "end"
+
+
+def test_a_drill_whose_run_saves_no_checkpoint_ends_in_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drill, "POLL_SECONDS", 0.05)
+    program = TRAINS.replace('write(kind="checkpoint", step=step)', "pass").replace("1000", "200")  # for ten seconds
+    train = [sys.executable, "-c", program, str(tmp_path)]
+    hosts = Cluster((Host("localhost", 1),))
+    drill.drill(drill.Drill(train, "toy", hosts, tmp_path, ["connection-cut"], 0.6, 0.2), drill.show)
+    assert "0 faults" in capsys.readouterr().out
+    assert [row["status"] for row in RunDir(tmp_path / "toy-1").read_events("end")] == ["interrupted"]
 
 
 def test_all_processes_of_a_run_are_killed_and_none_of_a_run_whose_name_begins_alike(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,21 @@ from finlm.runs import proofs
 
 from helpers import QUICKSTART
 
-pytestmark = pytest.mark.slow
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("import time; time.sleep(60)", "has not finished a step for"), ("exit(3)", "was not trained to its end")],
+)
+def test_a_training_that_hangs_or_fails_before_it_is_killed_is_no_training_that_has_ended(
+    program: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs, "_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(proofs, "PATIENCE_SECONDS", 0.5 if "sleep" in program else 60.0)
+    with pytest.raises(UserError, match=words):
+        proofs._train_and_kill("r.yaml", (), tmp_path / "killed", random.Random(0), 100, while_saving=False)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_it_is_killed_is_compared_not_trained_again(
     finished: tuple[RunDir, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

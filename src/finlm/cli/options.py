@@ -180,7 +180,7 @@ def _add_drill(add: _Add) -> None:
     option("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
     option("--runs", default="runs/drill", help="directory of its runs (default: %(default)s)")
-    option("--minutes", type=_number(above=0), default=20.0, help="how long (default: %(default)s)")
+    option("--minutes", type=_number(above=0), default=20.0, help="how long faults come (default: %(default)s)")
     option("--every", type=_number(above=0), default=120.0, metavar="SECONDS", help="a fault (default: %(default)s)")
     option("--faults", default="", metavar="a,b", help="which, in this order (default: all)")
     option("--seed", type=int, default=0, help="0: the faults in order; else at random, by this seed (default: 0)")

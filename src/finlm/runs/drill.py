@@ -118,8 +118,8 @@ def _cause_faults(
 ) -> None:
     """Cause a fault every d.every seconds until d.seconds after `began`, print it, and append it to `injuries`.
 
-    Waits for a checkpoint before each fault, and for the run's recovery after it. `before` has the run directories that
-    existed before the drill. Raises UserError when the training ends.
+    Waits for a checkpoint before each fault, and for the run's recovery after it, also of the last fault. `before` has
+    the run directories that existed before the drill. Raises UserError when the training ends.
     """
     chance, end, due = random.Random(d.seed), began + d.seconds, began
     while time.time() < end:
@@ -128,7 +128,8 @@ def _cause_faults(
         _wait_until(process, min(due, end))
         if time.time() >= end:
             break
-        _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began)
+        if not _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began, end):
+            break
         injuries.append(_injure(_find_run(d, before), chance.choice(d.hosts.hosts), kind))
         last = injuries[-1]
         screen.say(f"drill: step {last.step:,}: {kind} on {last.host}: {last.what}")
@@ -199,19 +200,22 @@ def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path]
         time.sleep(POLL_SECONDS)
 
 
-def _wait_for_checkpoint(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> None:
-    """Wait for a checkpoint after `since` (unix seconds) from which the run can resume.
+def _wait_for_checkpoint(
+    d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float, end: float
+) -> bool:
+    """Wait for a checkpoint after `since` from which the run can resume; return whether there is one before `end`.
 
-    This is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only a copied one. Raises
-    UserError when the training ends before.
+    Both are unix seconds. It is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only
+    a copied one. Raises UserError when the training ends before.
     """
-    while True:
+    while time.time() < end:
         rows = list(_find_run(d, before).read_events())
         on_disk = "copied" if any(row["kind"] == "copied" for row in rows) else "checkpoint"
         if any(row["time"] > since and row["kind"] in ("in_memory", on_disk) for row in rows):
-            return
+            return True
         _check_alive(process)
         time.sleep(POLL_SECONDS)
+    return False
 
 
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:

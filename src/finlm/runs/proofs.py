@@ -212,7 +212,7 @@ def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, see
     for number in range(kills):
         moment = _train_and_kill(recipe, options, scratch / "killed", chance, steps, while_saving=number % 2 == 1)
         if moment is None:
-            break  # it finished first
+            break  # it was trained to its end first
         killed.append(moment)
         screen.say(f"kill {number + 1} of {kills}: {moment[0]}, after step {moment[1]}")
     other = _find_run(scratch / "killed")
@@ -308,25 +308,37 @@ def _train_and_kill(
 ) -> tuple[str, int] | None:
     """Train until a random moment, then kill all processes; return (moment, last step).
 
-    Returns None when the run ended before, or was killed after an hour. The moment is a random time after a random
-    step; with `while_saving`, it also waits until a half-written checkpoint appears. Output is appended to <runs>.log.
+    Returns None when the run was trained to its end before. The moment is a random time after a random step; with
+    `while_saving`, it also waits until a half-written checkpoint appears. Output is appended to <runs>.log. Raises
+    UserError when the training fails, or records no step for an hour and is killed.
     """
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)
     wanted = min(steps - 1, former + chance.randint(1, max(1, steps // 4)))
     with (runs.with_suffix(".log")).open("ab") as log:
         process = subprocess.Popen(_command(recipe, options, runs), stdout=log, stderr=log, start_new_session=True)
-    until, began = time.monotonic() + PATIENCE_SECONDS, time.time()
+    until, began, reached = time.monotonic() + PATIENCE_SECONDS, time.time(), 0
     try:
-        while process.poll() is None and time.monotonic() < until:
+        while process.poll() is None:
             saving = next(runs.glob("*/checkpoints/.step-*.saving"), None)
-            is_new = _last_step(runs, began) >= wanted
-            if is_new and (saving is not None or not while_saving):
+            step = _last_step(runs, began)
+            if step > reached:
+                reached, until = step, time.monotonic() + PATIENCE_SECONDS
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{recipe} has not finished a step for {PATIENCE_SECONDS / 60:g} minutes, and was killed",
+                    evidence=f"the last step is {max(reached, former):,}; {runs.with_suffix('.log')} has its words",
+                    fix=f"`finlm diagnose {runs.with_suffix('.log')}` looks for the cause",
+                )
+            if step >= wanted and (saving is not None or not while_saving):
                 moment = f"while {saving.name[1:].removesuffix('.saving')} was being written" if saving else "training"
                 time.sleep(chance.uniform(0.0, 0.05 if saving else 0.3))
                 _kill(process)
                 return moment, _last_step(runs)
             time.sleep(0.002)
+        run = _find_run(runs)
+        if run is None or not run.is_trained():
+            raise _training_failure(recipe, process.returncode, runs)
         return None
     finally:
         if process.poll() is None:
