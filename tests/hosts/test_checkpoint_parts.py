@@ -167,6 +167,10 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
     with pytest.raises(UserError, match="do not fit on this machine's disk"):
         checkpoint_parts.gather_checkpoint(run, N1, 20, spare_bytes=1 << 60)
     arriving[0] = "20 1"
+    (here / "loop_rank_0.pt").write_text("20 y")
+    with pytest.raises(checkpoint_parts.Incomplete, match="this machine's part of step-20 is damaged"):
+        checkpoint_parts.gather_checkpoint(run, N1, 20)
+    (here / "loop_rank_0.pt").write_text("20 0")
     checkpoint_parts.gather_checkpoint(run, N1, 20)
     manifest = Manifest.read(here)
     assert manifest.is_whole and not checkpoints.faults(here, manifest.files, 1)
@@ -174,6 +178,11 @@ def test_a_checkpoint_is_whole_here_once_every_part_is_proved(tmp_path: Path, mo
     (here / "loop_rank_1.pt").write_text("20 y")
     checkpoint_parts.gather_checkpoint(run, N1, 20)
     assert (here / "loop_rank_1.pt").read_text() == "20 1", "a damaged copy is fetched again"
+    (here / "loop_rank_0.pt").write_text("20 y")
+    with pytest.raises(checkpoint_parts.Incomplete, match="this machine's part of step-20 is damaged") as lost:
+        checkpoint_parts.gather_checkpoint(run, N1, 20)
+    assert "loop_rank_0.pt" in lost.value.evidence, "the other host does not have it"
+    (here / "loop_rank_0.pt").write_text("20 0")
 
     def away(*_: object, **__: object) -> None:
         raise UserError("n1 does not answer")

@@ -51,20 +51,21 @@ def gather_checkpoint(
     """Copy the other hosts' parts of the checkpoint of `step` to this machine, and return the checkpoint's directory.
 
     Returns at once when all hosts are this machine, or when the checkpoint here has the files of all ranks, intact.
-    Copies only files that the manifest here does not list or, if it lists those of all ranks, that are damaged. The
+    Copies only files that the manifest here does not list, or that are damaged here and that another host has too. The
     directory stays as it is until all parts have come and match their sha256. A checkpoint in memory is replaced by a
     copy on disk; a host that does not give its part is skipped if the other hosts have the files of all ranks together.
 
     `started` is called with each rsync process. `spare_bytes` is how many bytes must stay free on this disk; if it is
-    above 0, no summary is printed. Raises Incomplete when a part is missing, and UserError when the parts do not fit on
-    the disk, differ from their sha256 or come from different saves, or when rsync fails.
+    above 0, no summary is printed. Raises Incomplete when a part is missing, or damaged here and nowhere else, and
+    UserError when the parts do not fit on the disk, differ from their sha256 or come from different saves, or when
+    rsync fails.
     """
     directory = run.checkpoint(step)
     remote = [host for host in hosts.hosts if not ssh.is_this_machine(host.destination)]
     if not remote:
         return directory
     here = _read_here(directory, has_ranks=len(remote) < len(hosts.hosts))
-    damaged = _list_damaged(directory, here.files) if here is not None and here.is_whole else []
+    damaged = _list_damaged(directory, here.files) if here is not None else []
     if here is not None and here.is_whole and not damaged:
         return directory
     with ThreadPoolExecutor(16) as pool:
@@ -72,8 +73,11 @@ def gather_checkpoint(
     parts = [each for each in answers if isinstance(each, Manifest)]
     every = [here, *parts] if here is not None else parts
     missing = [each for each in answers if isinstance(each, Incomplete)]
-    if missing and (not is_whole_together(every) or {*damaged} - {name for part in parts for name in part.files}):
+    lost = sorted({*damaged} - {name for part in parts for name in part.files})
+    if missing and (lost or not is_whole_together(every)):
         raise missing[0]
+    if lost:
+        raise _damage_error(directory, f"{', '.join(lost[:5])}: missing, or not what was saved")
     remote = [host for host, each in zip(remote, answers, strict=True) if isinstance(each, Manifest)]
     layouts, saves = {part.layout for part in every}, {part.identity for part in every} - {""}
     if len(layouts) > 1 or len(saves) > 1:
@@ -107,12 +111,14 @@ def _read_here(directory: Path, *, has_ranks: bool) -> Manifest | None:
     """
     here = Manifest.read_if_readable(directory)
     if here is None and has_ranks and (directory / MANIFEST).exists():
-        raise Incomplete(
-            f"this machine's part of {directory.name} is damaged",
-            evidence=f"{directory / MANIFEST} is not JSON",
-            fix=f"mv {directory} {directory}.damaged   (an older checkpoint is used then)",
-        )
+        raise _damage_error(directory, f"{directory / MANIFEST} is not JSON")
     return here
+
+
+def _damage_error(directory: Path, evidence: str) -> Incomplete:
+    """Return, without raising it, the error that this machine's part of a checkpoint is damaged."""
+    fix = f"mv {directory} {directory}.damaged   (an older checkpoint is used then)"
+    return Incomplete(f"this machine's part of {directory.name} is damaged", evidence=evidence, fix=fix)
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
