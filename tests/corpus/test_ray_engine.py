@@ -47,6 +47,20 @@ def expect(cache: Path, **changes: Any) -> Expected:
     return Expected(**{**settings, "packages": ray_engine.list_packages(), **changes})
 
 
+def test_a_connection_is_closed_when_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    ray = SimpleNamespace(
+        init=lambda *_, **__: None, shutdown=lambda: closed.append(True), remote=lambda **_: lambda work: work
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_engine.files, "write_text", lambda *_: fail(OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(OSError, match="no space"), ray_engine._connect("auto", tmp_path, 1, ()):
+        pass
+    assert closed == [True]
+
+
 class FarEngine:
     """Ray's worker function in this process, each task on an empty disk: what a task does not list is not there."""
 

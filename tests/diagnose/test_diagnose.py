@@ -27,6 +27,23 @@ from helpers import ROOT, finlm
 LOGS = sorted((ROOT / "tests/diagnose/logs").glob("*.log"))
 SHARED = ROOT.parent / "shared"
 SIGNATURES = diagnose_signatures.read_yaml(diagnose_signatures.SIGNATURES)
+
+
+@pytest.mark.parametrize(
+    ("regex", "literals"),
+    [
+        ("[^]]abcd", ["abcd"]),
+        (r"[\]x]abcd", ["abcd"]),
+        (r"(abcd[\])]|efgh) i", ["abcd", "efgh"]),
+        ("(?:[]abcd]|[^)(])efgh", ["efgh"]),
+    ],
+)
+def test_a_bracket_within_a_set_of_characters_closes_neither_the_set_nor_a_group(
+    regex: str, literals: list[str]
+) -> None:
+    assert diagnose_signatures.literals(regex) == literals
+
+
 FILE_SUFFIXES = {"txt", "json", "yaml", "py", "sh", "so", "model", "pt", "log"}
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 

@@ -121,6 +121,22 @@ def test_expectations_are_met_missed_or_of_other_hardware(tmp_path: Path) -> Non
     assert elsewhere.ok and elsewhere.lines() == ["expected        not checked: measured on H200, this is cpu"]
 
 
+def test_the_outcome_is_printed_without_steps_and_with_numbers_that_are_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)  # it went on from its last step on other hosts
+    run.append_event("start", step=3)
+    expectations.print_outcome(run, "grpo")
+    said = capsys.readouterr().err
+    assert "run directory" in said and "training loss" not in said and "speed" not in said
+    run.append_event("step", step=3, loss=float("nan"), tokens_per_second=None)
+    for step in (0, 3):
+        run.append_event("eval", step=step, loss=None, sampled=None, sources={})
+    expectations.print_outcome(run, "grpo")
+    said = capsys.readouterr().err
+    assert "training loss   not finite after 3 steps" in said and "earn not finite -> not finite" in said
+
+
 def test_an_interval_is_met_within_its_ends_and_says_where_it_was_measured(tmp_path: Path) -> None:
     run = run_at(tmp_path / "a", [3.0])
     run.append_event("eval", step=0, loss=9.0, sources={"news": {"loss": 7.5}})

@@ -35,6 +35,21 @@ KEY = "sk-a-secret-that-must-not-be-written"
 COMPANIES = [f"虹桥{letter}科技股份有限公司" for letter in "甲乙丙丁戊己庚辛壬癸"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is  EBITDA？", "what is ebitda?", True),
+        ("收入１,２３４元是多少？", "收入 1234 元，是多少", True),
+        ("2023年1-2月的销售额是多少？", "2023年12月的销售额是多少？", False),
+        ("利率升到1.5%时会怎样？", "利率升到15%时会怎样？", False),
+    ],
+)
+def test_questions_are_the_same_in_other_characters_and_not_about_other_numbers(
+    one: str, other: str, same: bool
+) -> None:
+    assert (endpoint.normalise_question(one) == endpoint.normalise_question(other)) is same
+
+
 class Server:
     """Answers about the passage in the prompt; `faults` are tried first, one a request."""
 

@@ -259,6 +259,7 @@ def is_held(run: RunDir) -> bool | None:
     """Return whether a process of this machine holds the run's lock; None if .lock or /proc/locks cannot be read."""
     try:
         inode = (run.path / ".lock").stat().st_ino
+        # Without the device: of btrfs and overlayfs /proc/locks has another one than stat.
         return f":{inode} " in Path("/proc/locks").read_text()
     except OSError:
         return None

@@ -246,11 +246,11 @@ def _connect(address: str, cache: Path, num_proc: int, reads: tuple[Path, ...]) 
             evidence=str(error)[:600],
             fix="this machine has to be a node of it (`ray start --address`), with the same Python and Ray",
         ) from None
-    files.write_text(expected.token_file, "")
     connection = _Connection(expected, num_proc)
     try:
         with redirect_stdout(_RaysWords()):
             try:
+                files.write_text(expected.token_file, "")
                 connection.check_hosts()
                 yield connection
             finally:

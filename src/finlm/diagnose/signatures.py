@@ -190,7 +190,7 @@ def _literals(regex: str) -> list[str]:
             choices.append([""])
             i = end
         elif char == "[":
-            i = regex.index("]", i + 2)
+            i = _closing_bracket(regex, i)
             choices.append([""])
         elif char in "*?{":
             choices[-1] = [choices[-1][0][:-1]]
@@ -213,12 +213,23 @@ def _closing(regex: str, start: int) -> int:
         if regex[i] == "\\":
             i += 1
         elif regex[i] == "[":
-            i = regex.index("]", i + 2)
+            i = _closing_bracket(regex, i)
         else:
             depth += (regex[i] == "(") - (regex[i] == ")")
             if not depth:
                 return i
         i += 1
+
+
+def _closing_bracket(regex: str, start: int) -> int:
+    """Return the index of the bracket that closes the one at `start`; ValueError if none does.
+
+    A bracket that comes first, also after ^, or after a backslash is one of the set's characters.
+    """
+    match = re.compile(r"\[\^?\]?(?:\\.|[^]\\])*\]").match(regex, start)
+    if match is None:
+        raise ValueError(f"{regex!r} has a bracket that is not closed")
+    return match.end() - 1
 
 
 PROGRAMS = Path(__file__).with_name("programs.yaml")

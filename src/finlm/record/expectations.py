@@ -224,12 +224,13 @@ HELD_OUT = ("loss", "perplexity", "accuracy", "margin", "reward")  # of a source
 def print_outcome(run: RunDir, stage: str) -> None:
     """Print losses, speed, paths and promises of a finished run, and commands to try next, to stderr.
 
-    Raises IndexError for a run without steps.
+    A run that went on from its last step in a new directory has no steps here, and no training loss.
     """
     steps, evals = list(run.read_events("step")), list(run.read_events("eval"))
-    speeds = sorted(step["tokens_per_second"] for step in steps)
+    speeds = sorted(step["tokens_per_second"] for step in steps if step["tokens_per_second"] is not None)
     screen.say(f"\nrun directory   {screen.relative(run.path)}")
-    screen.say(f"training loss   {_format_number(steps[-1]['loss'])} after {steps[-1]['step']:,} steps")
+    for step in steps[-1:]:
+        screen.say(f"training loss   {_format_number(step['loss'])} after {step['step']:,} steps")
     if evals:
         first, last = evals[0], evals[-1]
         if "loss" in last:
@@ -239,7 +240,7 @@ def print_outcome(run: RunDir, stage: str) -> None:
                 change = f" ({abs(fall):.1f} % {'lower' if fall > 0 else 'higher'})"
             screen.say(f"held-out loss   {_format_number(first['loss'])} -> {_format_number(last['loss'])}{change}")
         if "sampled" in last:
-            before = f"{first['sampled']:.4f} -> " if "sampled" in first and last is not first else ""
+            before = f"{_format_number(first['sampled'])} -> " if "sampled" in first and last is not first else ""
             screen.say(f"drawn answers   earn {before}{history.format_rise(last)}")
         for name, source in last["sources"].items():
             shown = [f"{key} {_format_number(source[key])}" for key in HELD_OUT if key in source]
@@ -249,7 +250,8 @@ def print_outcome(run: RunDir, stage: str) -> None:
         low, high = (100 * bound for bound in row["micro_interval"])
         right = f"{100 * row['micro']:.1f} % right [{low:.1f}, {high:.1f}]"
         screen.say(f"{row['suite']:<15} {right} of {row['questions']:,}, {row['mode']}: {row['model']}")
-    screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
+    if speeds:
+        screen.say(f"speed           {speeds[len(speeds) // 2]:,.0f} tokens/s (median step)")
     for row in list(run.read_events("prediction"))[-1:]:
         screen.say(f"plan            {Prediction(*(row.get(each.name) for each in fields(Prediction)))}")
     for sample in list(run.read_events("sample"))[-1:]:

@@ -123,7 +123,7 @@ def format_rise(row: Row) -> str:
 
     The event must have the key `sampled`.
     """
-    words = f"{row['sampled']:.4f}"
+    words = f"{row['sampled']:.4f}" if is_number(row["sampled"]) else "not finite"
     if not (row.get("step") and is_number(row.get("rise"))):
         return words
     low, high = row.get("rise_interval") or (None, None)

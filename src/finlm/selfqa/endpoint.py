@@ -93,8 +93,12 @@ def split_questions(reply: str) -> list[str]:
 
 
 def normalise_question(text: str) -> str:
-    """Return the letters and digits of a text in uniform width and case, to recognise repeated questions."""
-    return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
+    """Return the letters and digits of a text in uniform width and case, to recognise repeated questions.
+
+    What stands between two digits is kept, except commas: 1.5 is not 15, and January to February not December (1-2月).
+    """
+    flat = unicodedata.normalize("NFKC", text).casefold().replace(",", "")
+    return re.sub(r"((?<=\d)[\W_]+(?=\d))|[\W_]+", r"\1", flat)
 
 
 def question_reason(question: str) -> str | None:
