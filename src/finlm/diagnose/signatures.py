@@ -172,6 +172,10 @@ def literals(regex: str) -> list[str]:
     return best
 
 
+# An escaped character, a set, of which ] is a member where it comes first or is escaped, or another character.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
+
+
 def _literals(regex: str) -> list[str]:
     """Return for each top-level alternative its rarest literal, or the literals of a group that must match."""
     found: list[str] = []
@@ -190,7 +194,7 @@ def _literals(regex: str) -> list[str]:
             choices.append([""])
             i = end
         elif char == "[":
-            i = _closing_bracket(regex, i)
+            i = next(_PIECE.finditer(regex, i)).end() - 1
             choices.append([""])
         elif char in "*?{":
             choices[-1] = [choices[-1][0][:-1]]
@@ -207,29 +211,13 @@ def _literals(regex: str) -> list[str]:
 
 
 def _closing(regex: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one at `start`; IndexError or ValueError if none does."""
-    depth, i = 0, start
-    while True:
-        if regex[i] == "\\":
-            i += 1
-        elif regex[i] == "[":
-            i = _closing_bracket(regex, i)
-        else:
-            depth += (regex[i] == "(") - (regex[i] == ")")
-            if not depth:
-                return i
-        i += 1
-
-
-def _closing_bracket(regex: str, start: int) -> int:
-    """Return the index of the bracket that closes the one at `start`; ValueError if none does.
-
-    A bracket that comes first, also after ^, or after a backslash is one of the set's characters.
-    """
-    match = re.compile(r"\[\^?\]?(?:\\.|[^]\\])*\]").match(regex, start)
-    if match is None:
-        raise ValueError(f"{regex!r} has a bracket that is not closed")
-    return match.end() - 1
+    """Return the index of the parenthesis that closes the one at `start`. Raises ValueError if none does."""
+    depth = 0
+    for piece in _PIECE.finditer(regex, start):
+        depth += (piece[0] == "(") - (piece[0] == ")")
+        if not depth:
+            return piece.start()
+    raise ValueError(f"{regex!r} has a parenthesis that is not closed")
 
 
 PROGRAMS = Path(__file__).with_name("programs.yaml")

@@ -74,10 +74,8 @@ def gather_checkpoint(
     every = [here, *parts] if here is not None else parts
     missing = [each for each in answers if isinstance(each, Incomplete)]
     lost = sorted({*damaged} - {name for part in parts for name in part.files})
-    if missing and (lost or not is_whole_together(every)):
-        raise missing[0]
-    if lost:
-        raise _damage_error(directory, f"{', '.join(lost[:5])}: missing, or not what was saved")
+    if lost or (missing and not is_whole_together(every)):
+        raise missing[0] if missing else _damage_error(directory, f"missing or changed: {', '.join(lost[:5])}")
     remote = [host for host, each in zip(remote, answers, strict=True) if isinstance(each, Manifest)]
     layouts, saves = {part.layout for part in every}, {part.identity for part in every} - {""}
     if len(layouts) > 1 or len(saves) > 1:
