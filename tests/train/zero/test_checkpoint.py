@@ -203,6 +203,20 @@ def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path, ranks: Ran
     assert "no checkpoint of" in (run.logs / "n0.0.log").read_text()
 
 
+def test_a_manifest_of_another_version_ends_every_rank_with_the_same_words(
+    tmp_path: Path, ranks: Ranks, whole: Whole
+) -> None:
+    run = copy_at(whole(1), tmp_path)
+    for rank in (0, 1):
+        shutil.copytree(run.checkpoints, run.path / f"disk-{rank}")
+    manifest = run.path / "disk-1/step-21/manifest.json"
+    files.write_json(manifest, files.read_json(manifest) | {"version": 1})
+    assert ranks.codes(run, "disks_of_their_own", None) == [1, 1]
+    for host in ("n0.0", "n1.1"):
+        assert "disk-1/step-21/manifest.json was written by another version" in (run.logs / f"{host}.log").read_text()
+    assert manifest.exists(), "what another version wrote is not damaged"
+
+
 class Stranger:
     """A pickle that makes a file when it is loaded."""
 

@@ -186,7 +186,8 @@ class Checkpoints:
         """Return the newest checkpoint that is whole on all ranks' disks, None without any; rename damaged ones.
 
         Records an incident for each damaged one. With `at_most` only scheduled ones of that step or before count.
-        Raises UserError when only some ranks have any or, without `at_most`, when the run had some and none is usable.
+        Raises UserError, on all ranks, when only some have any, when one has a manifest of another version of finlm or,
+        without `at_most`, when the run had some and none is usable.
         """
         while candidates := self._find_common(at_most):
             step = max(candidates)
@@ -203,11 +204,9 @@ class Checkpoints:
         folders = self.run.checkpoints, self.run.path / "continued"
         damaged = [str(path) for folder in folders for path in sorted(folder.glob("step-*.damaged"))]
         if every := [name for names in entry.gather_values(damaged) for name in names]:
-            raise UserError(
-                "no whole checkpoint is left",
-                evidence="damaged: " + ", ".join(dict.fromkeys(every)),
-                fix="restore one of them from a copy, or start another run with --new",
-            )
+            fix = "restore one of them from a copy, or start another run with --new"
+            evidence = "damaged: " + ", ".join(dict.fromkeys(every))
+            raise UserError("no whole checkpoint is left", evidence=evidence, fix=fix)
         if recorded := entry.gather_values(self.run.recorded_checkpoint())[0]:
             hosts = dict.fromkeys(entry.gather_values(host_name()), ())
             raise disk.missing_error(self.run.path, hosts, recorded=recorded)
@@ -229,19 +228,20 @@ class Checkpoints:
             common = {step for step in common if step <= at_most and (here[step].parent != own or is_due(step, due))}
         return {step: here[step] for step in common}
 
-    def _prove(self, directory: Path) -> tuple[Manifest | None, str]:
+    def _prove(self, directory: Path) -> tuple[Manifest | None, str | Exception]:
         """Return (manifest, what is wrong with this rank's share of the files, or ""); None for an unreadable manifest.
 
-        The share is its own files and some of absent ranks. The leader prints which files are not in the manifest.
+        Returns (None, error) for a manifest of another version of finlm or out of reach. The share is its own files and
+        some of absent ranks. The leader prints which files are not in the manifest.
         """
         try:
             manifest = Manifest.read(directory)
         except disk.Unreadable as error:
             return None, error.problem
+        except (UserError, OSError) as error:
+            return None, error
         owners = {part.rank for part in manifest.files.values()} & set(self.members)
-        has_copies = (
-            directory.parent == self.run.checkpoints and manifest.layout == self.layout
-        )  # whose hosts prove them
+        has_copies = directory.parent == self.run.checkpoints and manifest.layout == self.layout  # hosts prove theirs
         mine = {}
         for number, (name, part) in enumerate(manifest.files.items()):
             owner = part.rank if part.rank in owners else self.members[number % len(self.members)]
@@ -266,8 +266,7 @@ class Checkpoints:
             shard = Path(engine._get_zero_ckpt_name(folder, tag)).name
             states = storage.cut_anew(engine, storage.Shards(directory, manifest), self.rank, self.world_size)
             self.store.given = dict(zip((disk.MANIFEST, shard), states, strict=True))
-            saved, loaded = list(manifest.layout), list(self.layout)
-            self.events.record("resharded", step=manifest.step, saved=saved, loaded=loaded)
+            self.events.record("resharded", step=manifest.step, saved=list(manifest.layout), loaded=list(self.layout))
         if self.plan.offload_optimizer == "none":
             storage.free_moments(engine.module, engine.basic_optimizer)
         path, _ = engine.load_checkpoint(folder, tag=tag)
@@ -304,9 +303,12 @@ class Checkpoints:
         if self.memory is not None:
             self.memory.close()
 
-    def gather_problems(self, problem: str) -> list[str]:
-        """Return the problems of all ranks, on every rank; an empty `problem` is none."""
-        return [each for each in entry.gather_values(problem) if each]
+    def gather_problems(self, problem: str | Exception) -> list[str]:
+        """Return the problems of all ranks, "" being none, or raise the first that is an error; on every rank."""
+        problems = [each for each in entry.gather_values(problem) if each]
+        if error := next((each for each in problems if isinstance(each, Exception)), None):
+            raise error
+        return problems
 
     def _collect_states(self, step: int) -> dict[str, State]:
         """Return what this rank saves, by file name, with tensors copied by the store's `place`."""
@@ -441,10 +443,8 @@ class Checkpoints:
 def _publish(directory: Path, manifest: Manifest, memory: InMemory | None) -> str:
     """Publish the checkpoint on disk or in memory; return the host and the system's error, or ""."""
     try:
-        if memory is not None:
-            memory.publish(manifest)
-        else:
-            disk.publish(directory, manifest)
+        publish = functools.partial(disk.publish, directory) if memory is None else memory.publish
+        publish(manifest)
     except OSError as error:
         return f"{host_name()}: {reason(error)}"
     return ""
