@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,22 @@ def test_prompts_of_one_text_keep_their_own_ids() -> None:
     (rows,) = grpo.GroupTrainer._read(trainer, 0)
     asked, *_ = grpo.GroupTrainer._tokenize_prompts(trainer, [row["prompt"] for row in rows])
     assert sorted(asked) == [[1], [1], [1, 30, 31], [1, 30, 31]] and trainer.longest == 3
+
+
+def test_what_is_measured_a_token_is_averaged_over_the_tokens_of_a_step() -> None:
+    measured = {"entropy": [2.0, 4.0], "kl": [0.1], "frac_reward_zero_std": [0.5]}  # of micro-steps; of the generation
+    trainer: Any = SimpleNamespace(
+        names=grpo.GroupTrainer.names,
+        _metrics={"train": defaultdict(list, measured)},
+        reward_func_names=(),
+        tokens_learnt=[torch.tensor(30), torch.tensor(10)],
+        accelerator=SimpleNamespace(reduce=lambda tensor: tensor),
+        mismatch=SimpleNamespace(take=dict),
+        is_generated=False,
+        gaming=SimpleNamespace(judge=lambda _: ()),
+    )
+    assert grpo.GroupTrainer.metrics_of_step(trainer) == {"entropy": 2.5, "kl": 0.1, "equal_groups": 0.5}
+    assert trainer.tokens_learnt == []
 
 
 @pytest.mark.parametrize("pad", [0, 1], ids=["a token of its own", "<s>"])

@@ -75,6 +75,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         self.is_generated = False  # whether answers came since the last step
         self.grpo = settings_of(r)
         self.mismatch = rollouts.Mismatch(self.grpo.importance_cap, r.device)
+        self.tokens_learnt: list[torch.Tensor] = []  # of each micro-step of a step, on this rank
         super().__init__(model=model, reward_funcs=terms, processing_class=tokenizer, **given)
         self.reward_func_names = names_of(self.grpo.reward)
         self.attach(r)
@@ -95,8 +96,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         """
         terms = {name: f"rewards/{name}/mean" for name in self.reward_func_names}
         means = trainers.drain_metrics({key: self._metrics["train"][key] for key in terms.values()}, terms)
+        tokens = self.accelerator.reduce(torch.stack(self.tokens_learnt)).tolist()
+        self.tokens_learnt.clear()
         metrics: dict[str, float | Numbers] = {
-            **trainers.drain_metrics(self._metrics["train"], self.names),
+            **trainers.drain_metrics(self._metrics["train"], self.names, tokens),
             **self.mismatch.take(),
         }
         if self.is_generated:
@@ -221,6 +224,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         `inputs` stays as it is: with grpo.iterations the same rows come again.
         """
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
+        self.tokens_learnt.append(inputs["completion_mask"].sum())
         try:
             loss: torch.Tensor = super()._compute_loss(model, self.learnt_from)
         finally:

@@ -9,8 +9,9 @@ loses information are replaced: checkpoints and resuming (train.checkpoint, posi
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +305,19 @@ def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.
     return torch.stack(every, dim=1).flatten(0, 2)[:count].cpu()  # of [calls, ranks, size, ...]
 
 
-def drain_metrics(metrics: dict[str, list[float]], names: dict[str, str]) -> dict[str, float]:
+def drain_metrics(
+    metrics: dict[str, list[float]], names: dict[str, str], tokens: Sequence[float] = ()
+) -> dict[str, float]:
     """Return the means of trl's metrics by our names, without those that have no values; empty `metrics`.
 
-    `names` has trl's name by ours. All of trl's metrics are removed, also those that `names` lacks. Raises KeyError for
-    a name that `metrics` lacks, unless it is a defaultdict, as trl's is.
+    `names` has trl's name by ours, `tokens` the number of tokens of each micro-step: metrics with a value a micro-step
+    are weighted by it. All of trl's metrics are removed, also those that `names` lacks. Raises KeyError for a name that
+    `metrics` lacks, unless it is a defaultdict, as trl's is.
     """
-    means = {ours: sum(metrics[theirs]) / len(metrics[theirs]) for ours, theirs in names.items() if metrics[theirs]}
+    means = {}
+    for ours, values in ((ours, metrics[theirs]) for ours, theirs in names.items()):
+        if values:
+            weights = tokens if len(tokens) == len(values) and any(tokens) else None
+            means[ours] = statistics.fmean(values, weights)
     metrics.clear()
     return means
