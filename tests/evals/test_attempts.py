@@ -114,6 +114,29 @@ def test_a_split_has_the_prompts_that_the_recipe_holds_out_or_trains_on(run: Run
     assert 36 <= len(train | set(asked)) <= 40 and counts.total() == 48, "a few are reserved"
 
 
+def test_a_right_answer_that_the_tokenizer_cannot_spell_is_counted_and_not_asked(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"第{n}题？", "answer": str(n)} for n in (7, 8)]
+    source = dialogues.write(tmp_path / "rows.jsonl", rows)
+    where = (f"model.init_from={run.export}", f"data.sources={source}", f"data.cache_dir={tmp_path}")
+    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*where, "grpo.reward=number")).recipe
+    plain = attempts.encode.Encoder
+
+    def lossy(*given: object) -> attempts.encode.Encoder:
+        encoder = plain(*given)  # type: ignore[arg-type]
+        decode = encoder.tokenizer.decode
+        monkeypatch.setattr(encoder.tokenizer, "decode", lambda ids: decode(ids).replace("7", "\ufffd"))
+        return encoder
+
+    monkeypatch.setattr(attempts.encode, "Encoder", lossy)
+    counts: Counter[str] = Counter()
+    asked = list(attempts.read_prompts(wanted, attempts.Options(Path(run.export), split="train"), counts))
+    asked += list(attempts.read_prompts(wanted, attempts.Options(Path(run.export), split="held_out"), counts))
+    assert {prompt.right for prompt in asked} == {"8"}
+    assert counts["a right answer that the tokenizer cannot spell"] >= 1
+
+
 @pytest.mark.parametrize(
     ("stage", "reward", "problem"),
     [

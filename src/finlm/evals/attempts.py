@@ -220,16 +220,19 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
                 try:
                     preference = convert.read_preference(row.value, mask, needs_both=False)
                     (piece,) = encode.encode_preference(encoder, preference, "grpo", limit, recipe.grpo.checked)
+                    asked = piece.mask.count(0)
+                    right = encoder.tokenizer.decode(piece.ids[asked:]).strip()
+                    if not any(scoring.is_right_answer(rule, right) for rule in recipe.grpo.checked):
+                        raise Refused("a right answer that the tokenizer cannot spell")
                 except (LeftOut, Refused) as error:
                     counts[str(error)] += 1
                     continue
-                asked = piece.mask.count(0)
                 prompt = np.array(piece.ids[:asked], dtype=np.int64).tobytes()
                 if not left[prompt]:
                     counts[f"not of split {split}, or a repetition"] += 1
                     continue
                 left[prompt] -= 1
-                yield Asked(preference.prompt, piece.ids[:asked], encoder.tokenizer.decode(piece.ids[asked:]).strip())
+                yield Asked(preference.prompt, piece.ids[:asked], right)
                 counts["asked"] += 1
                 if counts["asked"] == options.limit:
                     return
@@ -279,7 +282,7 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
     """Return the attempt graded by the recipe's rewards; it is right when the first checked rule that applies gives 1.
 
-    Raises StopIteration when no checked rule applies. `said` is the attempt's text, `tokens` its length.
+    At least one does (read_prompts). `said` is the attempt's text, `tokens` its length.
     """
     asked, right = prompt.messages[-1]["content"], prompt.right
     values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
