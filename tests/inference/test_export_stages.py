@@ -122,6 +122,10 @@ def test_adapters_are_merged_and_the_tokenizer_is_the_one_trained_with(
     (run,) = (tmp_path / "runs").iterdir()
     assert main.main(["export", str(run), str(alone), "--adapter"]) == 0
     assert json.loads((alone / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
+    theirs, ours = (AutoTokenizer.from_pretrained(each) for each in (alone, out))
+    rendered = [each.apply_chat_template(TALK, tokenize=False) for each in (theirs, ours)]
+    assert rendered[0] == rendered[1] and theirs(rendered[0])["input_ids"] == ours(rendered[1])["input_ids"]
+    assert (alone / "chat_template.jinja").read_text() == (out / "chat_template.jinja").read_text()
     ids = torch.arange(3, 40)[None]
     beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), alone)
     with torch.no_grad():

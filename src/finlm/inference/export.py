@@ -41,6 +41,7 @@ from finlm.recipe import recipe as recipes
 from finlm.recipe.derive import for_publication
 from finlm.recipe.models import traits
 from finlm.recipe.schema import Model, Recipe
+from finlm.rows.shards import Shards
 from finlm.tokens import encoders, pretrained
 from finlm.train.model.causal_lm import plain_attention
 from finlm.train.post import start
@@ -84,7 +85,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
     )
     with step_cache.new_directory(out) as directory:
         trained.model.save_pretrained(directory, max_shard_size=most)
-        _write_tokenizer(directory, trained, tokenizer)
+        _write_tokenizer(directory, trained.shards, trained.recipe.stage, tokenizer)
         config = files.read_json(directory / "config.json")
         files.write_json(directory / "config.json", _with_start(config, trained.recipe.model))
         files.write_text(directory / "README.md", card_text(trained, directory))
@@ -169,17 +170,17 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=share * largest)
 
 
-def _write_tokenizer(directory: Path, trained: Trained, tokenizer: Any) -> None:
+def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
     """Write the tokenizer's files: those of the model that pretraining went on from, or else what training used.
 
     Takes the training marks out of the chat template.
     """
-    source = trained.shards.directory / "tokenizer"
-    if trained.recipe.stage == "pretrain" and source.is_dir():
+    source = shards.directory / "tokenizer"
+    if stage == "pretrain" and source.is_dir():
         pretrained.copy_files(source, directory)
         return
     tokenizer.save_pretrained(directory)
-    if trained.shards.manifest["encoder"] == "tokenizers":  # word for word what encoded the data
+    if shards.manifest["encoder"] == "tokenizers":  # word for word what encoded the data
         shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
     about = files.read_json(directory / "tokenizer_config.json")
     if about["tokenizer_class"] == "TokenizersBackend":  # the former name of tokenizer.json word for word, known to all
@@ -187,16 +188,9 @@ def _write_tokenizer(directory: Path, trained: Trained, tokenizer: Any) -> None:
     template = directory / "chat_template.jinja"
     if template.is_file():  # the marks around what the assistant says are for training; plain Jinja refuses them
         files.write_text(template, _MARKS.sub("", template.read_text(encoding="utf-8")))
-    model_file = _sentencepiece_file(trained)
-    if model_file is not None:
+    model_file = source / "tokenizer.model" if source.is_dir() else shards.tokenizer
+    if model_file.is_file():  # none where the tokenizer is of another library
         shutil.copyfile(model_file, directory / "tokenizer.model")
-
-
-def _sentencepiece_file(trained: Trained) -> Path | None:
-    """Return the tokenizer.model that the tokenizer was made from; None for tokenizers of another library."""
-    directory = trained.shards.directory / "tokenizer"
-    file = directory / "tokenizer.model" if directory.is_dir() else trained.shards.tokenizer
-    return file if file.is_file() else None
 
 
 def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
@@ -234,9 +228,9 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 
 
 def export_adapters(checkpoint: Path, out: Path) -> Path:
-    """Write the adapters of a checkpoint (or of a run's newest) with the tokenizer's files to the new directory `out`.
+    """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out`.
 
-    Returns `out`. Raises UserError when the run trained every weight, `out` exists, or the checkpoint is not complete
+    With the tokenizer's files and chat template, as in export(). Returns `out`. Raises UserError when the run trained every weight, `out` exists, or the checkpoint is not complete
     or is damaged.
     """
     from finlm.train.model import lora  # loads torchao
@@ -251,20 +245,20 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
         raise UserError(
             f"{run.path.name} trained every weight and has no adapters", fix="leave --adapter out: that is the model"
         )
-    trained = read_weights(checkpoint, Plan.read(run.plan))
+    plan, shards = Plan.read(run.plan), Shards(run.shards)
     tensors = {
         name.replace(".default.weight", ".weight"): tensor.contiguous()
-        for name, tensor in trained.items()
+        for name, tensor in read_weights(checkpoint, plan).items()
         if ".lora_" in name
     }
+    context = (recipe.model.config or {}).get("max_position_embeddings") or plan.sequence_length
+    tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, int(context))
     settings.base_model_name_or_path, settings.revision = recipe.model.init_from, recipe.model.revision
     settings.inference_mode = True
     with step_cache.new_directory(out) as directory:
         settings.save_pretrained(directory)
         save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-        tokenizer = run.shards / "tokenizer"
-        if tokenizer.is_dir():
-            pretrained.copy_files(tokenizer, directory)
+        _write_tokenizer(directory, shards, recipe.stage, tokenizer)
         _seal(directory, run, recipe, checkpoint)
     return out
 
