@@ -230,8 +230,8 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 def export_adapters(checkpoint: Path, out: Path) -> Path:
     """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out`.
 
-    With the tokenizer's files and chat template, as in export(). Returns `out`. Raises UserError when the run trained every weight, `out` exists, or the checkpoint is not complete
-    or is damaged.
+    With the tokenizer's files and chat template, as in export(). Returns `out`. Raises UserError when the run trained
+    every weight, `out` exists, or the checkpoint is not complete or is damaged.
     """
     from finlm.train.model import lora  # loads torchao
 
