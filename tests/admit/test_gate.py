@@ -147,9 +147,9 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("bloom", "config.json has no"),
         ("phi", "has a head with a bias"),
         ("granitemoe", "feed-forward block is not called mlp"),
-        ("gpt_oss", "self_attn.sinks has a size of"),
+        ("gpt_oss", "has attention with sinks"),
         ("qwen3_next", "which do not know where a document of a packed row ends"),
-        ("ernie4_5_moe", "layers of several kinds"),
+        ("afmoe", "layers of several kinds"),
         ("gemma4_assistant", "has no default configuration"),
     ],
 )
@@ -226,6 +226,27 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         **{"model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
         **{"sliding_window": 128, "attn_logit_softcapping": 20.0},
     },
+    "experts at every second layer, none shared": {
+        **{"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 0},
+        **{
+            "moe_intermediate_size": 96,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": True,
+        },
+    },
+    "shared experts, and another width where there are none": {
+        **{"model_type": "cohere2_moe", "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 2},
+        **{"prefix_dense_intermediate_size": 1024, "first_k_dense_replace": 1, "sliding_window": 64, "head_dim": 64},
+        **{"rms_norm_eps": None, "expert_selection_fn": "sigmoid", "logit_scale": 0.25},
+    },
+    "several shared experts": {
+        **{"model_type": "exaone_moe", "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 2},
+        **{"moe_intermediate_size": 96, "first_k_dense_replace": 2, "sliding_window": 64},
+    },
+    "a list of the experts of a token": {
+        **{"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [2] * 4, "head_dim": 32},
+    },
     "layers without RoPE": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "rope_theta": 2000000.0},
 }
 
@@ -257,6 +278,12 @@ def test_unusual_configurations_are_what_transformers_makes_of_them(name: str) -
         each: why for each in ("loss", "packed rows", "parameters", "activations") if (why := cells.CELLS[each](at))
     }
     assert not wrong
+
+
+def test_the_last_layer_with_experts_is_of_the_models_own_depth() -> None:
+    said = SIZES | {"model_type": "ernie4_5_moe", "num_hidden_layers": 40, "moe_intermediate_size": 96}
+    assert traits.read(said).dense == (0,)
+    assert traits.read(said | {"moe_layer_end_index": 37}).dense == (0, 38, 39)
 
 
 def test_a_base_models_tokenizer_without_a_template_is_no_failure(tmp_path: Path) -> None:

@@ -198,6 +198,33 @@ def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path)
     weights.check(tmp_path, config)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "new", "old"),
+    [
+        ("ernie4_5_moe", "mlp.gate.moe_statics.", "mlp.moe_statics."),
+        ("exaone_moe", "mlp.gate.e_score_", "mlp.e_score_"),
+        ("hy_v3", "mlp.gate.weight", "mlp.router.gate.weight"),
+        ("hy_v3", "mlp.shared_experts.", "mlp.shared_mlp."),
+    ],
+)
+def test_tensors_have_the_names_that_models_are_released_with(
+    model_type: str, new: str, old: str, tmp_path: Path
+) -> None:
+    config = LLAMA | {"model_type": model_type, "tie_word_embeddings": False} | dict.fromkeys(traits.EXPERTS, 2)
+    read, row = traits.read(config), traits.shipped()[model_type]
+    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    for number in range(2):
+        layer = {name: size for name, size in read.layer if len(size) < 3} | dict.fromkeys(row.buffers, (2,))
+        layer = dict(read.dense_layer) if number in read.dense else layer
+        shapes |= {f"model.layers.{number}.{name.replace(new, old)}": list(size) for name, size in layer.items()}
+    assert any(old in name for name in shapes)
+    write(tmp_path / "model.safetensors", shapes)
+    weights.check(tmp_path, config)
+    write(tmp_path / "model.safetensors", {name.replace(old, "mlp.no."): size for name, size in shapes.items()})
+    with pytest.raises(UserError, match="do not fit"):
+        weights.check(tmp_path, config)
+
+
 def test_a_plan_by_config_json_alone_says_that_weights_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,8 +257,11 @@ def _kept(config: Any, times: int) -> int:
     for key in traits.LISTS:
         if kinds := getattr(config, key, None):
             setattr(config, key, list(kinds) * times)
-    if first := getattr(config, "first_k_dense_replace", None):
-        config.first_k_dense_replace = first * times
+    for key in ("first_k_dense_replace", "moe_layer_start_index"):
+        if first := getattr(config, key, None):
+            setattr(config, key, first * times)
+    if hasattr(config, "moe_layer_end_index"):
+        config.moe_layer_end_index = layers * times - 1
     if listed := getattr(config, "mlp_only_layers", None):
         config.mlp_only_layers = [number + layers * turn for turn in range(times) for number in listed]
     config.num_hidden_layers = layers * times
@@ -291,6 +294,8 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
             change = {key: 2 * now}
         elif now is None and any(part in key for part in CAPS):
             change = {key: 5.0}
+        elif now is None and key in traits.NORM_EPS:
+            change = {key: 1e-5}
         elif now is None and key == "sliding_window" and "use_sliding_window" not in known:
             change = {key: 4096}
         elif key == "rope_parameters" and "partial_rotary_factor" in (now or {}):
@@ -356,7 +361,8 @@ def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan:
 
 # Of a model for two CPU cores.
 SMALL_HIDDEN, FFN, HEADS, HEAD, SMALL_LAYERS, WINDOW, ORIGINAL = 64, 128, 4, 32, 3, 8, 64
-SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+SMALL_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+SMALL_EXPERTS |= {"prefix_dense_intermediate_size": 96} | dict.fromkeys(traits.CHOSEN, 2)
 SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
@@ -383,7 +389,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
         values["head_dim"] = HEAD if own and own * heads != int(known["hidden_size"]) else SMALL_HIDDEN // HEADS
     if known.get("rotary_dim") and known.get("head_dim"):
         values["rotary_dim"] = values["head_dim"] * int(known["rotary_dim"]) // int(known["head_dim"])
-    values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key)}
+    values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key) and hasattr(kind, key)}
     values |= {key: 4 for key in EXPERTS if config.get(key)}
     values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
     if known.get("kv_lora_rank"):
@@ -422,6 +428,8 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
             found[key] = [*kinds, *kinds * layers][:layers]
     if known.get("first_k_dense_replace"):
         found["first_k_dense_replace"] = 1
+    if known.get("moe_layer_start_index") is not None:
+        found |= {"moe_layer_start_index": min(known["moe_layer_start_index"], 1), "moe_layer_end_index": -1}
     if known.get("mlp_only_layers"):
         found["mlp_only_layers"] = [0]
     if known.get("use_sliding_window") and "max_window_layers" in known:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,16 +29,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe import shape
-from finlm.recipe.models.traits import EXPERTS, NORM_EPS, SCALES, Config, TypeRecord, evaluate
+from finlm.recipe.models.traits import CHOSEN, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
 
 # Keys that may be absent from config.json, whose defaults a row notes.
 FIELDS = (
     *("head_dim", "num_key_value_heads", "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias"),
     *("use_qkv_bias", "qk_layernorm", "use_qk_norm", "sliding_window", "use_sliding_window", "max_window_layers"),
     *(*NORM_EPS, "rope_theta", "hidden_act", "max_position_embeddings"),
-    *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, "num_experts_per_tok"),
+    *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, *CHOSEN, *SHARED),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-    *("n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size"),
+    *("first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
@@ -45,18 +47,19 @@ FIELDS = (
 _UNSAID = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_shared_experts", "n_routed_experts")
 
 # Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
-SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "v": 389}
+SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "p": 72, "v": 389}
 LATENT = {"l": 28, "c": 44, "n": 12, "r": 8, "w": 22}  # of which n + r is d
-SHARED, GROUPS = 3, {"n_group": 2, "topk_group": 1}
+SHARE, GROUPS = 3, {"n_group": 2, "topk_group": 1}
 LAYERS = 24  # enough to see which of them see all before
 NAMED = {
     **{"hidden_size": "h", "intermediate_size": "f", "num_attention_heads": "a", "num_key_value_heads": "g"},
     **{"moe_intermediate_size": "m", "shared_expert_intermediate_size": "s", "vocab_size": "v"},
+    **{"prefix_dense_intermediate_size": "p"},
 }
 NAMED_LATENT = {
     **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"},
 }
-EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "1")
+EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
 
 
@@ -75,7 +78,8 @@ def record(model_type: str) -> TypeRecord:
         try:
             config = small_config(model_type, **changes)
             layer, outer, switches = _structure(config)
-            dense, buffers = _dense(model_type, layer), _buffers(config)
+            dense = _dense(model_type, {*layer, *(name for tensors in switches.values() for name in tensors)})
+            buffers = _buffers(config)
             measured = _measure(config)
             break
         except Exception as error:  # of transformers' classes there are many kinds
@@ -233,12 +237,13 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     """
     known = own_keys(plain)
     keys = [key for key, value in known.items() if isinstance(value, bool) and key != "tie_word_embeddings"]
-    values: Config = dict.fromkeys(keys, True)
-    if known.get("q_lora_rank"):
-        keys, values = [*keys, "q_lora_rank"], {**values, "q_lora_rank": known["q_lora_rank"]}
-    for key in keys:
-        setattr(plain, key, None if key == "q_lora_rank" else False)
+    optional: dict[str, Any] = {"q_lora_rank": None} if known.get("q_lora_rank") else {}
+    optional |= {key: 0 for key in SHARED if known.get(key) and _may_lack(plain, key)}
+    values: dict[str, Any] = dict.fromkeys(keys, True) | {key: known[key] for key in optional}
+    keys += optional
     symbols = _symbols(plain)
+    for key in keys:
+        setattr(plain, key, optional.get(key, False))
     layer, outer = _tensors(plain, symbols)
     switches: dict[str, dict[str, list[str] | None]] = {}
     for key in keys:
@@ -254,6 +259,14 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
     for key in keys:
         setattr(plain, key, known[key])
     return layer, outer, {key: tensors for key, tensors in switches.items() if tensors}
+
+
+def _may_lack(config: Any, key: str) -> bool:
+    """Return whether the class builds no tensors without numbers where the configuration's `key` is 0."""
+    config = copy.deepcopy(config)
+    setattr(config, key, 0)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers
+        return all(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def whole_config(model_type: str) -> Any:
@@ -283,8 +296,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     if known.get("head_dim"):
         values["head_dim"] = SIZES["d"]
     values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
-    values |= {"num_experts_per_tok": 2} if "num_experts_per_tok" in known else {}
-    values |= {"n_shared_experts": SHARED} if "n_shared_experts" in known else {}
+    values |= {key: 2 for key in CHOSEN if key in known} | {key: SHARE for key in SHARED if key in known}
     values |= GROUPS if known.get("n_group") else {}
     values |= _of_kind(kind(), layers, dense=False)
     if "kv_lora_rank" in known:
@@ -300,12 +312,13 @@ def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
         "mlp_layer_types": ["dense" if dense else "sparse"] * layers,
         "first_k_dense_replace": layers * dense,
         "mlp_only_layers": list(range(layers * dense)),
+        "moe_layer_start_index": layers * dense,
     }
     return {key: value for key, value in made.items() if hasattr(config, key)}
 
 
-def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] | None]:
-    """Return how the tensors of layers without experts differ from `layer`; None for a tensor that they lack.
+def _dense(model_type: str, names: Set[str]) -> dict[str, list[str] | None]:
+    """Return how the tensors of layers without experts differ from others'; None for those of `names` that they lack.
 
     Returns {} if all layers are alike. Raises UserError as _tensors() does.
     """
@@ -317,7 +330,7 @@ def _dense(model_type: str, layer: dict[str, list[str]]) -> dict[str, list[str] 
             setattr(config, key, False)
     found, _ = _tensors(config, _symbols(config))
     block: dict[str, list[str] | None] = {name: sizes for name, sizes in found.items() if name.startswith("mlp.")}
-    return block | {name: None for name in layer if name.startswith("mlp.") and name not in found}
+    return block | {name: None for name in sorted(names) if name.startswith("mlp.") and name not in found}
 
 
 def _buffers(config: Any) -> list[str]:
@@ -334,8 +347,8 @@ def _symbols(config: Any) -> dict[str, int]:
     more: dict[str, int] = {}
     if getattr(config, "kv_lora_rank", None):
         head, groups, more = LATENT["n"] + LATENT["r"], SIZES["a"], LATENT
-    if getattr(config, "n_shared_experts", None):
-        more = more | {"s": SHARED * SIZES["m"]}
+    if any(getattr(config, key, None) for key in SHARED):
+        more = more | {"s": SHARE * SIZES["m" if hasattr(config, "moe_intermediate_size") else "f"]}
     return SIZES | more | {"d": head, "g": groups, "q": SIZES["a"] * head, "k": groups * head}
 
 
@@ -353,6 +366,8 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
         problem = "has no model.layers and lm_head"
     elif model.lm_head.bias is not None:
         problem = "has a head with a bias, which the fused loss does not add"
+    elif any("sink" in name for name in shapes[0]):
+        problem = "has attention with sinks, a further logit of every head, which finlm's attention does not add"
     elif not any(name.startswith("mlp.") for name in shapes[0]):
         problem = "has layers whose feed-forward block is not called mlp"
     elif any(each != shapes[0] for each in shapes):
@@ -392,6 +407,8 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
             found[key] = getattr(config, key)
     if hasattr(config, "mlp_layer_types"):  # of another depth as long: the first ones, then none that is dense
         found["mlp_layer_types"] = [kind for kind in config.mlp_layer_types if kind == "dense"]
+    if "moe_layer_end_index" in found:
+        found["moe_layer_end_index"] = -1  # the class says the last of its own depth
     ropes = getattr(other, "rope_parameters", None) or {}
     if "full_attention" in ropes:
         found["rope_parameters"], ropes = ropes, ropes["full_attention"]

@@ -126,7 +126,7 @@ class Runs:
     def _overrides(self, stage: int) -> tuple[str, ...]:
         """Return the --set values for a run of STEPS steps at this ZeRO stage, from the small model in self.start."""
         config = files.read_json(self.start / "config.json")
-        eps = next((config[key] for key in traits.NORM_EPS if key in config), 1e-5)
+        eps = next((config[key] for key in traits.NORM_EPS if config.get(key) is not None), 1e-5)
         return (
             f"model.init_from={self.start}",
             f"model.hidden_size={config['hidden_size']}",

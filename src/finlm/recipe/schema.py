@@ -403,7 +403,7 @@ def config_of(model: Model) -> traits.Config:
         "initializer_range": model.init_std,
     }
     for key in traits.NORM_EPS:
-        if key in row.defaults:
+        if row.defaults.get(key) is not None:  # where it is null, the class takes its norms' other kind
             config[key] = model.norm_eps
     is_scratch = model.init_from is None and "rope_parameters" not in row.defaults  # which has kinds of layers
     if is_scratch or model.former_rope_theta is not None:

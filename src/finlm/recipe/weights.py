@@ -11,7 +11,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what tran
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
+FORMER = (  # parts of tensors' names in files, and what transformers' classes call them
+    *((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics.")),
+    *((".mlp.router.gate.", ".mlp.gate."), (".mlp.shared_mlp.", ".mlp.shared_experts.")),
+    *((".mlp.expert_bias", ".mlp.e_score_correction_bias"), (".mlp.e_score_", ".mlp.gate.e_score_")),
+)
 _FIX = "download or copy the model again, and compare the sizes of its files"
 VLLM = ">=0.22,<=0.31"  # that trl 1.16 takes (trl/import_utils.py)
 _MODELSCOPE = re.compile(r"modelscope:([\w.-]+)/([\w.-]+)")
@@ -262,7 +267,6 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     row = traits.records().get(str(config.get("model_type")))
     if row is None:
         return
-    shapes = {name.replace(".block_sparse_moe.", ".mlp."): size for name, size in shapes.items()}
     known, read = {**row.defaults, **config}, traits.read(config)
     table, expected = [config["vocab_size"], config["hidden_size"]], dict[str, list[int]]()
     expected["model.embed_tokens.weight"] = table
@@ -274,6 +278,8 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
         expected["lm_head.weight"] = table
     if row.outer:
         expected["model.norm.weight"] = [config["hidden_size"]]
+    named = {f"model.layers.{number}.{name}" for number in range(config["num_hidden_layers"]) for name in row.buffers}
+    shapes = {_rename(name, named | expected.keys()): size for name, size in shapes.items()}
     for name, size in expected.items():
         if shapes.get(name) != size:
             has = f"has the shape {shapes[name]}" if name in shapes else "is missing"
@@ -284,6 +290,11 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
             continue
         if match[2] not in dict(read.dense_layer if int(match[1]) in read.dense else read.layer):
             yield f"{name} is none of a {config['model_type']} with this config.json"
+
+
+def _rename(name: str, known: Set[str]) -> str:
+    """Return the class's name of a file's tensor: the name itself, or what it becomes by FORMER if that is known."""
+    return name if name in known else next((new for old, by in FORMER if (new := name.replace(old, by)) in known), name)
 
 
 def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:

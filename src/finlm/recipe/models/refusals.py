@@ -145,7 +145,7 @@ def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
     for key, value in row.defaults.items():
         if isinstance(value, bool) and not isinstance(config.get(key, value), bool):
             yield f"{key} {config[key]!r}, where transformers' class of {name} takes true or false"
-        elif key in traits.NORM_EPS and not isinstance(config.get(key, value), float):
+        elif key in traits.NORM_EPS and value is not None and not isinstance(config.get(key, value), float):
             yield f"{key} {config[key]!r}, where transformers' class of {name} takes a number with a point"
 
 

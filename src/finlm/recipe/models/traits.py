@@ -19,7 +19,11 @@ from finlm.base import files
 from finlm.base.errors import UserError
 
 RECORD = Path(__file__).with_name("model_types.json")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Names of the same number, of which config.json has one.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")  # experts of a token
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", "first_k_dense_replace"))
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
@@ -145,32 +149,33 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
     Raises UserError for an unknown type, and for sliding windows that only a missing layer_types would tell.
     """
     row = row or record_of(config)
-    # A number of experts has several names, of which config.json has one.
-    aliases = EXPERTS if any(config.get(key) for key in EXPERTS) else ()
-    known = {key: value for key, value in row.defaults.items() if key not in aliases} | dict(config)
+    said = {key for names in _ALIASES if any(config.get(name) is not None for name in names) for key in names}
+    known = {key: value for key, value in row.defaults.items() if key not in said} | dict(config)
     symbols = _symbols(known)
     tensors: dict[str, list[str] | None] = dict(row.layer)
     for key, more in row.switches.items():
         if known.get(key):
             tensors |= more
-    experts = symbols["e"], int(known.get("num_experts_per_tok") or 0)
+    experts = symbols["e"], _first(known, CHOSEN)
     dense = tuple(_dense_layers(known)) if row.dense else ()
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
         found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
         return tuple((name, tuple(evaluate(size, symbols) for size in sizes)) for name, sizes in found.items())
 
+    layer = sized(tensors)
+    shared = sum(sizes[-1] for name, sizes in layer if "shared" in name and name.endswith("down_proj.weight"))
     return Traits(
         model_type=str(config["model_type"]),
         heads=symbols["a"],
         kv_heads=symbols["g"],
         head_size=symbols["d"],
-        ffn=experts[1] * symbols["m"] + symbols["s"] if experts[0] else symbols["f"],
-        layer=sized(tensors),
+        ffn=experts[1] * symbols["m"] + shared if experts[0] else symbols["f"],
+        layer=layer,
         latent=_latent(known, symbols),
         dense=dense,
         dense_layer=sized(tensors | row.dense) if dense else (),
-        dense_ffn=symbols["f"] if dense else 0,
+        dense_ffn=symbols["p"] if dense else 0,
         outer=sum(math.prod(evaluate(size, symbols) for size in sizes) for sizes in row.outer),
         windows=_windows(known, row.pattern),
         ropes=tuple(str(rope_kind(rope)) for rope in ropes(config)),
@@ -186,7 +191,10 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
 
 
 def _symbols(known: Config) -> dict[str, int]:
-    """Return {symbol of TypeRecord's sizes: number}, with a: heads, g: key-value heads, s: width of shared experts."""
+    """Return {symbol of TypeRecord's sizes: number}.
+
+    Beside them a: heads, g: key-value heads, s: width of shared experts, p: of the block in layers without experts.
+    """
     heads, hidden = int(known["num_attention_heads"]), int(known["hidden_size"])
     groups = int(known.get("num_key_value_heads") or heads)
     head = int(known.get("head_dim") or hidden // heads)
@@ -196,11 +204,17 @@ def _symbols(known: Config) -> dict[str, int]:
     if sizes["l"]:  # whose head_dim is of RoPE alone
         head, groups = sizes["n"] + sizes["r"], heads
         sizes["w"] = int(known.get("v_head_dim") or hidden // heads)
-    experts = next((int(known[key]) for key in EXPERTS if known.get(key)), 0)
     sizes |= {"h": hidden, "f": int(known["intermediate_size"]), "a": heads, "g": groups, "d": head}
     sizes["m"] = sizes["m"] or sizes["f"]
-    sizes["s"] = sizes["s"] or sizes["m"] * int(known.get("n_shared_experts") or 0)
-    return sizes | {"q": heads * head, "k": groups * head, "e": experts}
+    sizes["s"] = sizes["s"] or sizes["m"] * _first(known, SHARED)
+    sizes["p"] = int(known.get("prefix_dense_intermediate_size") or sizes["f"])
+    return sizes | {"q": heads * head, "k": groups * head, "e": _first(known, EXPERTS)}
+
+
+def _first(known: Config, names: tuple[str, ...]) -> int:
+    """Return the first number of these keys that is not 0 or null, of a list its largest; 0 if there is none."""
+    found = next((known[key] for key in names if known.get(key)), 0)
+    return int(max(found) if isinstance(found, list) else found)
 
 
 def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
@@ -217,6 +231,10 @@ def _dense_layers(known: Config) -> list[int]:
         return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
     if "first_k_dense_replace" in known:
         return list(layers[: int(known["first_k_dense_replace"] or 0)])
+    if "moe_layer_start_index" in known:
+        first, last, step = (int(known[f"moe_layer_{key}"]) for key in ("start_index", "end_index", "interval"))
+        last = last if last >= 0 else len(layers) - 1
+        return [number for number in layers if not first <= number <= last or (number + 1) % step > 0]
     step, listed = int(known.get("decoder_sparse_step") or 1), known.get("mlp_only_layers") or ()
     return [number for number in layers if number in listed or (number + 1) % step > 0]
 
