@@ -94,5 +94,15 @@ def test_what_is_drawn_follows_the_scores_and_depends_on_the_row_alone() -> None
     assert not torch.equal(generation.row_keys("7/4", range(count)), keys)
     torch.testing.assert_close(float(noise.mean()), 0.5772, atol=0.02, rtol=0)  # of Gumbel's distribution
     torch.testing.assert_close(float(noise.var()), torch.pi**2 / 6, atol=0.04, rtol=0)
+    many = torch.arange(300), torch.full((300,), 5)
+    noise = generation.noise(*many, 4096)
+    shares = (-noise).exp().neg().exp()  # uniform
+    assert float(shares.min()) > 0 and bool(noise.isfinite().all())
+    counts = (shares * 256).long().clamp(max=255).flatten().bincount(minlength=256)
+    expected = shares.numel() / 256
+    assert 150 < float(((counts - expected) ** 2 / expected).sum()) < 380, "chi-squared of 255 degrees"
+    beside = [noise.roll(1, 1), noise.roll(1, 0), generation.noise(many[0], many[1] + 1, 4096)]
+    for other in beside:  # a standard error of 0.0009
+        assert abs(float(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1])) < 0.005
     nucleus, _ = generation.choose(scores, keys, tokens, Drawing(top_p=0.8))
     assert set(nucleus.tolist()) == {0, 1}, "the likeliest that make up the share"

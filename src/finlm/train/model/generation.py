@@ -421,15 +421,19 @@ def noise(keys: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Te
     It is a hash of (key, token, entry of the vocabulary), but for rounding equal on every device; torch's generators
     give a row what depends on its place in the batch. `keys` and `tokens` are int64 [rows].
     """
-    places = tokens[:, None] * vocab_size + torch.arange(vocab_size, device=keys.device)
-    bits = _mix(keys[:, None] + places * _GAMMA) >> 32 & (1 << 32) - 1
-    uniform = bits.float().add_(0.5).mul_(2**-32)
+    words = _mix(keys + tokens * _GAMMA)[:, None]
+    bits = torch.arange(vocab_size, device=keys.device, dtype=torch.int32) + words.int()
+    bits = bits.bitwise_xor_(bits >> 16 & 0xFFFF).mul_(_THIRD).bitwise_xor_((words >> 32).int())
+    bits = bits.bitwise_xor_(bits >> 15 & 0x1FFFF).mul_(_FOURTH)
+    bits = bits.bitwise_xor_(bits >> 16 & 0xFFFF).bitwise_and_(0x7FFFFFFF)
+    uniform = bits.float().add_(0.5).mul_(2**-31 - 2**-55)  # below 1
     return -torch.log1p(-uniform).neg_().log_()  # precise where it is large: small numbers keep all their bits
 
 
 _GAMMA, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )  # as int64
+_THIRD, _FOURTH = 0x7FEB352D, 0x846CA68B - (1 << 32)  # as int32: GPUs multiply 64 bits in many steps
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
