@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
-from finlm.train import incidents
+from finlm.train import incidents, twins
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -31,18 +33,37 @@ def recorded_incidents(run: RunDir) -> list[dict[str, Any]]:
     ],
 )
 def test_the_rank_that_disagrees_with_both_neighbours_is_the_odd_one(disagrees: Any, odd: list[int]) -> None:
-    assert incidents.odd_ranks(range(10, 10 + len(disagrees)), disagrees) == odd
+    assert twins.odd_ranks(range(10, 10 + len(disagrees)), disagrees) == odd
 
 
 def test_only_ranks_of_one_kind_and_size_are_compared(make_run: Any) -> None:
     plan = Plan.read(make_run(ranks=4, names=("a", "b")).plan)
-    assert incidents.rings(plan) == [(0, 1, 2, 3)]
+    assert twins.rings(plan) == [(0, 1, 2, 3)]
     a, b = plan.hosts
-    assert incidents.rings(dataclasses.replace(plan, hosts=(a, dataclasses.replace(b, gpu="V100-32G")))) == [
+    assert twins.rings(dataclasses.replace(plan, hosts=(a, dataclasses.replace(b, gpu="V100-32G")))) == [
         (0, 1),
         (2, 3),
     ]
-    assert incidents.rings(Plan.read(make_run(ranks=1).plan)) == []
+    assert twins.rings(Plan.read(make_run(ranks=1).plan)) == []
+
+
+def test_where_kernels_vary_norms_are_compared_and_gradients_next_to_zero_are_not(make_run: Any) -> None:
+    plan = Plan.read(make_run(ranks=2).plan)
+    model = torch.nn.Linear(2, 4)
+    compared = twins.Twins(1, plan, 0, model, None)  # type: ignore[arg-type]
+    compared._is_exact, compared._is_proven = False, True
+    norms = torch.tensor([3.0, 1e-5]).double()
+
+    def judge(*of_rank_1: float) -> incidents.Incident | None:
+        """Compare rank 1's norms of rank 0's gradients, and the same of rank 0, with what each says of itself."""
+        healthy = torch.stack((norms, norms, norms))
+        return compared._judge(torch.stack((healthy, torch.stack((norms, norms, torch.tensor(of_rank_1).double())))))
+
+    assert judge(3.1, 2e-5) is None and judge(2.9, 0.0) is None
+    assert (told := judge(3.3, 1e-5)) and told.what.endswith("compute different gradients") and "1 of 2" in told.detail
+    assert judge(3.0, 0.02) and judge(math.inf, 1e-5) and judge(math.nan, 1e-5)
+    norms[0] = math.inf  # fp16 overflows on both
+    assert judge(math.inf, 1e-5) is None
 
 
 @pytest.mark.slow

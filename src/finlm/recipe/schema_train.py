@@ -132,7 +132,8 @@ class Corruption(Section):
 
     every_steps: Positive | None = Field(
         200,
-        description="Steps after which neighbours compute each other's gradients and compare the bits; null: never.",
+        description="Steps after which neighbours compute each other's gradients and compare the bits, or the norms "
+        "where kernels are not deterministic; null: never.",
     )
 
 

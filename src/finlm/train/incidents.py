@@ -31,7 +31,6 @@ from torch import distributed
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Incidents, Straggler
-from finlm.train.batches import Batches
 
 RECENT_STEPS = 100  # of which incidents.stop_after may be skipped
 FEWEST = 10  # losses without which no spike is told
@@ -349,99 +348,3 @@ class Stragglers:
 def rank_hosts(plan: Plan) -> list[str]:
     """Return each rank's host name, in the order of the ranks."""
     return [host.name for host in plan.hosts for _ in range(host.slots)]
-
-
-BITS = {2: torch.int16, 4: torch.int32}
-
-
-class Twins:
-    """Compares the gradients of ranks with equal GPUs; every rank calls the same methods in the same steps."""
-
-    def __init__(
-        self, every_steps: int | None, plan: Plan, rank: int, module: torch.nn.Module, batches: Batches
-    ) -> None:
-        """Form the rings; check() does nothing at ZeRO-3, without a ring, or when every_steps is None."""
-        self._every, self._plan, self._rank = every_steps, plan, rank
-        self._module, self._batches = module, batches
-        named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
-        self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
-        self._rings = rings(plan)
-        self._is_proven = False  # that these kernels give the same bits twice
-        if plan.zero_stage == 3 or not self._rings:
-            self._every = None
-
-    def check(self, step: int, data_step: int) -> Incident | None:
-        """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches; collective.
-
-        Returns an incident if they differ, else None. The first check also computes each rank's gradients twice: if the
-        bits differ, that is the incident, and checks end. `data_step` is the step whose data this step read.
-        """
-        if self._every is None or step % self._every:
-            return None
-        ring = next((ring for ring in self._rings if self._rank in ring), (self._rank,))
-        before = ring[ring.index(self._rank) - 1]
-        checksums = self._checksums(data_step, self._rank)
-        again = checksums if self._is_proven else self._checksums(data_step, self._rank)
-        seen = torch.stack((checksums, again, self._checksums(data_step, before)))
-        every = [torch.empty_like(seen) for _ in range(self._plan.world_size)]
-        distributed.all_gather(every, seen)
-        return self._judge(torch.stack(every).cpu())
-
-    def _judge(self, seen: torch.Tensor) -> Incident | None:
-        """Return an incident that names the ranks whose gradients differ, or None; end the checks where kernels vary.
-
-        `seen` is [ranks, 3, weights]: checksums for each rank's micro-batch, for it once more, for the previous rank's.
-        """
-        where = rank_hosts(self._plan)
-        if not self._is_proven:
-            unlike = [rank for rank in range(len(seen)) if not torch.equal(seen[rank, 0], seen[rank, 1])]
-            if unlike:
-                self._every = None
-                detail = (
-                    f"rank {unlike[0]} on {where[unlike[0]]} gives other bits for the same micro-batch: its kernels "
-                    "are not deterministic, or it computes wrongly; ranks are not compared in this run"
-                )
-                return Incident("gradients differ from one computation to the next", detail)
-            self._is_proven = True
-        for ring in self._rings:
-            differing = {rank: seen[rank, 2] != seen[ring[place - 1], 0] for place, rank in enumerate(ring)}
-            odd = odd_ranks(ring, [bool(mask.any()) for mask in differing.values()])
-            if odd:
-                mask = torch.stack(list(differing.values())).any(dim=0)
-                first = self._names[int(mask.nonzero()[0])]
-                names = " and ".join(f"rank {rank} on {where[rank]}" for rank in odd)
-                detail = (
-                    f"{int(mask.sum())} of {len(mask)} gradients of the same micro-batch differ on its neighbours, "
-                    f"{first} first. Weights since the last good comparison may be spoilt: test the GPU "
-                    "(`dcgmi diag -r 3`), leave the host out, and go on from a checkpoint before"
-                )
-                if len(odd) == 1:
-                    return Incident(f"{names} computes wrongly", detail)
-                return Incident(f"{names} compute different gradients", f"{detail}; no third rank tells which is wrong")
-        return None
-
-    def _checksums(self, data_step: int, rank: int) -> torch.Tensor:
-        """Return the sum of the bits of each weight's gradient for the first micro-batch of `rank`: int64 [weights]."""
-        summed = self._module(*self._batches.read_first(data_step, rank))
-        # Not backward(): the engine's hooks, which would add to its gradients, do not run.
-        gradients = torch.autograd.grad(summed, self._weights)
-        return torch.stack([each.view(BITS[each.element_size()]).sum(dtype=torch.int64) for each in gradients])
-
-
-def rings(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the rings of at least two ranks that have the same GPU kind (None = CPU) and equal micro-batches."""
-    kinds: dict[tuple[str | None, int], list[int]] = {}
-    gpus = [host.gpu for host in plan.hosts for _ in range(host.slots)]
-    for rank, kind in enumerate(zip(gpus, plan.rank_micro_batches, strict=True)):
-        kinds.setdefault(kind, []).append(rank)
-    return [tuple(ranks) for ranks in kinds.values() if len(ranks) > 1]
-
-
-def odd_ranks(ring: Sequence[int], disagrees: Sequence[bool]) -> list[int]:
-    """Return the ranks that disagree with both neighbours, else all that disagree with either; [] if none do.
-
-    disagrees[i] tells whether rank ring[i] got other gradients for the previous rank's micro-batch than that rank.
-    """
-    behind = [*disagrees[1:], disagrees[0]]
-    both = [rank for rank, left, right in zip(ring, disagrees, behind, strict=True) if left and right]
-    return both or [rank for rank, left, right in zip(ring, disagrees, behind, strict=True) if left or right]

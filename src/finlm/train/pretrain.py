@@ -24,9 +24,10 @@ from finlm.rows.packing import NamedDocument
 from finlm.train import batches, entry
 from finlm.train.batches import Batches
 from finlm.train.entry import Rank, is_due, open_rank, versions
-from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Twins, Watch, rank_hosts
+from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Watch, rank_hosts
 from finlm.train.model import kernels
 from finlm.train.model.causal_lm import attention_kernel, load, model_config
+from finlm.train.twins import Twins
 from finlm.train.zero.checkpoint import Checkpoints
 from finlm.train.zero.engine import initialize
 from finlm.train.zero.storage import State
