@@ -74,6 +74,14 @@ def claims() -> dict[str, list[str]]:
     before, after, dpo = (quoted(QUICKSTART, rf"\| {stage}.*?\| ([\d.]+) %") for stage in ("pretraining", "SFT", "DPO"))
     world_size, six_b = size("recipes/synthetic-world-100m/pretrain.yaml"), size(XUANYUAN)
     small = size("recipes/quickstart/pretrain.yaml") / 1e6
+    figures = "recipes/synthetic-world-100m/README.md"
+    (shown, _, _, right), (shown_2, _, _, right_2) = (
+        [round(float(each)) for each in re.findall(r"([\d.]+) % \[", quoted(figures, rf"\n\| ({seed} seed \|.*)"))]
+        for seed in ("first", "second")
+    )
+    kill = r"Of the (\d+) to \d+ s: ", r"Of the \d+ to (\d+) s: "
+    soonest, latest = (quoted("LOGBOOK.md", pattern) for pattern in kill)
+    killed = quoted("LOGBOOK.md", r"\*\*A killed rank\*\*, two H100s of one host, ([\d.]+) B")
     largest = round(size("recipes/xuanyuan3-70b/pretrain.yaml") / 1e10) * 10
     steps = quoted("LOGBOOK.md", r"float8 against bf16, 300M on real text \(.*?, ([\d,]+) steps")
     peak = f"{row(SUMS, 5)['memory_bytes'] / 2**30:.1f}"
@@ -114,6 +122,9 @@ def claims() -> dict[str, list[str]]:
             *plain,
             f"answers {after} % of\n1,000 exam questions, {before} % before (chance is 25), and DPO reaches {dpo} %",
             "with 95 % intervals",
+            f"{soonest} to {latest} s after the kill of a rank ({killed} B, two H100s",
+            f"on one H100, 150 steps of checked rewards take [questions of arithmetic]({figures})\n"
+            f"from {shown} and {shown_2} % right (two seeds) to {right} and {right_2} %",
             f"[{admitted} types have](docs/models.md)",
             f"{small:.0f} M to {largest} B parameters",
             f"{low} to {high} times a tuned HF Trainer",
@@ -121,6 +132,9 @@ def claims() -> dict[str, list[str]]:
         ],
         "README.zh-CN.md": [
             *("Python 3.11-3.13", "附 95 % 区间", "退出码：0 完成；1 找到了要找的东西（故障、不一致、原因）；2 有错误"),
+            f"杀死一个进程后 {soonest} 到 {latest} 秒（{10 * float(killed):.1f} 亿参数，两块 H100",
+            f"150 步可核对的奖励使[计算题]({figures.replace('.md', '.zh-CN.md')})的答对率"
+            f"从 {shown} % 和 {shown_2} %（两组种子）升到 {right} % 和 {right_2} %",
             f"[已通过的 {admitted} 种类型](docs/models.zh-CN.md)",
             f"{100 * round(small)} 万到 {largest}0 亿参数",
             f"调优后 HF Trainer 的 {low} 到 {high} 倍",
