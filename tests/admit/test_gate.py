@@ -149,7 +149,7 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("granitemoe", "feed-forward block is not called mlp"),
         ("gpt_oss", "has attention with sinks"),
         ("qwen3_next", "which do not know where a document of a packed row ends"),
-        ("afmoe", "layers of several kinds"),
+        ("mimo_v2_flash", "layers of several kinds"),
         ("gemma4_assistant", "has no default configuration"),
     ],
 )
@@ -244,6 +244,10 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         **{"model_type": "exaone_moe", "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 2},
         **{"moe_intermediate_size": 96, "first_k_dense_replace": 2, "sliding_window": 64},
     },
+    "a gate of attention, and a number of layers without experts": {
+        **{"model_type": "afmoe", "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1, "head_dim": 32},
+        **{"moe_intermediate_size": 96, "num_dense_layers": 2, "sliding_window": 64, "mup_enabled": True},
+    },
     "a list of the experts of a token": {
         **{"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [2] * 4, "head_dim": 32},
     },
@@ -297,6 +301,8 @@ def test_a_base_models_tokenizer_without_a_template_is_no_failure(tmp_path: Path
 def test_adapters_beside_experts_are_of_attention() -> None:
     found = shape.of_config(case("deepseek_v2").small.to_dict(), cells.VOCABULARY)
     assert {"q_a_proj", "kv_b_proj", "o_proj", "gate_proj"} <= found.matrices.keys()
+    gated = shape.of_config(case("afmoe").small.to_dict(), cells.VOCABULARY)  # whose gate is named as the experts' part
+    assert gated.adaptable.keys() == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert found.adaptable.keys() == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 
 

@@ -59,7 +59,7 @@ def varlen_by_definition(
     back = places[:, None] - places[None]
     seen = (documents[:, None] == documents[None]) & (back >= 0) & ((back <= left) | torch.tensor(left < 0))
     scores = torch.einsum("qhd,khd->hqk", q, k) * named["scale"]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).contiguous()
 
 
 def attend_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:

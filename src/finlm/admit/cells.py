@@ -257,7 +257,7 @@ def _kept(config: Any, times: int) -> int:
     for key in traits.LISTS:
         if kinds := getattr(config, key, None):
             setattr(config, key, list(kinds) * times)
-    for key in ("first_k_dense_replace", "moe_layer_start_index"):
+    for key in (*traits.DENSE, "moe_layer_start_index"):
         if first := getattr(config, key, None):
             setattr(config, key, first * times)
     if hasattr(config, "moe_layer_end_index"):
@@ -426,8 +426,7 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
     for key in traits.LISTS:
         if kinds := list(dict.fromkeys(config.get(key) or ())):
             found[key] = [*kinds, *kinds * layers][:layers]
-    if known.get("first_k_dense_replace"):
-        found["first_k_dense_replace"] = 1
+    found |= {key: 1 for key in traits.DENSE if known.get(key)}
     if known.get("moe_layer_start_index") is not None:
         found |= {"moe_layer_start_index": min(known["moe_layer_start_index"], 1), "moe_layer_end_index": -1}
     if known.get("mlp_only_layers"):

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe import shape
-from finlm.recipe.models.traits import CHOSEN, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
+from finlm.recipe.models.traits import CHOSEN, DENSE, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
 
 # Keys that may be absent from config.json, whose defaults a row notes.
 FIELDS = (
@@ -39,7 +39,7 @@ FIELDS = (
     *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, *CHOSEN, *SHARED),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size"),
-    *("first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *(*DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
@@ -310,9 +310,8 @@ def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
     """Return the keys that make all layers dense, or none of them; {} for a class without experts."""
     made: Config = {
         "mlp_layer_types": ["dense" if dense else "sparse"] * layers,
-        "first_k_dense_replace": layers * dense,
         "mlp_only_layers": list(range(layers * dense)),
-        "moe_layer_start_index": layers * dense,
+        **dict.fromkeys((*DENSE, "moe_layer_start_index"), layers * dense),
     }
     return {key: value for key, value in made.items() if hasattr(config, key)}
 

@@ -160,7 +160,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     """
     hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
     # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
-    attention, ffn = (2 if shape.is_parallel else 4) * hidden, 4 * shape.ffn
+    attention, ffn = (2 if shape.is_parallel else 4) * hidden + 4 * q * shape.gates_attention, 4 * shape.ffn
     attention += 4 * q + 4 * kv if shape.latent is None else _latent_bytes(shape, shape.latent)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:

@@ -285,7 +285,7 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
         return None
     known = traits.record_of(config).defaults
     sizes = {"head_dim": 32, "moe_intermediate_size": 64} | dict.fromkeys(traits.EXPERTS, 4)
-    sizes |= dict.fromkeys(traits.CHOSEN, 2) | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes |= dict.fromkeys(traits.CHOSEN, 2) | {"n_group": 1, "topk_group": 1} | dict.fromkeys(traits.DENSE, 1)
     sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
     return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)}
 

@@ -130,9 +130,11 @@ class ModelShape:
     def adaptable(self) -> dict[str, tuple[int, int]]:
         """{name: (inputs, outputs)} of the linear layers of a decoder layer that adapters may go on.
 
-        In a model of experts these are attention's only: peft would match other names to the experts' own tensors.
+        In a model of experts these are attention's only, and of those none that has a name of the experts' block: peft
+        would match it to the experts' own tensors.
         """
         within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in self.tensors}
+        within -= {name.rpartition(".")[0].rpartition(".")[2] for name, _ in self.tensors if "attn." not in name}
         return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
 
     @property
@@ -162,6 +164,11 @@ class ModelShape:
     def is_parallel(self) -> bool:
         """Whether attention and the feed-forward block read the same norm."""
         return self.norms == 1
+
+    @property
+    def gates_attention(self) -> bool:
+        """Whether attention's output is multiplied by the sigmoid of another product of its input."""
+        return any(name == "self_attn.gate_proj.weight" for name, _ in self.tensors)
 
     @property
     def is_gated(self) -> bool:

@@ -23,7 +23,8 @@ RECORD = Path(__file__).with_name("model_types.json")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")  # experts of a token
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", "first_k_dense_replace"))
+DENSE = ("first_k_dense_replace", "num_dense_layers")  # layers without experts, which come first
+_ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", *DENSE))
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
@@ -229,8 +230,8 @@ def _dense_layers(known: Config) -> list[int]:
     layers = range(int(known["num_hidden_layers"]))
     if (kinds := known.get("mlp_layer_types")) is not None:
         return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
-    if "first_k_dense_replace" in known:
-        return list(layers[: int(known["first_k_dense_replace"] or 0)])
+    if any(key in known for key in DENSE):
+        return list(layers[: _first(known, DENSE)])
     if "moe_layer_start_index" in known:
         first, last, step = (int(known[f"moe_layer_{key}"]) for key in ("start_index", "end_index", "interval"))
         last = last if last >= 0 else len(layers) - 1

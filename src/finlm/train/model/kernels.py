@@ -43,6 +43,9 @@ ATTENTION = {
 }
 
 
+_positions: list[torch.Tensor] = []  # of the forward pass at work
+
+
 class RecomputedMlp(torch.nn.Module):
     """Mixin, put before the model's class, for a feed-forward block that keeps only its input for the backward pass."""
 
@@ -228,7 +231,8 @@ def _summed_loss(
         positions = batches.document_positions(bounds, input_ids.shape)
         for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
             module.document_bounds = bounds
-    hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
+    with _masks_by(positions):
+        hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
 
 
@@ -238,8 +242,23 @@ def attention_modules(decoder: Any) -> Iterator[Any]:
         yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 
 
+@contextmanager
+def _masks_by(positions: torch.Tensor) -> Iterator[None]:
+    """Within the block, let mask functions that a model calls without position_ids, as some types do, have these."""
+    _positions.append(positions)
+    try:
+        yield
+    finally:
+        _positions.pop()
+
+
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return make(...) with position_ids None in place of plain_positions(): reading these would wait for the GPU."""
+    """Return make(...), with position_ids of _masks_by() where there are none, and None for plain_positions().
+
+    Reading the latter would wait for the GPU.
+    """
+    if given.get("position_ids") is None and _positions:
+        given["position_ids"] = _positions[-1]
     if getattr(given.get("position_ids"), "begin_once", False):
         given["position_ids"] = None
     return make(*arguments, **given)
