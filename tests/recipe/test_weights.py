@@ -28,6 +28,7 @@ SHAPES = {"model.embed_tokens.weight": [6, 4]} | {
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 64}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "rms_norm_eps": 1e-5}
+OUTER = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
 
 
 def write(path: Path, shapes: dict[str, list[int]]) -> bytes:
@@ -173,7 +174,7 @@ def test_layers_without_experts_a_routers_buffer_and_predictors_of_further_token
     config = LLAMA | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 2}
     config |= {"num_nextn_predict_layers": 1}
     read = traits.read(config)
-    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    shapes = dict(OUTER)
     for number, tensors in enumerate((read.dense_layer, read.layer, read.layer)):
         shapes |= {f"model.layers.{number}.{name}": list(size) for name, size in tensors if len(size) < 3}
     shapes |= {"model.layers.1.mlp.gate.e_score_correction_bias": [2], "model.layers.2.eh_proj.weight": [64, 128]}
@@ -190,7 +191,7 @@ def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path)
     weights.check(tmp_path, LLAMA)
     config = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
     layer = [(name, size) for name, size in traits.read(config).layer if len(size) < 3]
-    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    shapes = dict(OUTER)
     for number in range(2):
         shapes |= {f"model.layers.{number}.{n.replace('mlp.', 'block_sparse_moe.')}": list(s) for n, s in layer}
         shapes |= {f"model.layers.{number}.block_sparse_moe.experts.{n}.w1.weight": [128, 64] for n in (0, 1)}
@@ -212,7 +213,7 @@ def test_tensors_have_the_names_that_models_are_released_with(
 ) -> None:
     config = LLAMA | {"model_type": model_type, "tie_word_embeddings": False} | dict.fromkeys(traits.EXPERTS, 2)
     read, row = traits.read(config), traits.shipped()[model_type]
-    shapes = {"model.embed_tokens.weight": [4096, 64], "lm_head.weight": [4096, 64], "model.norm.weight": [64]}
+    shapes = dict(OUTER)
     for number in range(2):
         layer = {name: size for name, size in read.layer if len(size) < 3} | dict.fromkeys(row.buffers, (2,))
         layer = dict(read.dense_layer) if number in read.dense else layer

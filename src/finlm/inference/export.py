@@ -43,7 +43,7 @@ from finlm.recipe.models import traits
 from finlm.recipe.schema import Model, Recipe
 from finlm.rows.shards import Shards
 from finlm.tokens import encoders, pretrained
-from finlm.train.model.causal_lm import plain_attention
+from finlm.train.model import causal_lm
 from finlm.train.post import start
 
 transformers.utils.logging.disable_progress_bar()  # files of a second; a bar each would bury what the user reads
@@ -124,7 +124,7 @@ def _prove(directory: Path, trained: Trained, tokenizer: Any) -> None:
     """
     kind = AutoModelForSequenceClassification if trained.recipe.stage == "reward" else AutoModelForCausalLM
     model = trained.model
-    attention = plain_attention(model.config)
+    attention = causal_lm.plain_attention(model.config)
     reloaded = kind.from_pretrained(directory, dtype=model.dtype, attn_implementation=attention)
     again = AutoTokenizer.from_pretrained(directory)
     _prove_tokenizer(again, trained, tokenizer)
@@ -251,8 +251,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
         for name, tensor in read_weights(checkpoint, plan).items()
         if ".lora_" in name
     }
-    context = (recipe.model.config or {}).get("max_position_embeddings") or plan.sequence_length
-    tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, int(context))
+    tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, causal_lm.context(recipe, plan))
     settings.base_model_name_or_path, settings.revision = recipe.model.init_from, recipe.model.revision
     settings.inference_mode = True
     with step_cache.new_directory(out) as directory:
