@@ -197,14 +197,24 @@ def killed(rank: int, save: int, seconds: float) -> None:
 
 
 def stopped(step: int) -> None:
-    """All ranks end after this step without another word, as if the machine was switched off."""
-    plain = pretrain.Guard.judge
+    """All ranks end after this step without another word, as if the machine was switched off.
+
+    The checkpoints of earlier steps are on disk by then, however slow the disk is.
+    """
+    plain, poll, checkpoints = pretrain.Guard.judge, checkpoint.Checkpoints.poll, []
+
+    def polled(self: checkpoint.Checkpoints) -> None:
+        checkpoints[:] = [self]
+        poll(self)
 
     def judged(self: pretrain.Guard, at: int, *arguments: Any) -> Any:
         if at == step:
+            for each in checkpoints:
+                each.finish()
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, at, *arguments)
 
+    checkpoint.Checkpoints.poll = polled  # type: ignore[method-assign]
     pretrain.Guard.judge = judged  # type: ignore[method-assign]
 
 
