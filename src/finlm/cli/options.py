@@ -38,22 +38,16 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_data(add: _Add) -> None:
     """Add the commands prepare, self-qa and lint."""
-    option = add(
-        "prepare", help="documents -> clean -> dedup -> tokenizer -> shards; skips what is unchanged"
-    ).add_argument
+    option = add("prepare", help="clean, deduplicate and tokenize documents; reuses unchanged results").add_argument
     _recipe_options(option)
     option("--show", type=_whole_number(0), default=0, metavar="N", help="print the first N rows of the run as text")
     option("--hostfile", help="hosts of data.engine: ray; default: hostfile.txt, else this machine")
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
 
-    option = add(
-        "self-qa", help="questions and answers about the documents, by any model, as data for SFT"
-    ).add_argument
+    option = add("self-qa", help="generate questions and answers about documents, as SFT data").add_argument
     _recipe_options(option)
 
-    option = add(
-        "lint", help="what dialogues teach: rows with the learnt words marked, and what is wrong with the labels"
-    ).add_argument
+    option = add("lint", help="check the labels of dialogues and mark the tokens that count in the loss").add_argument
     _recipe_options(option)
     option("--rows", type=_whole_number(0), default=2, metavar="N", help="rows to print (default: %(default)s)")
     option("--json", action="store_true", help="print the findings as JSON on stdout")
@@ -61,56 +55,57 @@ def _add_data(add: _Add) -> None:
 
 def _add_recipes(add: _Add) -> None:
     """Add the commands new, diff and plan."""
-    command = add("new", help="a recipe of your own, made from another, or for a model that none is for")
+    command = add("new", help="write a new recipe: a fork of another one, or for a given model")
     option = command.add_argument
-    option("name", help="its name and folder, for example wider")
+    option("name", help="name of the recipe and its folder, e.g. wider")
     start = command.add_mutually_exclusive_group(required=True)
-    start.add_argument("--from", dest="parent", type=Path, metavar="RECIPE", help="what it starts from")
-    start.add_argument("--model", metavar="DIR_OR_ID", help="a model directory or a model of the Hugging Face Hub")
-    option("--copy", action="store_true", help="with everything in it, instead of only what differs")
-    option("--revision", metavar="COMMIT", help="of a model of the Hub")
+    start.add_argument("--from", dest="parent", type=Path, metavar="RECIPE", help="recipe to fork")
+    start.add_argument("--model", metavar="DIR_OR_ID", help="model directory, or id on the Hugging Face Hub")
+    option("--copy", action="store_true", help="copy every key instead of inheriting")
+    option("--revision", metavar="COMMIT", help="commit of a Hub model")
     option(
-        "--stage", choices=("pretrain", "sft"), default="pretrain", help="what for, with --model (default: %(default)s)"
+        "--stage",
+        choices=("pretrain", "sft"),
+        default="pretrain",
+        help="with --model: its stage (default: %(default)s)",
     )
-    option("--recipes", type=Path, default=Path("recipes"), help="where to (default: %(default)s)")
+    option("--recipes", type=Path, default=Path("recipes"), help="output directory (default: %(default)s)")
 
-    command = add("diff", help="what two recipes or runs say differently, and what follows for memory, time and tokens")
+    command = add("diff", help="compare two recipes or runs: settings, memory, time, tokens")
     option = command.add_argument
-    option("recipes", nargs="+", type=Path, metavar="RECIPE", help="two recipes or runs, or a fork alone")
+    option("recipes", nargs="+", type=Path, metavar="RECIPE", help="two recipes or runs; or a fork, against its parent")
     _cluster_options(command)
     option("--json", action="store_true", help="print the differences as JSON on stdout")
 
-    command = add("plan", help="what a run would do: memory, ZeRO stage, micro-batch, time, cost; needs no GPU")
+    command = add("plan", help="print memory, ZeRO stage, micro-batch, time and cost of a run; needs no GPU")
     option = command.add_argument
     _recipe_options(option, nargs="?")
     _cluster_options(command)
-    option("--gpu-memory", metavar="BYTES", help="memory of a GPU kind that is not known, e.g. 48GiB")
-    option("--gpu-flops", type=_number(above=0), metavar="N", help="its dense 16-bit FLOP/s, e.g. 165e12")
-    option("--gpu-bandwidth", type=_number(above=0), metavar="N", help="its memory's bytes/s, e.g. 1e12")
+    option("--gpu-memory", metavar="BYTES", help="memory of a GPU kind that finlm does not know, e.g. 48GiB")
+    option("--gpu-flops", type=_number(above=0), metavar="N", help="dense 16-bit FLOP/s of that GPU, e.g. 165e12")
+    option("--gpu-bandwidth", type=_number(above=0), metavar="N", help="its memory bandwidth in bytes/s, e.g. 1e12")
     option("--gpu-capability", type=_number(above=0), metavar="X.Y", help="its compute capability, e.g. 8.6")
-    option("--price", type=_number(0), metavar="N", help="price of a GPU-hour, in your currency")
-    option(
-        "--failures", type=_number(above=0), metavar="N", help="failures a host and day: how much of the time trains"
-    )
+    option("--price", type=_number(0), metavar="N", help="price of one GPU-hour, in your currency")
+    option("--failures", type=_number(above=0), metavar="N", help="simulate N failures per host and day")
     option(
         "--restart-seconds",
         type=_number(0),
         default=120.0,
         metavar="N",
-        help="until the ranks train again after a failure, as `finlm drill` measures it (default: %(default)g)",
+        help="with --failures: time from a failure to the next step, see `finlm drill` (default: %(default)g)",
     )
-    option("--calibrate", action="store_true", help="measure this machine's GPUs for all later plans")
+    option("--calibrate", action="store_true", help="measure this machine's GPUs; later plans use the results")
     option("--json", action="store_true", help="print the plan as JSON on stdout")
 
 
 def _add_hosts(add: _Add) -> None:
     """Add the commands doctor and diagnose."""
-    command = add("doctor", help="check every host of the hostfile, or this machine, against a recipe's plan")
+    command = add("doctor", help="check that every host, or this machine, can run a recipe")
     option = command.add_argument
     _recipe_options(option, nargs="?", default="recipes/quickstart/pretrain.yaml")
     _cluster_options(command, "hostfile.txt where it names hosts, else this machine")
-    option("--allreduce", action="store_true", help="also measure every link with real collectives")
-    option("--runs", type=Path, default=Path("runs"), help="where runs would go (default: %(default)s)")
+    option("--allreduce", action="store_true", help="also measure every link with real all-reduces")
+    option("--runs", type=Path, default=Path("runs"), help="directory of future runs (default: %(default)s)")
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
     option("--json", action="store_true", help="print the findings as JSON on stdout")
 
@@ -120,18 +115,18 @@ def _add_hosts(add: _Add) -> None:
     option(
         "--ask",
         metavar="ENDPOINT",
-        help="OpenAI-compatible address asked where the cause is unknown, with masked evidence",
+        help="OpenAI-compatible endpoint to ask about an unknown cause; secrets are masked",
     )
 
 
 def _add_training(add: _Add) -> None:
     """Add the commands train and sync."""
-    command = add("train", help="prepare, plan, doctor, launch, export, report; resumes an unfinished run")
+    command = add("train", help="train a recipe, from raw text to report; resumes an unfinished run")
     option = command.add_argument
     _recipe_options(option)
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt, else this machine")
     some = command.add_mutually_exclusive_group()
-    some.add_argument("--include", default="", metavar="a@b:0,2", help="only these hosts (and slots) of the hostfile")
+    some.add_argument("--include", default="", metavar="a@b:0,2", help="use only these hosts (and slots)")
     some.add_argument(
         "--exclude",
         default="",
@@ -143,55 +138,51 @@ def _add_training(add: _Add) -> None:
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
     option("--runs", default="runs", help="directory of run directories (default: %(default)s)")
     afresh = command.add_mutually_exclusive_group()
-    afresh.add_argument("--new", action="store_true", help="start afresh even if an unfinished run exists")
+    afresh.add_argument("--new", action="store_true", help="start a new run even if an unfinished one exists")
     afresh.add_argument(
         "--continue",
         dest="go_on",
         action="store_true",
-        help="go on from the newest finished run of the recipe, with more steps or another learning rate",
+        help="extend the newest finished run of the recipe: more steps or another learning rate",
     )
-    option("--toy", action="store_true", help="the recipe shrunk to a minute on a laptop")
+    option("--toy", action="store_true", help="shrink the recipe to a minute on a laptop")
     instead = command.add_mutually_exclusive_group()
     instead.add_argument(
-        "--dry-run", action="store_true", help="only print the steps: what is done and what is to do; write nothing"
+        "--dry-run", action="store_true", help="print which steps are done and which are left; write nothing"
     )
     instead.add_argument(
         "--print",
         choices=("torchrun", "accelerate", "slurm", "k8s", "ray"),
         dest="adapter",
-        help="only make the run directory and print what starts it under another launcher",
+        help="create the run directory and print what starts it under this launcher",
     )
 
-    option = add(
-        "sync", help="copy this repository to every host of the hostfile and prove the copies equal"
-    ).add_argument
+    option = add("sync", help="copy this repository to every host of the hostfile and compare hashes").add_argument
     option("--hostfile", type=Path, default=Path("hostfile.txt"), help="default: %(default)s")
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
-    option("--dry-run", action="store_true", help="say what would be copied")
+    option("--dry-run", action="store_true", help="print what would be copied")
 
 
 def _add_drill(add: _Add) -> None:
     """Add the command drill."""
-    option = add(
-        "drill", help="break a run of a recipe on purpose, on its hosts, and measure how it recovers"
-    ).add_argument
+    option = add("drill", help="inject faults into a run of a recipe and measure how it recovers").add_argument
     _recipe_options(option)
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt, else this machine")
     option("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
     option("--accept-new", action="store_true", help="record the ssh keys of new hosts")
-    option("--runs", default="runs/drill", help="directory of its runs (default: %(default)s)")
-    option("--minutes", type=_number(above=0), default=20.0, help="how long faults come (default: %(default)s)")
-    option("--every", type=_number(above=0), default=120.0, metavar="SECONDS", help="a fault (default: %(default)s)")
-    option("--faults", default="", metavar="a,b", help="which, in this order (default: all)")
-    option("--seed", type=int, default=0, help="0: the faults in order; else at random, by this seed (default: 0)")
+    option("--runs", default="runs/drill", help="directory of the drill's runs (default: %(default)s)")
+    option("--minutes", type=_number(above=0), default=20.0, help="length of the drill (default: %(default)s)")
+    option(
+        "--every", type=_number(above=0), default=120.0, metavar="SECONDS", help="between faults (default: %(default)g)"
+    )
+    option("--faults", default="", metavar="a,b", help="faults to inject, in this order (default: all)")
+    option("--seed", type=int, default=0, help="0: faults in order; else at random with this seed (default: 0)")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def _add_evaluation(add: _Add) -> None:
     """Add the command eval."""
-    option = add(
-        "eval", help="what a model knows: held-out perplexity, or accuracy on multiple-choice questions"
-    ).add_argument
+    option = add("eval", help="measure held-out perplexity, or accuracy on multiple-choice questions").add_argument
     option("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval", "cflue")
     option(
@@ -201,7 +192,7 @@ def _add_evaluation(add: _Add) -> None:
         help="perplexity of held-out text (default); exam: the laws of the fictional world, asked of companies "
         "it has not read about; recall: what it has read of companies; financeiq, ceval, fineval, cflue: with --data",
     )
-    option("--data", type=Path, metavar="DIR", help="the folder of FinanceIQ, C-Eval, FinEval or CFLUE")
+    option("--data", type=Path, metavar="DIR", help="directory of FinanceIQ, C-Eval, FinEval or CFLUE")
     option(
         "--mode",
         choices=("likelihood", "chat", "cloze", "published"),
@@ -214,45 +205,41 @@ def _add_evaluation(add: _Add) -> None:
         metavar="N",
         help="solved examples before a question (default: 5; chat: 0; cloze: none)",
     )
-    option("--limit", type=_whole_number(1), metavar="N", help="ask a random N questions, the same every time")
-    option("--world", type=Path, metavar="RECIPE", help="the world of this recipe instead of the run's own")
-    option("--answers", type=Path, metavar="DIR", help="where answers are kept (default: in the run)")
-    option("--contamination", type=Path, metavar="RUN", help="also look for the questions in what this run has read")
-    option("--write-lm-eval", type=Path, metavar="DIR", help="only write the suite as a task of lm-evaluation-harness")
+    option("--limit", type=_whole_number(1), metavar="N", help="ask N random questions, the same every time")
+    option("--world", type=Path, metavar="RECIPE", help="ask about this recipe's world instead of the run's")
+    option("--answers", type=Path, metavar="DIR", help="directory of the answers (default: in the run)")
+    option("--contamination", type=Path, metavar="RUN", help="also search this run's training data for the questions")
+    option("--write-lm-eval", type=Path, metavar="DIR", help="write the suite as a task of lm-evaluation-harness")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def _add_attempts(add: _Add) -> None:
     """Add the command attempt."""
-    option = add(
-        "attempt", help="several answers to each prompt of a GRPO recipe: pass@k, maj@k, the best as SFT data"
-    ).add_argument
+    option = add("attempt", help="sample answers to a GRPO recipe's prompts: pass@k, maj@k, SFT data").add_argument
     _recipe_options(option)
     option("--model", type=Path, required=True, help="run, export or Hugging Face model directory")
-    option("--count", type=_whole_number(1), default=8, metavar="N", help="attempts a prompt (default: %(default)s)")
+    option("--count", type=_whole_number(1), default=8, metavar="N", help="attempts per prompt (default: %(default)s)")
     option("--split", choices=("held_out", "train"), default="held_out", help="default: %(default)s")
-    option("--limit", type=_whole_number(1), metavar="N", help="only the first N prompts")
+    option("--limit", type=_whole_number(1), metavar="N", help="answer only the first N prompts")
     option("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
-    option("--best", type=Path, metavar="FILE", help="write each prompt's best right answer as messages")
+    option("--best", type=Path, metavar="FILE", help="write the best correct answer to each prompt as messages")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def _add_models(add: _Add) -> None:
     """Add the commands admit, export, import-gguf, chat, serve and sample."""
-    option = add(
-        "admit", help="whether finlm trains a model as transformers does, cell by cell; admits its type"
-    ).add_argument
+    option = add("admit", help="test that finlm trains a model type as transformers does; admit it").add_argument
     option("model", help="directory with config.json, or a model_type such as qwen3")
     option("--json", action="store_true", help="print the verdict as JSON on stdout")
 
-    option = add("export", help="a checkpoint as a Hugging Face model, proved by reloading it").add_argument
+    option = add("export", help="write a checkpoint as a Hugging Face model, tested by reloading").add_argument
     option("checkpoint", type=Path, help="runs/<run>/checkpoints/step-N, or runs/<run> for its newest")
     option("out", type=Path, help="new directory")
-    option("--shard-size", default="5GB", help="bytes of a weight file at most (default: %(default)s)")
+    option("--shard-size", default="5GB", help="largest weight file (default: %(default)s)")
 
-    option("--adapter", action="store_true", help="the LoRA adapters alone, as peft reads them")
+    option("--adapter", action="store_true", help="export only the LoRA adapters, in peft's format")
 
-    option = add("import-gguf", help="a GGUF file as a Hugging Face model directory").add_argument
+    option = add("import-gguf", help="convert a GGUF file to a Hugging Face model directory").add_argument
     option("file", type=Path, help="model.gguf")
     option("out", type=Path, help="new directory")
 
@@ -260,87 +247,83 @@ def _add_models(add: _Add) -> None:
     option("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     option("--system", help="system message")
     option("--tools", type=Path, metavar="FILE", help="JSON list of functions that the model may call")
-    option("--temperature", type=_number(0), default=0.7, help="0 = always the likeliest (default: %(default)s)")
+    option("--temperature", type=_number(0), default=0.7, help="temperature; 0 = greedy (default: %(default)s)")
     option("--top-p", type=_number(above=0, most=1), default=0.9, help="nucleus sampling (default: %(default)s)")
-    option("--tokens", type=_whole_number(1), default=512, help="of an answer at most (default: %(default)s)")
+    option("--tokens", type=_whole_number(1), default=512, help="maximum tokens of an answer (default: %(default)s)")
     option("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
 
-    option = add(
-        "serve", help="an OpenAI-compatible endpoint, by the server that transformers or vLLM ships"
-    ).add_argument
+    option = add("serve", help="serve an OpenAI-compatible endpoint with transformers or vLLM").add_argument
     option("model", type=Path, help="run, export or Hugging Face model directory")
-    option("--host", default="localhost", help="address to listen at (default: %(default)s)")
+    option("--host", default="localhost", help="address to listen on (default: %(default)s)")
     option("--port", type=_whole_number(1, most=65535), default=8000, help="(default: %(default)s)")
     option(
         "--engine",
         choices=("auto", "transformers", "vllm"),
         default="auto",
-        help="auto: vLLM where it is installed and there is a GPU, else transformers (default: %(default)s)",
+        help="auto: vLLM if it is installed and there is a GPU, else transformers (default: %(default)s)",
     )
 
     option = add("sample", help="continue a prompt").add_argument
     option("model", type=Path, help="run, checkpoint, export or Hugging Face model directory")
     option("prompt", help="text to continue")
-    option("--tokens", type=_whole_number(1), default=64, help="tokens at most (default: %(default)s)")
+    option("--tokens", type=_whole_number(1), default=64, help="maximum tokens (default: %(default)s)")
     option("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
 
 
 def _add_runs(add: _Add) -> None:
     """Add the commands runs, board, watch, compare, reproduce, verify-resume, track and report."""
-    option = add(
-        "runs", help="the runs in a directory: state, step, loss, speed, recipe, what they start from"
-    ).add_argument
+    option = add("runs", help="list runs: state, step, loss, speed, recipe, parent").add_argument
     option("--runs", type=Path, default=Path("runs"), help="directory of runs (default: %(default)s)")
     option("--json", action="store_true", help="print the runs as JSON on stdout")
 
     _add_board(add)
 
-    option = add("watch", help="a run as it goes: loss, speed, memory, when it ends").add_argument
+    option = add("watch", help="follow a run: loss, speed, memory, time left").add_argument
     option("run_dir", type=Path, metavar="RUN", help="runs/<run>, its recipe's name, or latest")
 
-    option = add("compare", help="what differs between two runs, and the step from which their losses do").add_argument
+    option = add("compare", help="compare two runs: settings, and the first step at which losses differ").add_argument
     option("run_dirs", nargs=2, metavar="RUN", type=Path, help="runs/<run>, its recipe's name, or latest")
-    option("--tolerance", type=_number(0), default=0.0, help="of the loss, in nats (default: %(default)s)")
+    option("--tolerance", type=_number(0), default=0.0, help="tolerance of losses, in nats (default: %(default)s)")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
-    option = add(
-        "reproduce", help="run a finished run again, with its own code, recipe and data, and compare"
-    ).add_argument
+    option = add("reproduce", help="repeat a finished run with its own code, recipe and data; compare").add_argument
     option("run_dir", type=Path, metavar="RUN", help="runs/<run>, its recipe's name, or latest")
-    option("--runs", type=Path, default=Path("runs"), help="where the new run goes (default: %(default)s)")
-    option("--tolerance", type=_number(0), default=0.0, help="of the loss, in nats (default: %(default)s)")
+    option("--runs", type=Path, default=Path("runs"), help="directory of the new run (default: %(default)s)")
+    option("--tolerance", type=_number(0), default=0.0, help="tolerance of losses, in nats (default: %(default)s)")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
-    option = add(
-        "verify-resume", help="prove that a recipe's run, killed and resumed, equals one that was not"
-    ).add_argument
+    option = add("verify-resume", help="test that a killed and resumed run equals an unbroken one").add_argument
     _recipe_options(option)
-    option("--kills", type=_whole_number(0), default=2, metavar="N", help="SIGKILLs (default: %(default)s)")
-    option("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
-    option("--runs", type=Path, help="keep both runs there; default: a scratch directory that is removed")
+    option("--kills", type=_whole_number(0), default=2, metavar="N", help="number of SIGKILLs (default: %(default)s)")
+    option("--seed", type=int, default=0, help="seed of the kills' moments (default: %(default)s)")
+    option("--runs", type=Path, help="keep both runs in this directory; default: a scratch directory that is removed")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 
     option = add("track", help="send a run's metrics to TensorBoard, W&B or trackio").add_argument
     option("run_dir", type=Path, metavar="RUN", help="runs/<run>, its recipe's name, or latest")
     option("--to", action="append", required=True, choices=("tensorboard", "wandb", "trackio"), help="repeatable")
-    option("--follow", action="store_true", help="until the run ends")
+    option("--follow", action="store_true", help="keep sending until the run ends")
 
-    option = add("report", help="build a run's report.html, or one page of several runs").add_argument
+    option = add("report", help="write a run's report.html, or one page for several runs").add_argument
     option("run_dir", nargs="+", help="runs/<run>, its recipe's name, or latest")
-    option("--out", type=Path, help="file; default: the run's report.html, or side-by-side.html beside the first")
+    option(
+        "--out", type=Path, help="output file; default: report.html in the run, or side-by-side.html beside the first"
+    )
 
 
 def _add_board(add: _Add) -> None:
     """Add the command board."""
-    option = add("board", help="runs, recipes and hosts as pages in the browser; reads only").add_argument
+    option = add("board", help="show runs, recipes and hosts in the browser; read-only").add_argument
     option("--runs", type=Path, default=Path("runs"), help="directory of runs (default: %(default)s)")
     option("--hostfile", help="hosts in DeepSpeed's format; default: hostfile.txt")
-    option("--host", default="127.0.0.1", help="address to listen at; any other needs a token (default: %(default)s)")
+    option("--host", default="127.0.0.1", help="address to listen on; any other needs a token (default: %(default)s)")
     port = "0: any that is free (default: %(default)s)"
     option("--port", type=_whole_number(0, most=65535), default=8080, help=port)
-    option("--token-file", type=Path, metavar="FILE", help="its text is the token; default: a new one")
+    option("--token-file", type=Path, metavar="FILE", help="file that holds the token; default: a new one")
     option(
-        "--allow-actions", action="store_true", help="also save forks of recipes and chat with models; needs the token"
+        "--allow-actions",
+        action="store_true",
+        help="allow forking recipes and chatting with models; needs the token",
     )
 
 
@@ -354,7 +337,7 @@ def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the rec
     """Add --hostfile or --local, and --gpu, to a command; `otherwise` is the default host in the help's words."""
     where = command.add_mutually_exclusive_group()
     where.add_argument("--hostfile", help=f"hosts in DeepSpeed's format; default: {otherwise}")
-    where.add_argument("--local", action="store_true", help="this machine instead of the recipe's hardware")
+    where.add_argument("--local", action="store_true", help="plan for this machine instead of the recipe's hardware")
     command.add_argument("--gpu", metavar="NAME", help="GPU kind of every host, e.g. A100-40G")
 
 
