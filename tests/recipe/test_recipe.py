@@ -121,7 +121,7 @@ def test_a_wrong_type_says_what_is_expected_and_what_it_is_for(write: Path) -> N
 def test_a_union_names_all_it_accepts(write: Path, value: str) -> None:
     sentence = mistakes_of(MINIMAL, f"batch.micro_batch={value}")[1]
     assert "batch.micro_batch: should be a whole number or 'auto'" in sentence
-    assert "(Rows a GPU holds at once" in sentence
+    assert "(Rows per GPU and micro-step" in sentence
 
 
 def test_a_misspelt_choice_gets_a_suggestion(write: Path) -> None:

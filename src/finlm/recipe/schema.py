@@ -20,18 +20,18 @@ from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, 
 
 
 class Model(Section):
-    """A causal decoder of transformers; without config a Llama: RMSNorm, RoPE, SwiGLU."""
+    """A causal decoder of transformers; without `config` it is a Llama: RMSNorm, RoPE, SwiGLU."""
 
     init_from: str | None = Field(
         None,
-        description="Where the weights start: a Hugging Face directory or id, modelscope:ORG/NAME, a run (its export), "
-        "or a recipe: its newest finished run that was trained as the recipe is written.",
+        description="Initial weights: a Hugging Face directory or id, modelscope:ORG/NAME, a run (its export), or a "
+        "recipe (the newest finished run of exactly this recipe).",
     )
-    revision: str | None = Field(None, description="Commit of init_from when it is a Hub id or of ModelScope.")
+    revision: str | None = Field(None, description="Commit of init_from when it is an id of the Hub or of ModelScope.")
     config: dict[str, Any] | None = Field(
         None,
-        description="Keys of config.json that have no key here, model_type among them; absent = the config.json of "
-        "init_from, and a Llama where there is none.",
+        description="Keys of config.json that have no key here, such as model_type; absent = config.json of "
+        "init_from, or a Llama without init_from.",
     )
     hidden_size: Positive = Field(description="Width of the residual stream.")
     layers: Positive = Field(description="Number of decoder layers.")
@@ -42,35 +42,41 @@ class Model(Section):
     tie_embeddings: bool = Field(False, description="Output head shares the embedding's weights.")
     rope_theta: float = Field(10000.0, description="RoPE base.")
     former_rope_theta: float | None = Field(
-        None, description="RoPE base of init_from, where pretraining goes on with another one for longer rows."
+        None, description="RoPE base of init_from, when continued pretraining uses another one for longer rows."
     )
     norm_eps: float = Field(1e-5, description="Epsilon of the norms.")
     init_std: float = Field(0.02, description="Standard deviation of the initial weights.")
 
 
 class Tokenizer(Section):
-    """An existing tokenizer, one extended by Chinese, or a sentencepiece model trained on the recipe's documents."""
+    """An existing tokenizer, one extended with Chinese pieces, or a sentencepiece model of the recipe's documents."""
 
     path: str | None = Field(
         None,
         description="Existing tokenizer.json or tokenizer.model, or a directory with one (tokenizer.json first). "
-        "Without it and vocab_size: that of model.init_from.",
+        "Without path and vocab_size, the tokenizer of model.init_from is used.",
     )
     extend_to: Positive | None = Field(
-        None, description="Pieces after Chinese ones are added to those of path, whose ids and encodings stay."
+        None,
+        description="Vocabulary size after adding Chinese pieces to the tokenizer of path; existing ids and encodings "
+        "stay the same.",
     )
-    extend_longest: Positive = Field(16, description="Characters a new piece has at most; 1 as in XuanYuan.")
-    vocab_size: Positive | None = Field(None, description="Pieces of the trained tokenizer.")
-    sample_bytes: Bytes = Field(200_000_000, description="Text sampled for training or extending it, e.g. 200MB.")
+    extend_longest: Positive = Field(16, description="Maximum characters of a new piece; XuanYuan used 1.")
+    vocab_size: Positive | None = Field(None, description="Vocabulary size of a tokenizer trained on the documents.")
+    sample_bytes: Bytes = Field(
+        200_000_000, description="Bytes of text sampled to train or extend the tokenizer, e.g. 200MB."
+    )
     sample_weights: Weights | None = Field(
-        None, description="Shares of the sample by source or glob, others 0; absent = in proportion to their text."
+        None,
+        description="Shares of the sample by source or glob, others 0; absent = in proportion to the sources' text.",
     )
     character_coverage: Fraction = Field(0.9995, description="Share of characters kept as pieces; the rest are bytes.")
     add_bos: bool = Field(
-        True, description="Every document starts with <s>; with tokenizer.json, where the tokenizer begins a text so."
+        True,
+        description="Begin every document with <s>; with tokenizer.json only if the tokenizer itself adds a bos token.",
     )
     document_begin: str | None = Field(
-        None, description="Token before every document, by its text; absent = the tokenizer's bos token."
+        None, description="Token before every document, given as text; absent = the tokenizer's bos token."
     )
     document_end: str | None = Field(
         None, description="Token after every document, e.g. <|endoftext|>; absent = the tokenizer's eos token."
@@ -83,14 +89,15 @@ class Tokenizer(Section):
 
 
 class Batch(Section):
-    """How many tokens make one optimizer step."""
+    """Sequence length and tokens per optimizer step."""
 
-    sequence_length: Positive = Field(description="Tokens a row.")
+    sequence_length: Positive = Field(description="Tokens per row.")
     tokens_per_step: Count = Field(
-        description="Tokens an optimizer step over all GPUs; rounded to whole micro-batches."
+        description="Tokens per optimizer step over all GPUs; rounded to whole micro-batches."
     )
     micro_batch: Positive | Auto | dict[str, Positive] = Field(
-        "auto", description="Rows a GPU holds at once; for unequal GPUs by host name or GPU kind, {A100-40G: 4, T4: 1}."
+        "auto",
+        description="Rows per GPU and micro-step; for unequal GPUs by host name or GPU kind, {A100-40G: 4, T4: 1}.",
     )
 
 
@@ -106,12 +113,13 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Decay after warmup.")
     warmup_steps: Annotated[Int, Field(ge=0)] = Field(50, description="Steps of warmup.")
     warmup: Literal["linear", "log"] = Field(
-        "linear", description="How the rate rises in them; log is DeepSpeed's default and llm-code's, fast at first."
+        "linear",
+        description="Shape of the warmup; log, which rises fast at first, is the default of DeepSpeed and llm-code.",
     )
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = Field((0.9, 0.95), description="Adam's moment decay rates.")
     eps: float = Field(1e-8, description="Adam's epsilon.")
     decay_steps: Positive | None = Field(
-        None, description="Steps the schedule is made for; absent = the run's, as it should be."
+        None, description="Steps the schedule is made for; absent = the steps of the run, which is almost always right."
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Weight decay.")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient norm limit; 0 = none.")
@@ -126,21 +134,21 @@ class Fp16(Section):
     hysteresis: Positive = Field(2, description="Overflows tolerated before the scale halves.")
     consecutive_hysteresis: bool = Field(False, description="Refill the hysteresis after every good step.")
     min_loss_scale: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="The run stops when the scale would go below."
+        1.0, description="The run stops when the scale would fall below."
     )
 
 
 class Zero(Section):
-    """DeepSpeed ZeRO."""
+    """ZeRO stage and offload."""
 
     stage: Literal[0, 1, 2, 3, "auto"] = Field("auto", description="ZeRO stage.")
     offload_optimizer: Literal["none", "stream", "cpu", "nvme", "auto"] = Field(
         "auto",
-        description="Where optimizer states live: the GPU; the host, stepped by the GPU as they pass through it; the "
-        "host, stepped by its cores; a disk.",
+        description="Where optimizer states are kept. none: on the GPU. stream: on the host, updated by the GPU in "
+        "parts. cpu: on the host, updated by its cores. nvme: on a disk.",
     )
     offload_param: Literal["none", "cpu", "nvme", "auto"] = Field(
-        "auto", description="Where parameters live (stage 3)."
+        "auto", description="Where parameters are kept (stage 3)."
     )
     nvme_path: str | None = Field(None, description="Directory on the NVMe disk for offload.")
     hpz_partition_size: Positive = Field(1, description="ZeRO++ hpZ: ranks of the secondary shard; 1 = off.")
@@ -149,82 +157,86 @@ class Zero(Section):
 
 
 class Train(Section):
-    """How long and from which seed."""
+    """Length of training, seed, precision, recompute and compilation."""
 
     steps: Positive | None = Field(
         None,
-        description="Optimizer steps. One of steps, tokens, epochs is given; it replaces one that a base gives, and "
-        "with --set one that the recipe gives.",
+        description="Optimizer steps. Give one of steps, tokens and epochs; it replaces the one of a base recipe, and "
+        "--set replaces the recipe's.",
     )
-    tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M; an alternative to steps.")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; needs prepared data.")
+    tokens: Count | None = Field(None, description="Training tokens, e.g. 3.9M, instead of steps.")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Passes over the data, instead of steps; needs prepared data."
+    )
     seed: Seed = Field(0, description="Seed of weights and data order.")
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
         "auto",
-        description="auto: bf16, fp16 or fp32 by hardware. fp8: bf16 whose linear layers multiply in float8 (Hopper).",
+        description="auto: bf16, fp16 or fp32 by hardware. fp8: bf16 with float8 matrix products in linear layers "
+        "(Hopper).",
     )
     grad_accum_dtype: Literal["auto", "fp32"] = Field(
         "auto",
-        description="In what the gradients of a step's micro-batches are added up. auto: as the weights. fp32: at ZeRO "
-        "stages 2 and 3, for 2 bytes more a parameter of each rank's share.",
+        description="Type in which gradients of micro-batches are accumulated. auto: as the weights. fp32: at ZeRO "
+        "stages 2 and 3, for 2 more bytes per parameter of a rank's share.",
     )
     fp16: Fp16 = Field(default_factory=Fp16, description="Loss scaling.")
     recompute: Literal["auto", "none", "selective", "full"] = Field(
-        "auto", description="Activation checkpointing: nothing, the feed-forward blocks, or whole layers."
+        "auto", description="Activation checkpointing. none: off. selective: feed-forward blocks. full: whole layers."
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile of each layer; auto = on GPUs.")
     deterministic: bool = Field(
         False,
-        description="Two runs give the same bits on GPUs too, at a price (docs/determinism.md); CPU runs do anyway.",
+        description="Make two runs on GPUs bit-equal, at a cost (docs/determinism.md); CPU runs always are.",
     )
-    cpu_ranks: Positive = Field(2, description="Processes when there is no GPU.")
+    cpu_ranks: Positive = Field(2, description="Number of ranks on a machine without GPUs.")
 
 
 class Checkpoint(Section):
-    """What is kept."""
+    """How often checkpoints are saved, where, and how many are kept."""
 
     every_steps: Positive | None = Field(
-        None, description="Optimizer steps between checkpoints; absent = only the last."
+        None, description="Optimizer steps between checkpoints; absent = only after the last step."
     )
-    keep_last: Positive = Field(2, description="Checkpoints kept: the newest ones.")
+    keep_last: Positive = Field(2, description="Number of newest checkpoints to keep.")
     keep_every_steps: Positive | None = Field(
-        None, description="Checkpoints at multiples of so many steps are kept as well; absent = only the newest."
+        None, description="Also keep checkpoints at multiples of this step; absent = only the newest."
     )
     copies: Literal[0, 1] = Field(
         0,
-        description="1 = the machine that `train` runs on copies the other hosts' parts of each checkpoint while "
-        "training goes on: any other host and its disk may be lost. A shared file system needs none.",
+        description="1 = the machine that runs `train` copies the other hosts' parts of each checkpoint in the "
+        "background, so that any other host may be lost with its disk. Not needed with a shared file system.",
     )
     memory_minutes: Annotated[float, Field(gt=0)] | Auto | None = Field(
         None,
-        description="Minutes between checkpoints in the hosts' memory, beside those on disk: the newest one, and each "
-        "host's part in a neighbour's memory too. auto = by the time that training waits and the rate of failures; "
-        "absent = none.",
+        description="Minutes between checkpoints in host memory, besides those on disk. The newest is kept, each "
+        "host's part in a neighbour's memory too. auto = from the measured stall and the failure rate; absent = none.",
     )
     memory_directory: Annotated[str, Field(pattern=r"^/[^\r\n\x00]*$")] = Field(
         "/dev/shm",
-        description="Directory on a tmpfs of every host where checkpoints in memory are; it has room for two, "
-        "with the neighbour's part four of a host's share.",
+        description="Directory on a tmpfs of every host for checkpoints in memory; needs room for two, or four times "
+        "a host's share with the neighbour's part.",
     )
     asynchronous: bool = Field(
         True,
-        description="Training waits only for a copy in host memory, which a thread writes; false = for the disk. Where "
-        "nothing else fits and the recipe does not say, the plan takes false.",
+        description="Copy to host memory and write in a background thread; false = training waits for the disk. If "
+        "the recipe does not set it, the plan uses false where nothing else fits.",
     )
 
 
 class Eval(Section):
-    """Held-out perplexity, and questions."""
+    """Held-out perplexity and multiple-choice questions during and after training."""
 
-    every_steps: Positive | None = Field(None, description="Steps between evaluations; start and end always run.")
-    max_tokens_per_source: Count = Field(200_000, description="Held-out tokens a source at most.")
+    every_steps: Positive | None = Field(
+        None, description="Steps between evaluations; the model is always evaluated at the start and the end."
+    )
+    max_tokens_per_source: Count = Field(200_000, description="Maximum held-out tokens per source.")
     suites: Annotated[tuple[Literal["exam", "recall"], ...], Strict(False)] = Field(
-        (), description="Questions about the fictional world asked at the end, of the model it started from as well."
+        (), description="Questions about the fictional world, asked after training, and of the start model too."
     )
     mode: Literal["auto", "likelihood", "chat", "cloze"] = Field(
         "auto",
-        description="The likeliest letter, a written answer, or the likeliest option per character; "
-        "auto: written by models with a chat template, else the likeliest letter.",
+        description="How questions are asked. likelihood: the likeliest letter. chat: a written answer. cloze: the "
+        "likeliest option per character. auto: chat for models with a chat template, else likelihood.",
     )
 
 
@@ -236,18 +248,18 @@ class HardwareHost(Section):
     gpu: str | None = Field(None, description="GPU kind of plan/gpus.yaml, e.g. A100-40G; absent = CPU ranks.")
     memory: Bytes | None = Field(
         None,
-        description="Host RAM, e.g. 256GiB. With GPUs it counts instead of what the host (localhost too) shows.",
+        description="Host RAM, e.g. 256GiB. For a host with GPUs it overrides the measured value, also on localhost.",
     )
-    count: Positive = Field(1, description="Identical hosts; more than 1 stands for name-1 to name-N.")
+    count: Positive = Field(1, description="Number of identical hosts; above 1 they are called name-1 to name-N.")
 
 
 class Hardware(Section):
-    """The cluster a recipe was written for; `plan` uses it unless told otherwise."""
+    """The cluster this recipe was written for; `plan` uses it by default."""
 
     hosts: Annotated[tuple[HardwareHost, ...], Strict(False), Field(min_length=1)] = Field(description="Hosts.")
     network_gbit: Annotated[float, Field(gt=0)] = Field(10.0, description="Speed of the link between hosts.")
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="What an hour of one GPU costs, in your currency; `plan` then says what the run costs."
+        None, description="Price of one GPU-hour in your currency; `plan` then prints the cost of the run."
     )
 
 
@@ -262,59 +274,65 @@ Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
 class HostAccess(Section):
-    """What a hostfile cannot say about one of its hosts."""
+    """Settings of one host that a hostfile cannot express."""
 
-    user: Word | None = Field(None, description="User that ssh logs in as; ~/.ssh/config or this user when absent.")
+    user: Word | None = Field(None, description="User for ssh; absent = as in ~/.ssh/config, or the current user.")
     port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(None, description="Port of the host's ssh server.")
-    python: Absolute | None = Field(None, description="Interpreter of the ranks; the same path as here when absent.")
+    python: Absolute | None = Field(
+        None, description="Python interpreter of the ranks; absent = the same path as on this machine."
+    )
     work_dir: Absolute | None = Field(
-        None, description="Directory that stands for the one `train` is started in; the same path when absent."
+        None, description="Directory that corresponds to the one `train` is started in; absent = the same path."
     )
     address: Word | None = Field(
-        None, description="Address that the other hosts reach it by; the one ssh connects to when absent."
+        None, description="Address at which other hosts reach this host; absent = the one that ssh connects to."
     )
-    env: Environment = Field(default_factory=dict, description="Environment of its ranks, over the recipe's env.")
+    env: Environment = Field(
+        default_factory=dict, description="Environment variables of its ranks; they override the recipe's env."
+    )
 
 
 class Launch(Section):
-    """How ranks are started and watched."""
+    """How ranks are started, watched and restarted."""
 
     master_port: Annotated[int, Field(gt=0, lt=65536)] | Auto = Field(
         "auto", description="TCP port of the rendezvous on the first host; auto = a free one."
     )
     start_minutes: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="The run is ended when its first step takes longer: loading, compiling, first messages."
+        60.0, description="End the run if the first step takes longer than this, with loading and compiling."
     )
     stall_minutes: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="The run is ended after so long without a finished step, evaluation or checkpoint."
+        30.0, description="End the run after this time without a finished step, evaluation or checkpoint."
     )
     outage_seconds: Annotated[float, Field(ge=10)] = Field(
         60.0,
-        description="A host is given up, and its ranks end themselves, after so long without a word. TCP may notice "
-        "the end of an outage when that is twice as old: with 60 an outage of 25 seconds passes, with 150 one of 60.",
+        description="Time without a message after which a host counts as lost, and its ranks end themselves. TCP may "
+        "notice the end of an outage late: with 60 an outage of 25 seconds passes, with 150 one of 60.",
     )
     grace_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0,
-        description="After SIGTERM or SIGINT the ranks may take so long to finish their step and write a checkpoint.",
+        description="Time that ranks get after SIGTERM or SIGINT to finish their step and write a checkpoint.",
     )
     restarts: Annotated[Int, Field(ge=0)] = Field(
         8,
-        description="How often a failed run is started again by itself without a new checkpoint; 0 = never. Not when "
-        "the logs show a cause that would come again, or one step fails twice. A host that is gone or fails twice is "
-        "left: a spare of the hostfile takes its place, or the others go on.",
+        description="Automatic restarts of a failed run without a new checkpoint in between; 0 = never. There is no "
+        "restart if the logs show a cause that would recur, or if the same step fails twice. A host that is lost or "
+        "fails twice is replaced by a spare of the hostfile, or the run continues without it.",
     )
     restart_wait_seconds: Annotated[float, Field(ge=0)] = Field(
         15.0,
-        description="Wait before the first restart; it doubles each time, up to 10 minutes. A lost host is asked so "
-        "often whether it is back.",
+        description="Wait before the first restart; it doubles each time, up to 10 minutes. Also the interval at "
+        "which a lost host is asked whether it is back.",
     )
     host_failures: Annotated[Int, Field(ge=2)] = Field(
-        2, description="A host that failed so often in one `finlm train` is left, also while it answers."
+        2,
+        description="Failures of a host in one `finlm train` after which the run continues without it, even if it "
+        "still answers.",
     )
     notify: str | None = Field(
         None,
-        description="Shell command that is run on this machine at every incident, restart and end, with FINLM_EVENT, "
-        "FINLM_RUN and FINLM_TEXT in its environment.",
+        description="Shell command to run on this machine at every incident, restart and end of the run, with "
+        "FINLM_EVENT, FINLM_RUN and FINLM_TEXT in its environment.",
     )
 
 
@@ -322,7 +340,7 @@ class Recipe(Section):
     """A run, fully determined together with a hostfile."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,99}$", description="Short name; the prefix of run directories.")
-    description: str = Field("", description="One line for people.")
+    description: str = Field("", description="One-line description.")
     forked_from: str | None = Field(
         None, description="The recipe this one was made from, path@sha256; written by `finlm new`."
     )
@@ -333,26 +351,33 @@ class Recipe(Section):
     data: Data
     batch: Batch
     optim: Optim
-    chat: Chat | None = Field(None, description="How dialogues become text; in stages after pretraining.")
-    sft: Sft | None = Field(None, description="What dialogues teach; in stage sft.")
-    dpo: Dpo | None = Field(None, description="Learning from pairs directly; in stage dpo.")
-    reward: Reward | None = Field(None, description="Learning what is preferred; in stage reward.")
-    grpo: Grpo | None = Field(None, description="Learning from the rewards of own answers; in stage grpo.")
-    lora: Lora | None = Field(None, description="Train adapters; absent = every weight.")
+    chat: Chat | None = Field(None, description="How dialogues become text, in stages after pretraining.")
+    sft: Sft | None = Field(None, description="Labels and packing of dialogues, in stage sft.")
+    dpo: Dpo | None = Field(None, description="Direct preference optimization, in stage dpo.")
+    reward: Reward | None = Field(None, description="Training a reward model, in stage reward.")
+    grpo: Grpo | None = Field(None, description="Reinforcement learning from rewards, in stage grpo.")
+    lora: Lora | None = Field(None, description="Train low-rank adapters; absent = train every weight.")
     zero: Zero = Field(default_factory=Zero)
     train: Train
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
-    incidents: Incidents = Field(default_factory=Incidents, description="Trouble in a step, and what is done about it.")
-    record: Record = Field(default_factory=Record, description="Where metrics go besides the run directory.")
-    expect: Expect | None = Field(None, description="Numbers that every run of this recipe is checked against.")
+    incidents: Incidents = Field(
+        default_factory=Incidents, description="What to do about loss spikes, slow ranks and wrong results."
+    )
+    record: Record = Field(default_factory=Record, description="Trackers that metrics are sent to.")
+    expect: Expect | None = Field(None, description="Results that every run of this recipe is checked against.")
     env: Environment = Field(
         default_factory=dict,
-        description="Environment of every rank; recorded in clear in the run directory, so no place for passwords.",
+        description="Environment variables of every rank. They are written in plain text to the run directory: no "
+        "passwords here.",
     )
-    hosts: dict[str, HostAccess] = Field(default_factory=dict, description="Access to hosts, by hostfile name.")
-    launch: Launch = Field(default_factory=Launch, description="Starting and watching the ranks.")
-    self_qa: SelfQA | None = Field(None, description="Questions and answers that `self-qa` makes of the documents.")
+    hosts: dict[str, HostAccess] = Field(
+        default_factory=dict, description="Settings of single hosts, by hostfile name."
+    )
+    launch: Launch = Field(default_factory=Launch, description="How ranks are started, watched and restarted.")
+    self_qa: SelfQA | None = Field(
+        None, description="Questions and answers that `self-qa` generates from the documents."
+    )
 
     @property
     def sequences_per_row(self) -> int:

@@ -15,45 +15,55 @@ from finlm.recipe.schema_data import Auto, Fraction, Int, Positive, Section
 
 
 class Chat(Section):
-    """How a dialogue becomes text; training, evaluation and chat share it."""
+    """How a dialogue becomes text, in training, evaluation and chat alike."""
 
     template: str = Field(
         "xuanyuan",
-        description="xuanyuan, llm-code, zephyr, chatml, llama2, llama3, deepseek-r1, model (its own) or a Jinja file.",
+        description="Chat template: xuanyuan, llm-code, zephyr, chatml, llama2, llama3, deepseek-r1, model (the start "
+        "model's) or a Jinja file.",
     )
     system: str | None = Field(
-        None, description="System prompt of the dialogues that bring none, in training and, by the template, in use."
+        None, description="System prompt of dialogues without one, in training and (written into the template) in use."
     )
     overlong: Literal["split", "drop", "truncate"] = Field(
         "split",
-        description="Dialogues longer than a row: split between turns, left out, or cut (the answer's end goes).",
+        description="What happens to dialogues longer than a row: split between turns, drop, or truncate (which loses "
+        "the end of the answer).",
     )
 
 
 class Sft(Section):
-    """Which tokens of a dialogue are learnt from, and how dialogues fill rows.
+    """Which tokens of a dialogue count in the loss, and how dialogues fill rows.
 
     The keys after `profile` repeat mistakes of the XuanYuan project's released llm-code, for faithful reproductions.
     """
 
-    assistant_only_loss: bool = Field(True, description="Only the assistant's words and end of turn are learnt from.")
-    packing: bool = Field(True, description="A row holds several dialogues, none of which sees another.")
+    assistant_only_loss: bool = Field(
+        True, description="Count only the assistant's tokens and end of turn in the loss."
+    )
+    packing: bool = Field(True, description="Put several dialogues in a row; they do not see each other.")
     profile: Literal["corrected", "faithful"] = Field(
         "corrected", description="faithful: the label lint reports what the keys below break, but does not refuse it."
     )
     answer_apart: bool = Field(
-        False, description="Prompt and answer tokenised apart: </s> and <s> before the answer, </s> after it."
+        False, description="Tokenise prompt and answer separately: </s> and <s> before the answer, </s> after it."
     )
-    pad_labels: bool = Field(False, description="A row's padding is </s>, and counts in the loss; needs no packing.")
+    pad_labels: bool = Field(
+        False, description="Pad rows with </s> and count the padding in the loss; needs packing: false."
+    )
     hide_eos: bool = Field(
-        False, description="The attention mask hides every </s>, not only padding; needs no packing."
+        False, description="Hide every </s> by the attention mask, not only padding; needs packing: false."
     )
-    mask_eos: bool = Field(False, description="No label that is </s> counts, so that no end is learnt.")
+    mask_eos: bool = Field(
+        False, description="Leave every </s> out of the loss; the model then does not learn to stop."
+    )
     tokenizer: Literal["auto", "sentencepiece", "tokenizers"] = Field(
-        "auto", description="Library that encodes: auto takes tokenizer.json where there is one, else tokenizer.model."
+        "auto", description="Library that encodes. auto: by tokenizer.json if there is one, else by tokenizer.model."
     )
     order: Literal["stateless", "sampler"] = Field(
-        "stateless", description="sampler: torch's DistributedSampler; an epoch repeats rows until the ranks divide it."
+        "stateless",
+        description="Order of rows. sampler: as torch's DistributedSampler, which repeats rows until the ranks divide "
+        "an epoch.",
     )
 
 
@@ -68,10 +78,10 @@ class Lora(Section):
     dropout: Fraction = Field(0.0, description="Dropout before the adapters.")
     targets: Annotated[tuple[Linear, ...], Strict(False), Field(min_length=1)] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Linear layers that get one.",
+        description="Linear layers with adapters.",
     )
     quantize: Literal["none", "nf4"] = Field(
-        "none", description="nf4: the decoder's frozen matrices in 4 bits (QLoRA, arXiv 2305.14314)."
+        "none", description="nf4: keep the decoder's frozen matrices in 4 bits (QLoRA, arXiv 2305.14314)."
     )
 
 
@@ -82,83 +92,99 @@ class Dpo(Section):
     """Direct preference optimization (arXiv 2305.18290), or ORPO (arXiv 2403.07691)."""
 
     beta: Annotated[float, Field(gt=0)] = Field(
-        0.1, description="How strongly the policy is held to its start; of orpo the weight of the odds ratio."
+        0.1, description="Strength of the KL penalty towards the start model; for orpo, the weight of the odds ratio."
     )
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sigmoid_norm", "orpo"] = Field(
         "sigmoid",
-        description="Loss of a pair, by trl's names; sigmoid is DPO's paper's. orpo: SFT on the chosen answer and the "
-        "odds ratio of both, without a reference.",
+        description="Loss of a pair, by trl's names; sigmoid is the loss of the DPO paper. orpo: SFT on the chosen "
+        "answer plus the odds ratio of both, without a reference model.",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="Share of pairs labelled the wrong way round; robust only."
+        0.0, description="Share of pairs assumed to be labelled the wrong way round; only for robust."
     )
 
 
 class Reward(Section):
-    """A reward model: the start's body with a linear head on the last token, by the Bradley-Terry loss."""
+    """A reward model: the start model with a linear head on the last token, trained by the Bradley-Terry loss."""
 
-    margin: Coefficient = Field(0.0, description="By how much the chosen answer must be ahead; XuanYuan-6B: 0.5.")
+    margin: Coefficient = Field(
+        0.0, description="Margin by which the chosen answer should score higher; XuanYuan-6B used 0.5."
+    )
     center: Coefficient = Field(
-        0.0, description="Weight of the squared sum of a pair's rewards, which keeps them around 0."
+        0.0, description="Weight of the squared sum of a pair's rewards, a penalty that keeps rewards around 0."
     )
 
 
 class Spike(Section):
-    """A loss far above the recent ones."""
+    """A loss far above recent losses."""
 
     z_score: Annotated[float, Field(gt=0)] = Field(
-        8.0, description="Deviations (1.4826 MAD, at least 1 % of the median) above the median that make a spike."
+        8.0,
+        description="Deviations above the median from which a loss is a spike; a deviation is 1.4826 MAD, at least 1 "
+        "% of the median.",
     )
-    window: Annotated[Int, Field(ge=10)] = Field(100, description="Recent steps that median and MAD are taken of.")
+    window: Annotated[Int, Field(ge=10)] = Field(100, description="Recent steps for median and MAD.")
     then: Literal["record", "stop", "skip", "roll_back"] = Field(
         "record",
-        description="record: only name it. skip: leave the weights as they were. roll_back: go back to a checkpoint "
-        "roll_back_steps before it and leave out the data since. stop: end the run.",
+        description="record: only record it. skip: do not update the weights. roll_back: return to a checkpoint at "
+        "least roll_back_steps before the spike and skip the data since. stop: end the run.",
     )
     roll_back_steps: Annotated[Int, Field(ge=0)] = Field(
-        0, description="Steps before the spike that the checkpoint must be at least, for then: roll_back."
+        0, description="Minimum steps between checkpoint and spike, for then: roll_back."
     )
 
 
 class Straggler(Section):
-    """A rank that is slower than the others for long."""
+    """A rank that stays slower than the others."""
 
-    ratio: Annotated[float, Field(gt=1)] = Field(1.3, description="Own time over the ranks' median that is slow.")
-    steps: Positive = Field(50, description="Steps whose median counts.")
+    ratio: Annotated[float, Field(gt=1)] = Field(
+        1.3, description="Ratio of a rank's time to the median of the ranks above which it is slow."
+    )
+    steps: Positive = Field(50, description="Steps over which the median is taken.")
 
 
 class Corruption(Section):
-    """Ranks that compute wrongly without an error, in pretraining below ZeRO-3."""
+    """Silent data corruption: ranks that compute wrong results without an error. In pretraining, below ZeRO-3."""
 
     every_steps: Positive | None = Field(
         200,
-        description="Steps after which neighbours compute each other's gradients and compare the bits, or the norms "
-        "where kernels are not deterministic; null: never.",
+        description="Steps between checks, in which neighbouring ranks compute the same gradients and compare bits, "
+        "or norms if kernels are not deterministic; null = never.",
     )
 
 
 class Rollouts(Section):
-    """Answers that game the reward, against the first steps of the run; in stages that learn from own answers."""
+    """Reward hacking, compared with the first steps of the run, in stage grpo."""
 
-    length: Annotated[float, Field(gt=1)] = Field(2.0, description="Times the first steps' length that is told.")
-    entropy: Fraction = Field(0.1, description="Share of the first steps' entropy below which it is told.")
-    repetition: Fraction = Field(0.3, description="Share of repeated text above which it is told.")
-    mismatch: Annotated[float, Field(gt=0)] = Field(
-        0.1, description="Nats a token by which rollout and trainer may differ in the mean of a step."
+    length: Annotated[float, Field(gt=1)] = Field(
+        2.0, description="Ratio of answer length to the first steps' above which an incident is recorded."
     )
-    unanswered: Fraction = Field(0.3, description="Share of answers that name none above which it is told.")
+    entropy: Fraction = Field(
+        0.1, description="Ratio of entropy to the first steps' below which an incident is recorded."
+    )
+    repetition: Fraction = Field(0.3, description="Share of repeated text above which an incident is recorded.")
+    mismatch: Annotated[float, Field(gt=0)] = Field(
+        0.1,
+        description="Mean difference between the log-probabilities of rollout and trainer above which an incident is "
+        "recorded, in nats per token.",
+    )
+    unanswered: Fraction = Field(
+        0.3, description="Share of answers without a conclusion above which an incident is recorded."
+    )
 
 
 class Incidents(Section):
-    """What is done about trouble in a step. A step whose loss or gradient is not finite never changes the weights."""
+    """What to do about trouble. A step whose loss or gradient is not finite never changes the weights."""
 
     stop_after: Positive = Field(
-        5, description="The run ends at the first incident after so many: skipped steps of the last 100, or roll backs."
+        5,
+        description="End the run at the next incident after this many skipped steps among the last 100, or this many "
+        "rollbacks.",
     )
     spike: Spike = Field(default_factory=Spike, description="Loss spikes.")
     straggler: Straggler = Field(default_factory=Straggler, description="Slow ranks.")
     corruption: Corruption = Field(default_factory=Corruption, description="Ranks that compute wrongly.")
-    rollouts: Rollouts = Field(default_factory=Rollouts, description="Answers that game the reward.")
+    rollouts: Rollouts = Field(default_factory=Rollouts, description="Reward hacking.")
 
 
 def _steps(value: object) -> object:
@@ -193,19 +219,22 @@ Losses = Annotated[dict[int, Number], BeforeValidator(_steps)]
 
 
 class Expect(Section):
-    """Holds for the recipe as it is written: a run whose --set changes the training is not checked.
+    """Expected results of exactly this recipe; a run with a --set that changes the training is not checked.
 
     A value is [lowest, highest], or a number that may be missed by the tolerance.
     """
 
     hardware: str | None = Field(
-        None, description="Where it was measured: cpu, or a part of the GPU's name; elsewhere nothing is checked."
+        None,
+        description="Hardware of the measurement: cpu, or part of a GPU's name; on other hardware nothing is checked.",
     )
-    origin: str = Field("", description="Which runs the values come from: how many, on what, and what they had apart.")
+    origin: str = Field(
+        "", description="Runs that the values come from: how many, on which hardware, and how they differed."
+    )
     loss: Losses = Field(default_factory=dict, description="Training loss by optimizer step.")
     before: dict[str, Number] = Field(
         default_factory=dict,
-        description="Held-out loss by source before the first step: that of the model a run starts from.",
+        description="Held-out loss by source before the first step, thus of the start model.",
     )
     held_out: dict[str, Number] = Field(
         default_factory=dict, description="Held-out loss of the last evaluation by source; `all` is the total."
@@ -219,17 +248,17 @@ class Expect(Section):
     )
     rise: dict[str, Number] = Field(
         default_factory=dict,
-        description="What answers drawn to held-out prompts earn more at the last evaluation than before the first "
-        "step, by source.",
+        description="Increase of the reward of sampled answers to held-out prompts, from before the first step to the "
+        "last evaluation, by source.",
     )
     suites: dict[str, Share] = Field(
-        default_factory=dict, description="Share of right answers after training, over all questions, by suite."
+        default_factory=dict, description="Share of correct answers after training, over all questions, by suite."
     )
     suite_tolerance: Annotated[float, Field(ge=0)] = Field(
-        0.03, description="Difference allowed in a share (suites, accuracy) that is a number."
+        0.03, description="Allowed difference of a share (suites, accuracy) given as a single number."
     )
     tolerance: Annotated[float, Field(ge=0)] = Field(
-        0.02, description="Difference allowed in a loss or reward that is a number."
+        0.02, description="Allowed difference of a loss or reward given as a single number."
     )
     toy: Losses = Field(
         default_factory=dict, description="Training loss of `train --toy` by step, on a CPU, to 0.001 nats."
@@ -240,14 +269,14 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Record(Section):
-    """Trackers that get the metrics of events.jsonl as well, each from a process of its own beside the run."""
+    """Trackers that receive the metrics of events.jsonl, each from a separate process."""
 
     tracking: Annotated[tuple[Tracker, ...], Strict(False)] = Field(
-        (), description="tensorboard, wandb, trackio: any of them; the last two are optional packages."
+        (), description="Any of tensorboard, wandb and trackio; the last two are optional packages."
     )
     project: str = Field("finlm", pattern=r"^[A-Za-z0-9._-]+$", description="Project in W&B and trackio.")
     online: bool = Field(
-        False, description="W&B sends while the run goes on; otherwise it writes into the run, for `wandb sync`."
+        False, description="Send to W&B during the run; otherwise write into the run directory, for `wandb sync`."
     )
 
 
@@ -255,26 +284,28 @@ CHECKED = ("option", "words", "number", "terms")  # rules that need the right an
 
 
 class Term(Section):
-    """One part of what an answer earns; the reward is the sum of all, each times its weight."""
+    """A term of the reward; the reward is the weighted sum of all terms."""
 
     rule: Literal["option", "words", "number", "terms", "format", "length", "function", "model"] = Field(
         description="option: 1 for the right letter. words: 1 for the words of the right option and no other. number: "
-        "1 for the right number in its unit. terms: F1 of a list. format: 1 for an answer that the pattern matches "
-        "whole. length: 1 up to `most` tokens, falling to 0 at max_new_tokens. function: a Python function of yours. "
-        "model: a reward model."
+        "1 for the right number in its unit. terms: F1 of a list. format: 1 if the pattern matches the whole answer. "
+        "length: 1 up to `most` tokens, falling to 0 at max_new_tokens. function: your Python function. model: a "
+        "reward model."
     )
-    weight: float = Field(1.0, description="Factor of the term in the reward; below 0 it costs.")
+    weight: float = Field(1.0, description="Weight of the term; a negative one is a penalty.")
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="number: share of the right number that may be missed; 0.001 when absent."
+        None, description="number: relative error allowed; absent = 0.001."
     )
-    pattern: str | None = Field(None, description="format: regular expression, in which . is any character.")
-    most: Positive | None = Field(None, description="length: tokens that cost nothing.")
+    pattern: str | None = Field(None, description="format: regular expression, in which . also matches a newline.")
+    most: Positive | None = Field(None, description="length: tokens without a penalty.")
     path: str | None = Field(
         None,
-        description="function: FILE.py:NAME, called with prompts, completions, answers. model: the directory of a run "
-        "or export, or a recipe of stage reward, which stands for its newest finished run and is trained first.",
+        description="function: FILE.py:NAME, called with prompts, completions, answers. model: a run, an export, or a "
+        "recipe of stage reward, whose newest finished run is used and which is trained first if there is none.",
     )
-    sha256: str | None = Field(None, description="function: hash of the file, filled in; another file is refused.")
+    sha256: str | None = Field(
+        None, description="function: hash of the file, filled in by finlm; another file is refused."
+    )
 
     @property
     def name(self) -> str:
@@ -303,64 +334,64 @@ def terms_of(value: Any) -> Any:
 
 
 class Ppo(Section):
-    """The value head of proximal policy optimization (arXiv 1707.06347, 1506.02438); of form ppo."""
+    """The value head of proximal policy optimization (arXiv 1707.06347, 1506.02438), for form ppo."""
 
-    gamma: Fraction = Field(1.0, description="Discount of a later token's reward.")
-    gae_lambda: Fraction = Field(0.95, description="How far an advantage trusts rewards over values: 1 = rewards only.")
+    gamma: Fraction = Field(1.0, description="Discount factor of rewards.")
+    gae_lambda: Fraction = Field(0.95, description="Lambda of generalized advantage estimation; 1 = rewards only.")
     value_weight: Coefficient = Field(0.1, description="Weight of the value head's loss.")
-    value_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Most that a value may move in an update.")
+    value_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Clip of a value's change in an update.")
 
 
 class Grpo(Section):
-    """Group relative policy optimization (arXiv 2402.03300): answers of one prompt are judged against each other."""
+    """Group relative policy optimization (arXiv 2402.03300): the answers to a prompt are compared with each other."""
 
     reward: Annotated[tuple[Term, ...], Strict(False), BeforeValidator(terms_of), Field(min_length=1)] = Field(
         default_factory=lambda: (Term(rule="option"),),
-        description="What an answer is worth: terms. A word is a term of that rule (option, also called choice; "
-        "words; number; terms), other text a reward model, as `path` names it. option when absent.",
+        description="Terms of the reward. A single word is a term with that rule (option, also called choice; words; "
+        "number; terms); any other text is the path of a reward model. Absent = option.",
     )
     form: Literal["dapo", "grpo", "dr-grpo", "gspo", "ppo"] = Field(
         "dapo",
-        description="How answers of a step are weighed, as trl has it. dapo: every token alike (arXiv 2503.14476). "
-        "grpo: every answer alike. dr-grpo: by max_new_tokens, and rewards not by their deviation (2503.20783). gspo: "
-        "one ratio an answer (2507.18071). ppo: an advantage a token, by a value head.",
+        description="Form of the loss, by trl's names. dapo: every token has the same weight (arXiv 2503.14476). "
+        "grpo: every answer has. dr-grpo: divided by max_new_tokens, rewards not divided by their deviation "
+        "(2503.20783). gspo: one ratio per answer (2507.18071). ppo: one advantage per token, from a value head.",
     )
     engine: Literal["transformers", "vllm", "vllm-server"] = Field(
         "transformers",
-        description="What generates the answers. transformers: the training weights, where they are. vllm: vLLM on the "
-        "same GPUs; vllm-server: one that `trl vllm-serve` runs at `server`. vLLM is an optional package, and no seed "
-        "of the recipe decides what it draws.",
+        description="What generates the answers. transformers: the training process itself. vllm: vLLM on the same "
+        "GPUs. vllm-server: a `trl vllm-serve` at `server`. vLLM is an optional package, and its sampling does not "
+        "follow the recipe's seed.",
     )
     server: str | None = Field(None, description="Address of the server of engine vllm-server, http://HOST:PORT.")
-    generations: Annotated[Int, Field(ge=2)] = Field(8, description="Answers a prompt.")
-    max_new_tokens: Positive = Field(64, description="Tokens an answer has at most.")
+    generations: Annotated[Int, Field(ge=2)] = Field(8, description="Answers per prompt.")
+    max_new_tokens: Positive = Field(64, description="Maximum tokens of an answer.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus of the sampling.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling.")
     held_out_answers: Annotated[Int, Field(ge=0)] = Field(
         1,
-        description="Answers drawn as in training to each held-out prompt, beside the likeliest: what they earn more "
-        "than before the first step is the rise. 0 = none.",
+        description="Answers sampled for each held-out prompt, besides the greedy one. `rise` is how much more reward "
+        "they earn than before the first step. 0 = none.",
     )
     beta: Coefficient = Field(
         0.0,
-        description="Weight of the divergence from the start, with ppo in the reward of each token; above 0 a second "
-        "copy of the model is held.",
+        description="Weight of the KL divergence from the start model (with ppo, in the reward of each token); above "
+        "0 a second copy of the model is held.",
     )
     epsilon: Annotated[Fraction, Field(gt=0)] = Field(
-        0.2, description="Clip of the probability ratio; the paper of gspo has 0.0003."
+        0.2, description="Clip of the probability ratio; the GSPO paper uses 0.0003."
     )
     epsilon_high: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Clip above 1; epsilon when absent, 0.28 in the paper of dapo, 0.0004 in that of gspo."
+        None, description="Upper clip of the ratio; absent = epsilon. The DAPO paper uses 0.28, the GSPO paper 0.0004."
     )
-    iterations: Positive = Field(1, description="Updates from the same answers.")
+    iterations: Positive = Field(1, description="Optimizer steps per set of answers.")
     importance_cap: Coefficient = Field(
         2.0,
-        description="Most that an answer's token weighs for being likelier to the trainer than to what generated it "
-        "(truncated importance sampling); 0 = no token is weighed.",
+        description="Cap of the importance weight that corrects for differences between generator and trainer "
+        "(truncated importance sampling); 0 = no correction.",
     )
-    ppo: Ppo = Field(default_factory=Ppo, description="The value head; of form ppo.")
+    ppo: Ppo = Field(default_factory=Ppo, description="The value head of form ppo.")
     generation_rows: Positive | Auto = Field(
-        "auto", description="Answers that a GPU generates at once; auto = as many as have room for keys and values."
+        "auto", description="Answers that a GPU generates at once; auto = as many as fit with their keys and values."
     )
 
     @property
