@@ -149,6 +149,7 @@ def claims() -> dict[str, list[str]]:
             f"was {low} to {high}",
             "in August 2026",
             f"a model of {millions} M parameters",
+            f"a model of {world_size / 1e6:.0f} M parameters",
         ],
         "docs/performance.zh-CN.md": [
             *speeds_zh,
@@ -158,6 +159,7 @@ def claims() -> dict[str, list[str]]:
             f"之比为 {low} 到 {high}",
             "2026 年 8 月",
             f"{float(millions) / 100:.2f} 亿参数的模型",
+            f"{world_size / 1e8:.2f} 亿参数的模型",
         ],
         "recipes/README.md": [
             f"[quickstart](quickstart/README.md) | {small:.1f} M",
