@@ -119,7 +119,7 @@ def claims() -> dict[str, list[str]]:
     ]
     return {
         "README.md": [
-            *plain,
+            *(*plain, "\n1. `setup", "\n2. `activate", "\n3. `--toy", "\n4. `pretrain"),
             f"answers {after} % of\n1,000 exam questions, {before} % before (chance is 25), and DPO reaches {dpo} %",
             "with 95 % intervals",
             f"{soonest} to {latest} s after the kill of a rank ({killed} B, two H100s",
@@ -131,6 +131,7 @@ def claims() -> dict[str, list[str]]:
             f"{speed(CUT, 13)} to {speed(SUMS, 3)} tokens/s on one H200, {low} to\n{high} times a tuned HF Trainer",
         ],
         "README.zh-CN.md": [
+            *("\n1. `setup", "\n2. `activate", "\n3. `--toy", "\n4. `pretrain"),
             *("Python 3.11-3.13", "附 95 % 区间", "退出码：0 完成；1 找到了要找的东西（故障、不一致、原因）；2 有错误"),
             f"杀死一个进程后 {soonest} 到 {latest} 秒（{10 * float(killed):.1f} 亿参数，两块 H100",
             f"150 步可核对的奖励使[计算题]({figures.replace('.md', '.zh-CN.md')})的答对率"
