@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finlm.diagnose.lines import FRAME, GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean, moment, speaker
+from finlm.diagnose.endings import DERIVED, Raised, exceptions, tail_lines
+from finlm.diagnose.lines import GOES_ON_AFTER, LAST_WORDS, TRAINER_ENDS, clean
 from finlm.diagnose.read import Hit, Log, frame_before, is_of_library
 from finlm.diagnose.signatures import (
     IGNORED,
@@ -50,6 +51,7 @@ _ERROR = re.compile(
     r"^\[?[EF]\d{3}"
 )
 LAST_LINES = 4
+CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker shows that it had caught the last
 
 
 @dataclass
@@ -108,7 +110,7 @@ def diagnose(
     shown = [raised for log in logs for raised in exceptions(log)]
     candidates = _candidates(logs, signatures, shown)
     open_ends = [c.raised for c in candidates if c.raised and not c.raised.derived]
-    died = {c.hit.rank for c in candidates if c.signature.id == "unknown" and c.pattern.level == "symptom"} - {None}
+    died = {c.hit.rank for c in candidates if c.pattern.cause == "unknown" and c.pattern.level == "symptom"} - {None}
     several = len(logs) > 1
     levels = {id(c): LEVELS.index(_level(c, died, shown, open_ends)) for c in candidates}
     candidates.sort(key=lambda c: (levels[id(c)], *_order(c, several)))
@@ -122,7 +124,7 @@ def diagnose(
         if finding.confidence == "high" and not _explains_ending(candidate, open_ends):
             finding.confidence = "medium"
     if findings and findings[0].confidence == "high":
-        findings = [finding for finding in findings if finding.cause != "unknown"]
+        findings = [f for f, c in zip(findings, kept, strict=False) if c.pattern.cause != "unknown"]
     return findings
 
 
@@ -149,6 +151,7 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
     rest = [c for c in _counting(unknown, found, by_name) if (c.hit.source, c.hit.line) not in explained]
     raised_lines = {(r.hit.source, r.hit.line) for r in shown}
     rest = [c for c in rest if (c.hit.source, c.hit.line) not in raised_lines]
+    rest = [c if DERIVED.search(c.hit.text) else _by_rule(c, [frame_before(c.hit)], "", signatures) for c in rest]
     for raised in shown:
         if any(raised.covers(c.hit) for c in candidates) or _harmless(
             raised.hit, by_name[raised.hit.source], "unknown"
@@ -157,18 +160,29 @@ def _candidates(logs: Sequence[Log], signatures: Signatures, shown: Sequence[Rai
         level = "unknown" if raised.derived else "symptom"
         pattern = replace(_UNKNOWN, level=level)
         facts = {"message": raised.hit.text.partition(": ")[2][:200] or raised.hit.text[:200]}
-        rest.append(_Candidate(unknown, pattern, raised.hit, facts, len(raised.hit.text), raised))
+        unnamed = _Candidate(unknown, pattern, raised.hit, facts, len(raised.hit.text), raised)
+        rest.append(unnamed if raised.derived else _by_rule(unnamed, raised.frames, raised.source, signatures))
     candidates += rest
     if not candidates and len(by_name) == 1:
         candidates = [_Candidate(unknown, _UNKNOWN, hit, {}, len(hit.text)) for hit in _last_words(logs[0])]
     return [c for c in candidates if not _is_superseded(c, candidates, by_name[c.hit.source])]
 
 
+def _by_rule(candidate: _Candidate, frames: Sequence[str], source: str, signatures: Signatures) -> _Candidate:
+    """Return the candidate with the cause of the first rule for endings that fits it, else unchanged."""
+    for ending in signatures.endings:
+        facts = ending.facts(candidate.hit.text, frames, source)
+        if facts is not None:
+            pattern = replace(_UNKNOWN, level="symptom")
+            return replace(candidate, signature=signatures.all[ending.cause], pattern=pattern, facts=facts)
+    return candidate
+
+
 def _last_words(log: Log) -> list[Hit]:
     """Return the error lines in the last lines of a log without other hits, unless the program goes on after them."""
     if log.last_match(ENDED_WELL) >= 0:
         return []
-    lines = [(number, offset, clean(line)[0]) for number, offset, line in _tail_lines(log) if line.strip()]
+    lines = [(number, offset, clean(line)[0]) for number, offset, line in tail_lines(log) if line.strip()]
     lines = [line for line in lines if not line[2].startswith("wandb:")]  # what it says at the end of any run
     said: list[Hit] = []
     for number, offset, text in lines[-LAST_LINES:]:
@@ -352,96 +366,3 @@ def _fill_sentence(sentence: str, facts: dict[str, str]) -> str:
     if any(name not in facts for name in PLACEHOLDER.findall(sentence)):
         return ""
     return PLACEHOLDER.sub(lambda match: facts[match[1]], sentence).strip()
-
-
-CUT_LINES = 60  # within so many lines of its end a log is cut inside a traceback
-CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker shows that it had caught the last
-MESSAGE_LINES = 12  # of a message over several lines, what signatures may explain
-_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:\(\w+\))?(?:: (?P<message>.*)|:?)$")
-_NO_ERROR = re.compile(r"^(?:\w+\.)*(?:KeyboardInterrupt|SystemExit: 0|\w*Warning)\b")
-# Where a message over several lines ends at the latest: another speaker's line.
-_SPEAKS = re.compile(
-    r"^(?:srun|slurmstepd|sbatch|salloc): |^\[?[EWI]\d{3,4} |^(?:ERROR|WARNING|INFO|DEBUG)\b|^\[?\d{4}-\d\d-\d\d|"
-    r"^Killing subprocess|^={20}|^torch\.distributed\.elastic"
-)
-# What only says that another process, or an exception shown before, ended this one.
-DERIVED = re.compile(
-    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|SignalException|SystemExit|CalledProcessError|"
-    r"DatasetGenerationError|RendezvousConnectionError|ProcessRaisedException|ProcessExitedException|BrokenProcessPool|"
-    r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
-    r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
-    r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$"
-)
-
-
-@dataclass
-class Raised:
-    """An exception in a log: its line as a hit, the frame that raised it, and the lines of its message."""
-
-    hit: Hit
-    frame: str
-    first: int  # line that its traceback begins with
-    message: list[str] = field(default_factory=list)
-    chained: bool = False  # raised while another one was handled, which is its cause
-    is_cut: bool = False  # the log ends inside its traceback, before the exception's own line
-
-    @property
-    def derived(self) -> bool:
-        """Whether the exception only reports the death of another process, or is cut off."""
-        return self.is_cut or bool(DERIVED.search(self.hit.text))
-
-    def covers(self, hit: Hit) -> bool:
-        """Return whether a line is this exception's, or belongs to its traceback or message."""
-        return hit.source == self.hit.source and self.first <= hit.line <= self.hit.line + len(self.message)
-
-
-def exceptions(log: Log) -> list[Raised]:
-    """Return the exceptions in the stored end of a log, in the order of their lines; last those cut off by its end."""
-    shown: list[Raised] = []
-    traceback: dict[tuple[str, int | None], tuple[str, int, int]] = {}  # by speaker: frame, first line, lines since
-    told: Raised | None = None  # whose message may go on
-    chained: set[tuple[str, int | None]] = set()  # speakers whose next exception follows from their last
-    number = 0
-    for number, offset, line in _tail_lines(log):
-        text, said = clean(line)
-        who = speaker(text, said)
-        text = re.sub(r"^\s*(?:\| )+", "", text)  # an ExceptionGroup's branches
-        if "another exception occurred:" in text or "direct cause of the following" in text:
-            chained.add(who)
-        frame = FRAME.match(text)
-        if frame or "Traceback (most recent call last)" in text:
-            begin = traceback[who][1] if frame and who in traceback else number
-            traceback[who] = (text.strip() if frame else "", begin, 0)
-            told = None
-        elif who in traceback:
-            place, begin, between = traceback[who]
-            match = _RAISED.match(text)
-            if match and (between == 0 or match["name"][:1].isupper()) and not _NO_ERROR.match(text):
-                del traceback[who]
-                hit = Hit(log.name, number, offset, text, *who, moment(line), last=offset)
-                told = Raised(hit, place, begin, chained=who in chained)
-                chained.discard(who)
-                shown.append(told)
-            elif text[:1].strip() and not text.startswith(("^", "[Previous line")):
-                traceback[who] = (place, begin, between + 1)
-                if between > 40:
-                    del traceback[who]
-        elif told and len(told.message) < MESSAGE_LINES and not _SPEAKS.match(text):
-            if number == told.hit.line + len(told.message) + 1:
-                told.message.append(text)
-        else:
-            told = None
-    for who, (place, begin, between) in traceback.items():
-        if place and not between and number - begin < CUT_LINES:
-            hit = Hit(log.name, begin, log.size, place, *who, None, last=log.size)
-            shown.append(Raised(hit, place, begin, is_cut=True))
-    return shown
-
-
-def _tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
-    """Yield (line number, byte offset, text) of the lines in the stored end of a log."""
-    offset, number = log.size - len(log.tail), log.tail_line
-    for raw in log.tail.split(b"\n"):
-        yield number, offset, raw.rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
-        number += 1
-        offset += len(raw) + 1

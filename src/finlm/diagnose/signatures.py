@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from finlm.base import screen
 from finlm.diagnose import lines
+from finlm.diagnose.endings import Ending
 from finlm.diagnose.read import Hit, Log, Prefilter, rarity
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Signatures:
 
     def __init__(self, path: Path = SIGNATURES) -> None:
         self.all = {entry["id"]: _signature(entry) for entry in read_yaml(path)}
+        self.endings = [Ending.of(rule) for rule in read_yaml(path.with_name("endings.yaml"))]
         self.by_literal: dict[str, list[str]] = {}
         self.compiled: dict[str, re.Pattern[str]] = {}
         for signature in self.all.values():
