@@ -133,7 +133,6 @@ _PASSES_ON = re.compile(
     r"_dynamo/eval_frame|amp/autocast_mode|autograd/(?:__init__|graph|function)|_tensor|utils/checkpoint)\.py|"
     r"functools\.py|contextlib\.py|<frozen |<string>|<decorator"
 )
-_PACKAGE = re.compile(r"-packages/(?P<installed>\w[\w.-]*?)(?:[/.]|$)|/(?P<clone>[\w.-]+?)/[^/]*\.py")
 
 
 @dataclass(frozen=True)
@@ -163,10 +162,11 @@ class Ending:
             return None
         facts = {name: value.strip() for name, value in match.groupdict().items() if value}
         facts |= {"error": error.strip()[:200], "why": error.partition(": ")[2].strip()[:200] or error.strip()[:200]}
+        facts |= {"source": source[:200]} if source else {}
         place = re.match(r'File "?(?P<file>[^"]+?)"?(?:, line |:)(?P<line>\d+)', telling)
         if place:
             facts["place"] = f"{Path(place['file']).name}:{place['line']}"
-            package = [found["installed"] or found["clone"] for found in _PACKAGE.finditer(place["file"])]
-            facts |= {"package": package[-1]} if package else {}
-        says = {name: re.sub(r"\{(\w+)\}", lambda known: facts.get(known[1], "?"), text) for name, text in self.says}
-        return {name: value for name, value in (facts | says).items() if value and "?" not in value}
+            package = re.search(r"-packages/(\w+)", place["file"]) or IN_LIBRARY.search(place["file"])
+            facts |= {"package": package[package.lastindex or 0].strip("/")} if package else {}
+        known = [(name, text) for name, text in self.says if set(re.findall(r"\{(\w+)\}", text)) <= set(facts)]
+        return facts | {name: text.format_map(facts) for name, text in known}

@@ -21,7 +21,7 @@ _PREFIX = re.compile(
       | \[(?P<tag>[A-Za-z][\w.-]*-[\w.-]+|[A-Za-z][\w.]*\d)\](?=\s)                     # [gpu-a]
       | >(?=\s)                                                                         # quoted
       | (?P<pod>[\w.-]+)\s+\|(?=\s)                                                     # docker compose
-      | (?!python|pip|gcc|g\+\+|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
+      | (?!python|pip|gcc|g\+\+|E[A-Z]?\d{4,5}:|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
         (?P<host>(?:[\dx]{1,3}\.){3}[\dx]{1,3}|[A-Za-z][\w-]*[-\d][\w.-]*):(?=\s)         # pdsh
       | \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(?:Z|[+-]\d\d:?\d\d)?(?:\s(?:stdout|stderr)\s[FP])?(?=\s)  # containers
       | ERROR\s\d\d-\d\d\s\d\d:\d\d:\d\d(?:\.\d+)?\s\[[\w./]+:\d+\]                     # vLLM
@@ -41,7 +41,7 @@ FRAME = re.compile(r'^\s*File (?:"[^"]+", line \d+(?:,? in .+)?|[^"\s]\S*:\d+, i
 # A frame of an installed package, or of a program that is run from a clone of its repository.
 IN_LIBRARY = re.compile(
     r"-packages/|/(?:llamafactory|llmtuner|swift|axolotl|verl|openrlhf|torchtune|megatron|nemo\w*|deepspeed|transformers|"
-    r"accelerate|peft|trl|vllm|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan)/",
+    r"accelerate|peft|trl|vllm[\w-]*|mindspeed\w*|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan)/",
     re.IGNORECASE,
 )
 _BOX = re.compile(r"^\s*[│┃|]\s*(?:❱\s*)?\d*\s*[│┃|]")  # of rich's tracebacks
