@@ -451,3 +451,44 @@ def test_what_a_parent_logs_of_its_child_is_read_as_the_childs_own_words(parent:
     (found,) = findings("".join(parent + line + "\n" for line in lines))
     assert (found.cause, found.evidence.splitlines()[0]) == ("code_error", "AssertionError")
     assert not findings(parent + "loading the Error: table\n" + parent + "step 1\n")
+
+
+LIBRARY = "/opt/env/lib/python3.11/site-packages/tool/loop.py"
+BY_RULE = [  # the file of the last frame, its line of code, the exception
+    ("/data/work/train.py", "phase = plan['phase']", "KeyError: 'phase'", "code_error"),
+    ("/data/work/train.py", "text = sample['body']", "KeyError: 'body'", "dataset_columns_mismatch"),
+    ("/data/work/collate_rows.py", "ids[0]", "IndexError: list index out of range", "dataset_columns_mismatch"),
+    ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "tensor_shapes"),
+    ("/data/work/train.py", "assert x.dtype == y.dtype", "AssertionError", "tensors_apart"),
+    ("/data/work/train.py", "port = os.environ['PEER_PORT']", "KeyError: 'PEER_PORT'", "launch_config_incomplete"),
+    (LIBRARY, "go()", "AttributeError: 'Plan' object has no attribute 'phase'", "package_versions"),
+    (LIBRARY, "raise ValueError(", "ValueError: a draft cannot follow a chunk", "check_refused"),
+    (LIBRARY, "assert phase is not None", "AssertionError", "check_refused"),
+    (LIBRARY, "raise KeyError(name)", "KeyError: 'blocks.0.proj.weight'", "state_dict_mismatch"),
+    (LIBRARY, "yaml.parse(it)", "tyro.PhaseError: none", "bad_arguments"),
+    (LIBRARY, "next(rows)", "StopIteration", "empty_dataset"),
+    (LIBRARY, "get()", "httpx.ProtocolPhase: bad", "download_failed"),
+    (LIBRARY, "x + y", "RuntimeError: phase 3 before phase 2", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("file", "source", "error", "cause"), BY_RULE, ids=range(len(BY_RULE)))
+def test_an_exception_that_no_signature_knows_is_named_by_class_words_and_place(
+    file: str, source: str, error: str, cause: str, findings: Of
+) -> None:
+    log = f'Traceback (most recent call last):\n  File "{file}", line 7, in step\n    {source}\n{error}\n'
+    (found,) = findings(log)
+    assert (found.cause, found.confidence) == (cause, "low" if cause == "unknown" else "medium")
+    assert Path(file).name in found.evidence
+
+
+def test_a_rule_looks_past_frames_that_only_pass_on_what_another_did(findings: Of) -> None:
+    place = LIBRARY.replace("tool/loop.py", "torch/nn/modules/module.py")
+    passed = f'  File "{place}", line 9, in __getattr__\n    raise AttributeError(\n'
+    (found,) = findings(TRACEBACK + passed + "AttributeError: 'int' object has no attribute 'phase'\n")
+    assert found.cause == "code_error" and "train.py:7" in found.title
+
+
+def test_a_rule_never_hides_a_cause_that_a_signature_knows(findings: Of) -> None:
+    first = TRACEBACK + "KeyError: 'phase'\n"
+    assert findings(first + OOM)[0].cause == "cuda_oom"

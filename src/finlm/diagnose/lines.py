@@ -24,7 +24,7 @@ _PREFIX = re.compile(
       | (?!python|pip|gcc|g\+\+|E[A-Z]?\d{4,5}:|[\w-]*(?:\.[\w-]+)*\.[A-Z]|\S*(?:Error|Exception|Warning):)
         (?P<host>(?:[\dx]{1,3}\.){3}[\dx]{1,3}|[A-Za-z][\w-]*[-\d][\w.-]*):(?=\s)         # pdsh
       | \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(?:Z|[+-]\d\d:?\d\d)?(?:\s(?:stdout|stderr)\s[FP])?(?=\s)  # containers
-      | ERROR\s\d\d-\d\d\s\d\d:\d\d:\d\d(?:\.\d+)?\s\[[\w./]+:\d+\]                     # vLLM
+      | ERROR\s\d\d-\d\d\s\d\d:\d\d:\d\d(?:\.\d+)?\s\[?[\w./]+:\d+\]                    # vLLM
       | \d{4}-\d\d-\d\d\s\d\d:\d\d:\d\d[.,\d]*\s(?:-\s)?\|?\s?(?:ERROR|CRITICAL)\s*\|\s\S+:\d+\s-  # loguru
       | (?:ERROR|CRITICAL):[\w.]+:(?=\s?\S)                                             # logging
       | \[?\d{4}-\d\d-\d\d[T\s]\d\d:\d\d:\d\d[.,\d]*\]?\s[^"']{0,80}?(?<=[\s\]])  # a parent about its child
