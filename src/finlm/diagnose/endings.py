@@ -161,7 +161,8 @@ class Ending:
         if self.library is not None and (not telling or self.library != bool(IN_LIBRARY.search(telling))):
             return None
         facts = {name: value.strip() for name, value in match.groupdict().items() if value}
-        facts |= {"error": error.strip()[:200], "why": error.partition(": ")[2].strip()[:200] or error.strip()[:200]}
+        error = error.strip(" .:")[:200]
+        facts |= {"error": error, "why": error.partition(": ")[2] or error}
         facts |= {"source": source[:200]} if source else {}
         place = re.match(r'File "?(?P<file>[^"]+?)"?(?:, line |:)(?P<line>\d+)', telling)
         if place:
