@@ -120,6 +120,9 @@ def test_a_run_that_ended_itself_is_not_started_again(monkeypatch: pytest.Monkey
         attempts(monkeypatch, tmp_path, (5, RunFailed("the run ended itself", is_final=True)), (9, None))
 
 
+OUT_OF_DISK = "OSError: [Errno 28] No space left on device"
+
+
 @pytest.mark.parametrize(("cause", "again"), [("", True), ("nccl_peer_died", True), ("disk_full", False)])
 def test_the_cause_in_the_logs_decides(cause: str, again: bool) -> None:
     assert (reason_to_end([at(7)], Launch(), 1, cause) == "") is again
@@ -128,6 +131,15 @@ def test_the_cause_in_the_logs_decides(cause: str, again: bool) -> None:
 def test_the_causes_that_may_pass_are_known_to_diagnose() -> None:
     known = {entry["id"] for entry in signatures.read_yaml(Path(signatures.__file__).with_name("signatures.yaml"))}
     assert known >= restart.PASSING
+
+
+@pytest.mark.parametrize(("error", "cause"), [("KeyError: 'phase'", "unknown"), (OUT_OF_DISK, "disk_full")])
+def test_a_cause_that_a_rule_guessed_forbids_no_other_launch(error: str, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    frame = 'Traceback (most recent call last):\n  File "/data/work/train.py", line 7, in main\n    go()\n'
+    (tmp_path / "logs/localhost.0.log").write_text(frame + error + "\n")
+    failure = start._add_diagnosis(RunDir(tmp_path), RunFailed("rank 0 ended"), {})
+    assert failure.cause == cause and "diagnosis of the logs (localhost.0.log:4)" in failure.fix
 
 
 @pytest.mark.parametrize(("copied", "lost"), [(True, True), (False, False)])

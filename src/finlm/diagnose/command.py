@@ -102,7 +102,7 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
 
     It is 0 if nothing is fatal, 1 for a fatal cause, 2 (printed to stderr) if a file cannot be read or there are no
     logs. Writes diagnosis.json into run directories. `endpoint`, if not None, is the URL of a language model to ask
-    when the cause is unknown or broad; no answer gives a warning on stderr.
+    when the cause is unknown or a rule's guess; no answer gives a warning on stderr.
     """
     findings: list[Finding] = []
     logs: list[Log] = []
@@ -129,13 +129,15 @@ def run(paths: Sequence[str], lang: str, as_json: bool, endpoint: str | None = N
         return _print_refusal(
             f"no logs in {', '.join(paths)}", f"{len(logs)} empty files; of a directory {ends} are read"
         )
-    answer = _ask(endpoint, logs, lang) if endpoint and findings and findings[0].cause in BROAD else None
+    answer = _ask(endpoint, logs, lang) if endpoint and findings and is_unsure(findings[0]) else None
     former = [launch for log in logs for launch in former_launches(log, _signatures(), lang)]
     show(Shown(findings, former, answer, len(logs), sum(log.lines for log in logs)), lang, as_json)
     return 1 if any(finding.fatal for finding in findings) else 0
 
 
-BROAD = {"unknown", "check_refused", "code_error"}  # causes that say little more than the exception
+def is_unsure(finding: Finding) -> bool:
+    """Return whether no signature knows what this finding is about: its cause is unknown, or a rule's guess."""
+    return finding.by_rule or finding.cause == "unknown"
 
 
 def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:

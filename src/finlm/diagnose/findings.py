@@ -56,7 +56,10 @@ CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker sho
 
 @dataclass
 class Finding:
-    """A cause found in logs, with its evidence and fix. `fatal`: the run ended, or stood still, because of it."""
+    """A cause found in logs, with its evidence and fix. `fatal`: the run ended, or stood still, because of it.
+
+    `by_rule`: no signature knows the exception; a rule of endings.yaml took it for one of this cause.
+    """
 
     cause: str
     fatal: bool
@@ -73,6 +76,7 @@ class Finding:
     doctor: str | None = None
     threads: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    by_rule: bool = False
 
 
 @dataclass
@@ -322,6 +326,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
         doctor=signature.doctor if program.is_finlm else None,
         threads=signature.threads,
         facts=facts,
+        by_rule=candidate.pattern.cause == "unknown" != signature.id,
     )
 
 

@@ -239,7 +239,7 @@ def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -
         new = [finding for finding in new if finding.cause != "sigterm_preempted"]
     if new:
         top = new[0]
-        failure.cause = top.cause
+        failure.cause = "unknown" if top.by_rule else top.cause  # a guess forbids no other launch
         where = f"{Path(top.file).name}:{top.line}"
         failure.fix += f"\ndiagnosis of the logs ({where}): {top.title}\n{top.fix}".rstrip()
     return failure
