@@ -101,6 +101,17 @@ def test_documents_are_apart_under_the_attention_of_gpus(model_type: str, monkey
     assert cells.CELLS["packed rows"](at) == ""
 
 
+@pytest.mark.parametrize("lost", ["sinks", "window"])
+def test_sinks_or_windows_that_are_lost_fail(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = batches.attend_with_sinks
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any, bounds: Any, longest: int, scale: float, left: int) -> Any:
+        return whole(q, k, v, sinks - 9 * (lost == "sinks"), bounds, longest, scale, -1 if lost == "window" else left)
+
+    monkeypatch.setattr(batches, "attend_with_sinks", attend)
+    assert cells.CELLS["loss"](case("gpt_oss")).startswith("loss ")
+
+
 def test_a_bias_that_is_dropped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     at, kept = case("qwen2"), cells.lora.Nf4Linear
     monkeypatch.setattr(cells.lora, "Nf4Linear", lambda matrix, _bias: kept(matrix))
@@ -129,6 +140,7 @@ def test_logits_times_a_key_that_others_divide_by_are_read_off_the_class(monkeyp
         ("arcee", {"ffn_bytes": 8}),  # two matrices, not three
         ("olmo", {"bare_norms": []}),  # norms without weights
         ("glm", {"copies_output": False}),  # part of a head is rotated
+        ("gpt_oss", {"ffn_bytes": 8}),  # experts that clamp gate and up
     ],
 )
 def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dict[str, Any]) -> None:
@@ -147,7 +159,6 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("bloom", "config.json has no"),
         ("phi", "has a head with a bias"),
         ("granitemoe", "feed-forward block is not called mlp"),
-        ("gpt_oss", "has attention with sinks"),
         ("qwen3_next", "which do not know where a document of a packed row ends"),
         ("mimo_v2_flash", "layers of several kinds"),
         ("gemma4_assistant", "has no default configuration"),
@@ -250,6 +261,10 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     },
     "a list of the experts of a token": {
         **{"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [2] * 4, "head_dim": 32},
+    },
+    "attention with sinks, without biases, one kind of layer": {
+        **{"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
+        **{"attention_bias": False, "layer_types": ["full_attention"] * 4, "rope_theta": 150000},
     },
     "layers without RoPE": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "rope_theta": 2000000.0},
 }

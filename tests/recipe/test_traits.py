@@ -149,7 +149,7 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
         ({"linear_num_key_heads": 16}, "27 layers of linear_attention, which do not know where"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
-            "quantised weights (mxfp4): start from a copy of the model in bf16",
+            "quantised weights (mxfp4): start from a copy of the model in bf16 (docs/extending.md shows how",
         ),
         ({"logit_scale": 0.5}, "logit_scale 0.5, which qwen3's layers do not compute"),
         ({"num_attention_heads": None}, "config.json has no num_attention_heads: it has no attention"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from finlm.admit import cells
 from finlm.train import batches
@@ -66,6 +68,31 @@ def attend_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models attend as on a GPU, with the kernel's definition in its place."""
     monkeypatch.setattr(batches, "varlen_attn", varlen_by_definition)
     batches.AttentionInterface.register(batches.NAME, batches._attend)
+
+
+@pytest.mark.parametrize("left", [-1, 7, 40])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_with_sinks_and_its_gradients_are_transformers_own(left: int, device: str) -> None:
+    bounds = torch.from_numpy(batches.document_bounds(numbered()))
+    tokens, heads, size, scale = numbered().size, 4, 64, 0.2
+    drawn = torch.Generator().manual_seed(0)
+    shapes = [(tokens, heads, size)] * 3 + [(heads,), (tokens, heads, size)]
+    *exact, wanted = (torch.randn(sides, generator=drawn).bfloat16().double() for sides in shapes)
+    places = torch.arange(tokens)
+    documents, back = torch.searchsorted(bounds, places.int(), right=True), places[:, None] - places
+    seen = (documents[:, None] == documents) & (back >= 0) & ((back <= left) | torch.tensor(left < 0))
+    module = SimpleNamespace(sinks=exact[3].requires_grad_(), num_key_value_groups=1, training=True)
+    q, k, v = (each.requires_grad_().transpose(0, 1)[None] for each in exact[:3])
+    mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+    expected, _ = modeling_gpt_oss.eager_attention_forward(module, q, k, v, mask, scaling=scale)
+    gradients = torch.autograd.grad(expected, exact, wanted[None])
+
+    dtype, most = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.02)
+    given = [each.detach().to(device, dtype).requires_grad_() for each in exact]
+    out, _ = batches.attend_with_sinks(*given, bounds.to(device), 32, scale, left)
+    found = torch.autograd.grad(out, given, wanted.to(device, dtype))
+    for ours, theirs in zip((out, *found), (expected[0], *gradients), strict=True):
+        assert float((ours.detach().cpu() - theirs.detach()).norm() / theirs.norm()) < most
 
 
 @pytest.mark.parametrize("window", [8, None])

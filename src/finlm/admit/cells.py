@@ -32,7 +32,7 @@ from finlm.recipe.schema_train import Lora
 from finlm.rows.shards import IGNORED
 from finlm.train import batches
 from finlm.train.model import kernels, lora
-from finlm.train.model.causal_lm import causal_class, plain_attention
+from finlm.train.model.causal_lm import causal_class, has_sinks, plain_attention
 
 VOCABULARY, PADDED = 500, 512
 LENGTHS = ((48,), (7, 30, 11), (1, 46, 1))  # of the documents of each row
@@ -70,9 +70,15 @@ class Case:
         """Return a model with the plain model's weights and the swaps of the plan with these fields changed."""
         plan = dataclasses.replace(self.plan, **{"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY} | changes)
         padded = type(self.small)(**self.small.to_dict() | {"vocab_size": plan.padded_vocab_size})
-        model = build(padded, plain_attention(self.small), self.plain)
+        model = build(padded, attention_of(self.small), self.plain)
         kernels.swap(model, plan)
         return model
+
+
+def attention_of(config: Any) -> str:
+    """Return the attn_implementation that trains a configuration's model on a CPU without document masks."""
+    sinks = has_sinks(config)
+    return batches.attention_implementation("cpu", torch.float32, sinks) if sinks else plain_attention(config)
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
@@ -265,7 +271,7 @@ def _kept(config: Any, times: int) -> int:
     if listed := getattr(config, "mlp_only_layers", None):
         config.mlp_only_layers = [number + layers * turn for turn in range(times) for number in listed]
     config.num_hidden_layers = layers * times
-    model = causal_class(config)._from_config(config, attn_implementation=plain_attention(config), dtype=torch.bfloat16)
+    model = causal_class(config)._from_config(config, attn_implementation=attention_of(config), dtype=torch.bfloat16)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
     model.eval()  # a dropout of 0 keeps a mask, which no compiled layer does

@@ -49,7 +49,7 @@ _UNSAID = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_shared_e
 # Numbers of which none is a product or sum that another tensor may have; those of experts fill 16 bytes.
 SIZES = {"h": 112, "f": 152, "a": 4, "g": 2, "d": 20, "e": 6, "m": 48, "s": 56, "p": 72, "v": 389}
 LATENT = {"l": 28, "c": 44, "n": 12, "r": 8, "w": 22}  # of which n + r is d
-SHARE, GROUPS = 3, {"n_group": 2, "topk_group": 1}
+CHOSEN_SMALL, SHARE, GROUPS = 2, 3, {"n_group": 2, "topk_group": 1}
 LAYERS = 24  # enough to see which of them see all before
 NAMED = {
     **{"hidden_size": "h", "intermediate_size": "f", "num_attention_heads": "a", "num_key_value_heads": "g"},
@@ -59,7 +59,7 @@ NAMED = {
 NAMED_LATENT = {
     **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"},
 }
-EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "1")
+EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "a", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
 
 
@@ -151,17 +151,30 @@ def _measure(config: Any) -> dict[str, Any]:
             module.register_forward_pre_hook(lambda _, given, name=name: note_width(name, given))
     with patch.object(torch.nn.functional, "scaled_dot_product_attention", note_attention), torch.no_grad():
         model(torch.arange(tokens)[None])
-    block = getattr(layer, "mlp", None)
-    has_experts = block is None or any(len(p.shape) > 2 for p in block.parameters())
-    children = dict(block.named_children()) if has_experts and block is not None else {}
+    block = layer.mlp
+    children = dict(block.named_children()) if any(len(p.shape) > 2 for p in block.parameters()) else {}
     router = next((children[name] for name in shape.ROUTERS if name in children), None)
+    kept = 0 if router is None else sum(size for size in _kept_in(router, block, states) if size >= 2 * states.numel())
+    of_block = _kept(block, states, with_input=False) / (tokens * SIZES["f"])
     return {
         "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
-        "router_bytes": 0 if router is None else _router_bytes(block, router, states),
-        "ffn_bytes": 8 if has_experts else round(_kept(block, states, with_input=False) / (tokens * SIZES["f"]), 2),
+        "router_bytes": kept // states.numel(),
+        "ffn_bytes": round(_expert_bytes(config, states) if "experts" in children else of_block, 2),
         "bare_norms": widths,
         "copies_output": any(first),
     }
+
+
+def _expert_bytes(config: Any, states: torch.Tensor) -> float:
+    """Return the bytes that experts save per number of their width, in 16 bits: what twice the width adds."""
+    key = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+    width, sums = getattr(config, key), list[int]()
+    for times in (1, 2):
+        wider = copy.deepcopy(config)
+        setattr(wider, key, times * width)
+        block = AutoModelForCausalLM.from_config(wider, dtype=torch.bfloat16).eval().model.layers[0].mlp
+        sums.append(sum(_kept_in(block.experts, block, states)))
+    return (sums[1] - sums[0]) / (states.shape[1] * CHOSEN_SMALL * int(width))
 
 
 def _scales(model_type: str) -> dict[str, int]:
@@ -180,20 +193,20 @@ def _scales(model_type: str) -> dict[str, int]:
     return found
 
 
-def _router_bytes(block: Any, router: Any, states: torch.Tensor) -> int:
-    """Return how many bytes a block's router saves per number of its input, in copies of another dtype."""
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in (*router.parameters(), states)}
-    forward, kept = router.forward, dict[int, int]()
+def _kept_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
+    """Return the bytes of each storage that `part` of a block saves when the block reads states, without weights."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), states)}
+    forward, kept = part.forward, dict[int, int]()
 
-    def note(*given: Any) -> Any:
+    def note(*given: Any, **named: Any) -> Any:
         with collect_saved(left_out) as saved:
-            out = forward(*given)
+            out = forward(*given, **named)
         kept.update(saved)
         return out
 
-    with patch.object(router, "forward", note):  # some take more than states
+    with patch.object(part, "forward", note):  # some take more than states
         block(states)
-    return sum(size for size in kept.values() if size >= 2 * states.numel()) // states.numel()
+    return list(kept.values())
 
 
 def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
@@ -296,7 +309,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     if known.get("head_dim"):
         values["head_dim"] = SIZES["d"]
     values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
-    values |= {key: 2 for key in CHOSEN if key in known} | {key: SHARE for key in SHARED if key in known}
+    values |= {key: CHOSEN_SMALL for key in CHOSEN if key in known} | {key: SHARE for key in SHARED if key in known}
     values |= GROUPS if known.get("n_group") else {}
     values |= _of_kind(kind(), layers, dense=False)
     if "kv_lora_rank" in known:
@@ -365,8 +378,6 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
         problem = "has no model.layers and lm_head"
     elif model.lm_head.bias is not None:
         problem = "has a head with a bias, which the fused loss does not add"
-    elif any("sink" in name for name in shapes[0]):
-        problem = "has attention with sinks, a further logit of every head, which finlm's attention does not add"
     elif not any(name.startswith("mlp.") for name in shapes[0]):
         problem = "has layers whose feed-forward block is not called mlp"
     elif any(each != shapes[0] for each in shapes):

@@ -1,8 +1,6 @@
 """Predict bytes on a GPU (or a CPU rank) of one training configuration, item by item, without torch.
 
-tests/plan/test_measured.py holds the sum to allocated peaks of runs on H200s (benchmarks/gpu_plan.py; DeepSpeed
-0.19.8).
-
+tests/plan/test_measured.py holds the sum to allocated peaks on H200s (benchmarks/gpu_plan.py; DeepSpeed 0.19.8).
 Context and fragmentation come on top; host_memory.py says what the host needs. Not modelled: copies while a checkpoint
 is loaded, a model that is first built whole on the host.
 """
@@ -192,14 +190,16 @@ def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
     """Return the bytes attention keeps per token beside q, k, v, output: repeated keys, masks, scores, fp32 sums."""
-    scores = SCORES_KEPT[layout.compiled] * shape.heads * layout.attended * shape.keeps_scores
+    keeps = shape.keeps_scores or (shape.has_sinks and layout.repeats_keys and layout.device == "cuda")
+    scores = SCORES_KEPT[layout.compiled] * shape.heads * layout.attended * keeps
     # Windows that varlen_attn does not cut are masks, under which no kernel shares keys; products of scores never do.
     by_mask = sum(window < layout.attended for window in shape.windows) / shape.layers
-    copied = 1 if scores or layout.repeats_keys or layout.has_documents else by_mask
+    has_bounds = shape.has_sinks or (layout.has_documents and not layout.has_full_masks)
+    copied = 1 if scores or layout.repeats_keys or has_bounds else by_mask
     copied *= shape.kv_heads not in ((shape.heads,) if scores else (1, shape.heads))  # all heads may view a single key
     repeated = 4 * (shape.q_width - shape.kv_width) * copied
     repeated += 2 * (shape.q_width + shape.kv_width) * (1 - copied) * ("qkv_proj" in shape.matrices)  # values view it
-    masks = 0 if scores else 1 if layout.has_full_masks else 0 if layout.has_documents else by_mask  # of every layer
+    masks = 0 if scores or has_bounds else 1 if layout.has_full_masks else by_mask  # of every layer
     return int(repeated + 2 * layout.attended * masks + scores) + 4 * shape.heads
 
 

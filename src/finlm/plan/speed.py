@@ -153,7 +153,11 @@ def _met_tokens(shape: ModelShape, layout: Layout) -> float:
     if layout.has_documents and layout.attended > DOCUMENT_TOKENS:
         return shape.attended(DOCUMENT_TOKENS) / DOCUMENT_ATTENTION
     # Windows without document bounds are masks, under which a kernel goes over the whole square.
-    masks = [] if layout.has_documents else [window for window in shape.windows if window < layout.attended]
+    masks = (
+        []
+        if layout.has_documents or shape.has_sinks
+        else [window for window in shape.windows if window < layout.attended]
+    )
     others = shape.attended(layout.attended) - sum(min(layout.attended, 2 * window) for window in masks) / shape.layers
     share = ATTENTION * (NARROW_HEAD if shape.q_width < 128 * shape.heads else 1)
     return others / share + 2 * layout.attended * len(masks) / shape.layers / MASKED_ATTENTION

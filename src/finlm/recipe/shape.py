@@ -166,6 +166,11 @@ class ModelShape:
         return self.norms == 1
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether the softmax of a head's scores has a further column, a learnt logit whose value is 0."""
+        return any(name == traits.SINKS for name, _ in self.tensors)
+
+    @property
     def gates_attention(self) -> bool:
         """Whether attention's output is multiplied by the sigmoid of another product of its input."""
         return any(name == "self_attn.gate_proj.weight" for name, _ in self.tensors)
@@ -276,6 +281,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
     elif shape.head_size % 2:
         yield "model.heads", f"head size {shape.head_size} is odd; RoPE rotates pairs"
+    if shape.has_sinks and recipe.sft is not None and recipe.sft.hide_eos:
+        yield (
+            "sft.hide_eos",
+            "tokens are hidden by a mask, and attention with sinks takes none here",
+        )
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:

@@ -170,15 +170,17 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return (places - starts).view(shape)
 
 
-def attention_implementation(device: str, dtype: torch.dtype) -> str:
+def attention_implementation(device: str, dtype: torch.dtype, has_sinks: bool = False) -> str:
     """Return the attn_implementation for document masks: NAME, which it registers with transformers, or "sdpa".
 
     NAME uses varlen_attn: it needs device "cuda" with compute capability 8.0 or later, and a dtype other than fp32.
+    Attention with sinks (attend_with_sinks) runs on CPUs as well, and is "eager" where it does not.
     """
-    if device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
+    has_flash = device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
+    if has_flash or (has_sinks and device == "cpu"):
         AttentionInterface.register(NAME, _attend)
         return NAME
-    return "sdpa"
+    return "eager" if has_sinks else "sdpa"
 
 
 def _attend(
@@ -190,21 +192,135 @@ def _attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents; `sliding_window` is a number of tokens, the current one included.
 
     `query` and `key` are [batch, heads, sequence, head size], key with fewer heads in grouped-query attention; `value`
-    is as `key`, with heads of at most that size. Reads module.document_bounds, on the same device, and ignores
-    attention_mask. Returns ([batch, sequence, heads, size of value heads], None).
+    is as `key`, with heads of at most that size. `s_aux` has the sink of each head, [heads]. Reads
+    module.document_bounds, on the same device (none: every row is a document), and ignores attention_mask. Returns
+    ([batch, sequence, heads, size of value heads], None).
     """
     batch, heads, sequence, size = query.shape
     groups, value, own = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
-    limits = (module.document_bounds, module.document_bounds, sequence, sequence)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out: torch.Tensor = varlen_attn(q, k, v, *limits, scale=scaling, window_size=window)  # type: ignore[assignment]
+    bounds, left = getattr(module, "document_bounds", None), -1 if sliding_window is None else sliding_window - 1
+    if bounds is None:
+        bounds = torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=query.device)
+    if s_aux is not None:
+        scale = size**-0.5 if scaling is None else scaling
+        out, _ = attend_with_sinks(q.contiguous(), k.contiguous(), v.contiguous(), s_aux, bounds, sequence, scale, left)
+    else:
+        limits = (bounds, bounds, sequence, sequence)
+        out = varlen_attn(q, k, v, *limits, scale=scaling, window_size=(left, 0))
     return out.view(batch, sequence, heads, size)[..., :own], None
+
+
+@torch.library.custom_op("finlm::attend_with_sinks", mutates_args=())
+def attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention within documents, [tokens, heads, size], and its log-sum-exp, fp32 [heads, tokens].
+
+    A head's softmax has a further column, its sink, whose value is 0. So with the log-sum-exp of the scores, as flash
+    attention returns it, the output is multiplied by sigmoid(log-sum-exp - sink), and the sink joins the log-sum-exp.
+
+    `q`, `k` and `v` are [tokens, heads, size]; `sinks` is [heads]; `bounds` is of document_bounds(), and `longest` the
+    most tokens of a document. `left` is how many tokens before its own a token sees, -1 for all.
+    """
+    if q.is_cuda:
+        limits = (bounds, bounds, longest, longest, 0.0, left < 0, False)
+        window = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        out, sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *limits, **window)
+    else:
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        for part, mask in _documents(bounds, left, q):
+            heads = (each[part].transpose(0, 1)[None] for each in (q, k, v))
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, is_causal=mask is None, attn_mask=mask, scale=scale
+            )
+            out[part], sums[:, part] = found[0][0].transpose(0, 1), found[1].view(1, len(sums), -1)[0]
+    with_sink = torch.logaddexp(sums, sinks.float()[:, None])
+    return out.mul_((sums - with_sink).exp().T[..., None].to(out.dtype)), with_sink
+
+
+@attend_with_sinks.register_fake
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("finlm::attend_with_sinks_backward", mutates_args=())
+def _attend_with_sinks_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    bounds: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients by q, k, v and sinks, given that by `out`; `out` and `sums` are what the forward returned.
+
+    The kernels' backward passes form each probability from the log-sum-exp, and its gradient from out * gradient: with
+    those of attention with sinks they give the gradients of attention with sinks. A sink's value is 0, so its score's
+    gradient is -probability * sum(out * gradient).
+    """
+    by_sinks = -((sinks.float() - sums.T).exp() * (out.float() * gradient.float()).sum(-1)).sum(0).to(sinks.dtype)
+    if q.is_cuda:
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of dropout
+        limits = (bounds, bounds, longest, longest, 0.0, left < 0, *none)
+        window = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        return *torch.ops.aten._flash_attention_backward(gradient, q, k, v, out, sums, *limits, **window), by_sinks
+    by = [torch.empty_like(each) for each in (q, k, v)]
+    for part, mask in _documents(bounds, left, q):
+        heads = (each[part].transpose(0, 1)[None] for each in (gradient, q, k, v, out))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads, sums[:, part].contiguous()[None], 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        for whole, its in zip(by, found, strict=True):
+            whole[part] = its[0].transpose(0, 1)
+    return by[0], by[1], by[2], by_sinks
+
+
+@_attend_with_sinks_backward.register_fake
+def _(gradient: torch.Tensor, q: Any, k: Any, v: Any, sinks: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(sinks)
+
+
+def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.limits = inputs[5:]
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    found = _attend_with_sinks_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.limits)
+    return *found, None, None, None, None
+
+
+attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """Yield for each document its tokens, and the mask of a window that is shorter, to be added to scores, or None."""
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        if start < stop:
+            mask, places = None, torch.arange(stop - start)
+            if 0 <= left < stop - start - 1:
+                back = places[:, None] - places
+                mask = torch.zeros(back.shape, dtype=like.dtype).masked_fill((back < 0) | (back > left), -math.inf)
+            yield slice(start, stop), mask
 
 
 def _attend_padded(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> tuple[Any, None]:

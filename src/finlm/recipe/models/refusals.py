@@ -110,7 +110,8 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
             yield f"{key} {config[key]}, which {config['model_type']}'s layers do not compute and trl's head does"
     if (kind := config.get("quantization_config")) is not None:
         method = kind.get("quant_method", "quantization_config")
-        yield f"quantised weights ({method}): start from a copy of the model in bf16"
+        how = " (docs/extending.md shows how to save it)" if method == "mxfp4" else ""
+        yield f"quantised weights ({method}): start from a copy of the model in bf16{how}"
 
 
 def _malformed_keys(config: traits.Config) -> Iterator[str]:

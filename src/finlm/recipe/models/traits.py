@@ -27,6 +27,7 @@ DENSE = ("first_k_dense_replace", "num_dense_layers")  # layers without experts,
 _ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", *DENSE))
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
+SINKS = "self_attn.sinks"  # the tensor of a logit a head that the softmax of its scores has as a further column
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
 DROPOUT = ("dropout", "_pdrop")  # ends of keys
 NOISE = (*DROPOUT, "jitter_noise")  # the same, of all keys that draw random numbers

@@ -115,21 +115,27 @@ def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTraine
 def plain_attention(config: PreTrainedConfig) -> str:
     """Return the attn_implementation for attention that does not keep the documents of a row apart.
 
-    "eager" when the config has attn_logit_softcapping, which SDPA ignores; batches.PADDED, which pads value heads, when
-    they are smaller than key heads; else "sdpa".
+    "eager" when the config has attn_logit_softcapping or the type sinks, which SDPA ignores; batches.PADDED, which
+    pads value heads, when they are smaller than key heads; else "sdpa".
     """
-    if getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "attn_logit_softcapping", None) or has_sinks(config):
         return "eager"
     size, own = kernels.head_sizes(config)
     return batches.PADDED if own < size else "sdpa"
 
 
+def has_sinks(config: PreTrainedConfig) -> bool:
+    """Return whether the heads of the configuration's model type have sinks, logits that their softmax adds."""
+    row = traits.records().get(config.model_type)
+    return row is not None and traits.SINKS in row.layer
+
+
 def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the attn_implementation of the run: batches.NAME where document masks can use it, else the plain one."""
-    plain = plain_attention(config)
-    if plain == "eager" or not recipe.data.document_masks:
+    """Return the attn_implementation of the run: batches.NAME if document masks or sinks can use it, or the plain."""
+    plain, sinks = plain_attention(config), has_sinks(config)
+    if not sinks and (plain == "eager" or not recipe.data.document_masks):
         return plain
-    name = batches.attention_implementation(plan.device, DTYPES[plan.precision])
+    name = batches.attention_implementation(plan.device, DTYPES[plan.precision], sinks)
     return name if name == batches.NAME else plain
 
 
@@ -155,14 +161,15 @@ def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> st
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
     """Set all weights in place: matrices to normal(0, std), drawn by a generator seeded with (seed, parameter name).
 
-    Biases and vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their class makes them; raises
-    RuntimeError if the values of such a vector differ, which were drawn at random then. Collective under ZeRO-3.
+    Sinks are drawn so too. Biases and vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their
+    class makes them; raises RuntimeError if the values of such a vector differ, which were drawn at random then.
+    Collective under ZeRO-3.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
             if name.endswith("bias"):
                 parameter.zero_()
-            elif parameter.ndim == 1:
+            elif parameter.ndim == 1 and not name.endswith(traits.SINKS):
                 if bool((parameter != parameter.flatten()[:1]).any()):
                     raise RuntimeError(f"{name} is drawn by its class, not by the run's seed")
             else:

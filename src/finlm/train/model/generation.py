@@ -343,24 +343,25 @@ def _attend(
 
     `query` is [rows, heads, tokens, head size]; `key` and `value` may have fewer heads, and value heads a size of their
     own. module.generation_bounds is None for prompts, else the `bounds` of token_attention.attend. `given` may have
-    scaling, sliding_window and softcap. Ignores attention_mask. Returns ([rows, tokens, heads, size of value heads],
-    None).
+    scaling, sliding_window, softcap and s_aux, the sinks [heads]. Ignores attention_mask. Returns ([rows, tokens,
+    heads, size of value heads], None).
     """
-    bounds, sliding_window, softcap = module.generation_bounds, given.get("sliding_window"), given.get("softcap")
+    bounds, groups = module.generation_bounds, query.shape[1] // key.shape[1]
+    sliding_window, softcap, sinks = (given.get(key) for key in ("sliding_window", "softcap", "s_aux"))
     rows, heads, tokens, size = query.shape
-    groups = heads // key.shape[1]
     scale = size**-0.5 if given.get("scaling") is None else given["scaling"]
-    if bounds is not None and _has_kernel(query, key, value):
+    if bounds is not None and sinks is None and _has_kernel(query, key, value):
         from finlm.train.model import token_attention  # needs Triton, which comes with torch for GPUs
 
         window = sliding_window or key.shape[2]
         return token_attention.attend(query, key, value, bounds, scale, softcap or 0.0, window), None
     mask = _visible(tokens, key.shape[2], None if bounds is None else bounds[0], sliding_window, query.device)
-    if softcap:
+    if softcap or sinks is not None:
         scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
-        scores = torch.where(mask, softcap * torch.tanh(scores / softcap), -torch.inf)
-        out = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ repeat_kv(value, groups)
-        return out.transpose(1, 2), None
+        scores = torch.where(mask, softcap * torch.tanh(scores / softcap) if softcap else scores, -torch.inf)
+        beside = [] if sinks is None else [sinks[:, None, None].expand(rows, -1, tokens, 1)]
+        shares = torch.cat((scores, *beside), -1).softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+        return (shares.to(value.dtype) @ repeat_kv(value, groups)).transpose(1, 2), None
     if bounds is not None:  # the query heads that share keys are its queries: nothing is repeated
         shared = query.reshape(rows, key.shape[1], groups, size)
         out = functional.scaled_dot_product_attention(shared, key, value, mask, scale=scale)

@@ -225,12 +225,9 @@ def _summed_loss(
     Takes the place of model.forward; swap_loss says what is returned. `bounds` (document_bounds, or None) is stored as
     document_bounds on every attention module.
     """
-    if bounds is None:
-        positions = plain_positions(input_ids)
-    else:
-        positions = batches.document_positions(bounds, input_ids.shape)
-        for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
-            module.document_bounds = bounds
+    positions = plain_positions(input_ids) if bounds is None else batches.document_positions(bounds, input_ids.shape)
+    for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
+        module.document_bounds = bounds
     with _masks_by(positions):
         hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
