@@ -221,6 +221,11 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         **{"kv_lora_rank": 48, "v_head_dim": 32, "first_k_dense_replace": 2, "moe_intermediate_size": 96},
         **{"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_key_value_heads": 8},
     },
+    "latent attention with biases": {
+        **{"model_type": "deepseek_v3", "attention_bias": True, "q_lora_rank": 40, "qk_nope_head_dim": 24},
+        **{"qk_rope_head_dim": 8, "kv_lora_rank": 48, "v_head_dim": 32, "moe_intermediate_size": 96},
+        **{"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "num_key_value_heads": 8},
+    },
     "layers with and without experts": {
         **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
         **{"head_dim": 32, "mlp_only_layers": [0, 3]},
@@ -278,10 +283,9 @@ def test_a_small_model_keeps_every_kind_of_layer() -> None:
     config = command.read_config("qwen3")[0] | kinds | {"num_hidden_layers": 6, "no_rope_layers": [1] * 6}
     found = cells.few_layers(config, config, 0)
     assert found["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
-    assert found["mlp_layer_types"] == ["dense", "sparse", "dense"] and found["no_rope_layers"] == [1, 1, 1]
-    assert (
-        cells.few_layers(config | {"mlp_layer_types": ["sparse"] * 6}, config, 0)["mlp_layer_types"] == ["sparse"] * 3
-    )
+    assert found["mlp_layer_types"] == ["dense", "sparse", "sparse"] and found["no_rope_layers"] == [1, 1, 1]
+    alike = config | {"mlp_layer_types": ["sparse"] * 6}
+    assert cells.few_layers(alike, alike, 0)["mlp_layer_types"] == ["sparse"] * 3
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

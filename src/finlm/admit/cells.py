@@ -263,13 +263,9 @@ def _kept(config: Any, times: int) -> int:
     for key in traits.LISTS:
         if kinds := getattr(config, key, None):
             setattr(config, key, list(kinds) * times)
-    for key in (*traits.DENSE, "moe_layer_start_index"):
-        if first := getattr(config, key, None):
-            setattr(config, key, first * times)
-    if hasattr(config, "moe_layer_end_index"):
-        config.moe_layer_end_index = layers * times - 1
-    if listed := getattr(config, "mlp_only_layers", None):
-        config.mlp_only_layers = [number + layers * turn for turn in range(times) for number in listed]
+    said = config.to_dict()
+    for key, value in traits.with_dense(said, times * len(traits.dense_layers(said)), times * layers).items():
+        setattr(config, key, value)
     config.num_hidden_layers = layers * times
     model = causal_class(config)._from_config(config, attn_implementation=attention_of(config), dtype=torch.bfloat16)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -374,7 +370,7 @@ SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "q
 
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     """Return transformers' configuration object of the same model at small size, with a vocabulary of vocab_size."""
-    known = row.defaults | dict(config)
+    known = traits.complete(config, row)
     values = dict(traits.without_dropout(config)) | {
         "hidden_size": SMALL_HIDDEN,
         "intermediate_size": FFN,
@@ -432,11 +428,8 @@ def few_layers(config: Config, known: Config, pattern: int) -> Config:
     for key in traits.LISTS:
         if kinds := list(dict.fromkeys(config.get(key) or ())):
             found[key] = [*kinds, *kinds * layers][:layers]
-    found |= {key: 1 for key in traits.DENSE if known.get(key)}
-    if known.get("moe_layer_start_index") is not None:
-        found |= {"moe_layer_start_index": min(known["moe_layer_start_index"], 1), "moe_layer_end_index": -1}
-    if known.get("mlp_only_layers"):
-        found["mlp_only_layers"] = [0]
+    dense = len(traits.dense_layers(known))
+    found |= traits.with_dense(known, layers if dense == known["num_hidden_layers"] else min(dense, 1), layers)
     if known.get("use_sliding_window") and "max_window_layers" in known:
         found["max_window_layers"] = 1
     return found

@@ -7,6 +7,7 @@ the query projection), so that the planner can count a model of any size without
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import warnings
@@ -29,7 +30,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe import shape
-from finlm.recipe.models.traits import CHOSEN, DENSE, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
+from finlm.recipe.models import traits
+from finlm.recipe.models.traits import CHOSEN, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
 
 # Keys that may be absent from config.json, whose defaults a row notes.
 FIELDS = (
@@ -39,7 +41,7 @@ FIELDS = (
     *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, *CHOSEN, *SHARED),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size"),
-    *(*DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *(*traits.DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 
@@ -259,16 +261,23 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
         setattr(plain, key, optional.get(key, False))
     layer, outer = _tensors(plain, symbols)
     switches: dict[str, dict[str, list[str] | None]] = {}
-    for key in keys:
-        config = copy.deepcopy(plain)
-        setattr(config, key, values[key])
+    # Two of them may add what neither adds alone, as biases of what q_lora_rank adds.
+    for chosen in (
+        *((key,) for key in keys),
+        *itertools.product([key for key in keys if key not in optional], optional),
+    ):
+        config, expected = copy.deepcopy(plain), dict[str, list[str] | None](layer)
+        for key in chosen:
+            setattr(config, key, values[key])
+            expected |= switches.get(key, {})
         try:
             found, beside = _tensors(config, symbols)
         except (UserError, ValueError, TypeError):
             continue  # the gate's cell of settings holds the key
         if beside == outer:
-            switches[key] = {name: sizes for name, sizes in found.items() if layer.get(name) != sizes}
-            switches[key] |= {name: None for name in layer if name not in found}
+            added = {name: sizes for name, sizes in found.items() if expected.get(name) != sizes}
+            gone = {name: None for name, sizes in expected.items() if sizes is not None and name not in found}
+            switches["+".join(chosen)] = added | gone
     for key in keys:
         setattr(plain, key, known[key])
     return layer, outer, {key: tensors for key, tensors in switches.items() if tensors}
@@ -311,7 +320,7 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     values |= {key: SIZES["e"] for key in EXPERTS if hasattr(kind(), key)}
     values |= {key: CHOSEN_SMALL for key in CHOSEN if key in known} | {key: SHARE for key in SHARED if key in known}
     values |= GROUPS if known.get("n_group") else {}
-    values |= _of_kind(kind(), layers, dense=False)
+    values |= traits.with_dense(known, 0, layers)
     if "kv_lora_rank" in known:
         values |= {key: LATENT[symbol] for key, symbol in NAMED_LATENT.items()} | {"num_key_value_heads": SIZES["a"]}
         values.pop("head_dim", None)
@@ -319,22 +328,12 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     return kind(**{**values, **_rope(kind()), **changes})
 
 
-def _of_kind(config: Any, layers: int, *, dense: bool) -> Config:
-    """Return the keys that make all layers dense, or none of them; {} for a class without experts."""
-    made: Config = {
-        "mlp_layer_types": ["dense" if dense else "sparse"] * layers,
-        "mlp_only_layers": list(range(layers * dense)),
-        **dict.fromkeys((*DENSE, "moe_layer_start_index"), layers * dense),
-    }
-    return {key: value for key, value in made.items() if hasattr(config, key)}
-
-
 def _dense(model_type: str, names: Set[str]) -> dict[str, list[str] | None]:
     """Return how the tensors of layers without experts differ from others'; None for those of `names` that they lack.
 
     Returns {} if all layers are alike. Raises UserError as _tensors() does.
     """
-    if not (changes := _of_kind(CONFIG_MAPPING[model_type](), 2, dense=True)):
+    if not (changes := traits.with_dense(CONFIG_MAPPING[model_type]().to_dict(), 2, 2)):
         return {}
     config = small_config(model_type, **changes)
     for key, value in own_keys(config).items():

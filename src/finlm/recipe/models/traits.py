@@ -28,7 +28,7 @@ _ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", *DENSE))
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 SINKS = "self_attn.sinks"  # the tensor of a logit a head that the softmax of its scores has as a further column
-LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys with the kind of every layer
+LISTS = ("layer_types", "no_rope_layers")  # keys with the kind of every layer, beside those of dense_layers()
 DROPOUT = ("dropout", "_pdrop")  # ends of keys
 NOISE = (*DROPOUT, "jitter_noise")  # the same, of all keys that draw random numbers
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -47,7 +47,8 @@ class TypeRecord:
 
     layer: dict[str, list[str]]  # sizes of every tensor, in the model's order
     outer: list[list[str]]  # of the tensors beside layers, embedding and head
-    switches: dict[str, dict[str, list[str] | None]]  # tensors that a true key of config.json adds; None: takes away
+    # Tensors that a true key of config.json, or two joined by "+", adds; None: takes away.
+    switches: dict[str, dict[str, list[str] | None]]
     defaults: dict[str, Any]  # of the keys of FIELDS that the class has
     dense: dict[str, list[str] | None] = field(default_factory=dict)  # tensors that layers without experts have
     buffers: list[str] = field(default_factory=list)  # of a layer, which files hold as they hold tensors
@@ -151,15 +152,14 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
     Raises UserError for an unknown type, and for sliding windows that only a missing layer_types would tell.
     """
     row = row or record_of(config)
-    said = {key for names in _ALIASES if any(config.get(name) is not None for name in names) for key in names}
-    known = {key: value for key, value in row.defaults.items() if key not in said} | dict(config)
+    known = complete(config, row)
     symbols = _symbols(known)
     tensors: dict[str, list[str] | None] = dict(row.layer)
-    for key, more in row.switches.items():
-        if known.get(key):
+    for keys, more in row.switches.items():
+        if all(known.get(key) for key in keys.split("+")):
             tensors |= more
     experts = symbols["e"], _first(known, CHOSEN)
-    dense = tuple(_dense_layers(known)) if row.dense else ()
+    dense = tuple(dense_layers(known)) if row.dense else ()
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
         found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
@@ -190,6 +190,12 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         score_cap=known.get("attn_logit_softcapping"),
         head=head_of(known, row),
     )
+
+
+def complete(config: Config, row: TypeRecord) -> Config:
+    """Return config.json with the class's defaults of what it does not say, under any name; `row` is of its type."""
+    said = {key for names in _ALIASES if any(config.get(name) is not None for name in names) for key in names}
+    return {key: value for key, value in row.defaults.items() if key not in said} | dict(config)
 
 
 def _symbols(known: Config) -> dict[str, int]:
@@ -226,8 +232,8 @@ def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
     return Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"])
 
 
-def _dense_layers(known: Config) -> list[int]:
-    """Return the indices of the layers that have no experts, in a model of experts."""
+def dense_layers(known: Config) -> list[int]:
+    """Return the indices of the layers that have no experts, in a model of experts; `known` is of complete()."""
     layers = range(int(known["num_hidden_layers"]))
     if (kinds := known.get("mlp_layer_types")) is not None:
         return [number for number, kind in zip(layers, kinds, strict=False) if kind == "dense"]
@@ -239,6 +245,17 @@ def _dense_layers(known: Config) -> list[int]:
         return [number for number in layers if not first <= number <= last or (number + 1) % step > 0]
     step, listed = int(known.get("decoder_sparse_step") or 1), known.get("mlp_only_layers") or ()
     return [number for number in layers if number in listed or (number + 1) % step > 0]
+
+
+def with_dense(known: Config, dense: int, layers: int) -> Config:
+    """Return what dense_layers() reads, of the keys that `known` has, when the first `dense` layers have no experts."""
+    said: Config = {
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        **{"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1},
+        **{"moe_layer_end_index": layers - 1, "moe_layer_interval": 1},
+        **dict.fromkeys((*DENSE, "moe_layer_start_index"), dense),
+    }
+    return {key: value for key, value in said.items() if key in known}
 
 
 def evaluate(size: str, symbols: Mapping[str, int]) -> int:
