@@ -179,12 +179,14 @@ class Index:
         for first, here, limits in ngrams.blocks(data, ends):
             text = ngrams.words_only(ngrams.characters(here, limits))
             at, bit = _places(ngrams.sums(text.codes, GRAM))
-            maybe = np.flatnonzero(self._maybe[at] & bit)
+            maybe = np.flatnonzero(self._maybe.take(at) & bit)
             document = np.searchsorted(text.starts, maybe, side="right") - 1
             inside = maybe + GRAM <= text.starts[document + 1]
             maybe, document = maybe[inside], document[inside]
             hashes = ngrams.hash_at(text.codes, maybe, GRAM)
-            place = np.minimum(np.searchsorted(self.unique, hashes), max(0, len(self.unique) - 1))
+            order, place = np.argsort(hashes), np.empty(len(hashes), dtype=np.intp)
+            place[order] = np.searchsorted(self.unique, hashes[order])  # in order: half the time
+            place = np.minimum(place, max(0, len(self.unique) - 1))
             known = self.unique[place] == hashes if len(self.unique) else np.zeros(len(place), dtype=np.bool_)
             numbers.append(document[known] + first)
             places.append(place[known])

@@ -232,6 +232,7 @@ class Verifier:
         self._start = np.concatenate(([0], np.cumsum(text_bytes, dtype=np.int64)))  # as if the chunks were one file
         self._threshold = threshold
         self._grams: dict[int, Grams] = {}
+        self._count = 0  # n-grams in it
         self._facts: dict[int, Facts] = {}
         self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
 
@@ -273,13 +274,16 @@ class Verifier:
         The similarity is that of the documents' word n-grams, which are kept for later calls.
         """
         ids = np.unique(np.concatenate((left, right)))
-        if sum(map(len, self._grams.values())) > _KEPT_GRAMS:
+        if self._count > _KEPT_GRAMS:
             self._grams.clear()
+            self._count = 0
         missing = ids[[number not in self._grams for number in ids.tolist()]]
         if len(missing):
             data, ends = self._read(missing)
             grams = ngrams.hash_grams(ngrams.words_only(ngrams.characters(data, ends)), ngrams.SHINGLE)
-            self._grams.update(zip(missing.tolist(), distinct_grams(grams), strict=True))
+            distinct = distinct_grams(grams)
+            self._count += sum(map(len, distinct))
+            self._grams.update(zip(missing.tolist(), distinct, strict=True))
         same = np.zeros(len(left), dtype=np.bool_)
         order = np.argsort(left, kind="stable")
         for pairs in np.split(order, np.flatnonzero(np.diff(left[order])) + 1):
