@@ -101,6 +101,10 @@ def test_every_import_is_of_a_declared_package() -> None:
         "wandb",
         "trackio",
         "gguf",
+        "jieba",
+        "nltk",
+        "rouge",
+        "sacrebleu",
         "modelscope_hub",
         "ray",
         "ahocorasick",  # of pyahocorasick

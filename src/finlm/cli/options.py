@@ -184,13 +184,14 @@ def _add_evaluation(add: _Add) -> None:
     """Add the command eval."""
     option = add("eval", help="measure held-out perplexity, or accuracy on multiple-choice questions").add_argument
     option("checkpoint", type=Path, help="run, checkpoint, export or Hugging Face model directory")
-    suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval", "cflue")
+    suites = ("perplexity", "exam", "recall", "financeiq", "ceval", "fineval", "cflue", "cflue-tasks")
     option(
         "--suite",
         choices=suites,
         default="perplexity",
         help="perplexity of held-out text (default); exam: the laws of the fictional world, asked of companies "
-        "it has not read about; recall: what it has read of companies; financeiq, ceval, fineval, cflue: with --data",
+        "it has not read about; recall: what it has read of companies; financeiq, ceval, fineval, cflue: with --data; "
+        "cflue-tasks: translation, extraction and other written answers, with --data",
     )
     option("--data", type=Path, metavar="DIR", help="directory of FinanceIQ, C-Eval, FinEval or CFLUE")
     option(

@@ -364,7 +364,7 @@ def answer_questions(
         ) from None
     if len(left) < len(asked):
         screen.say(f"{len(asked) - len(left):,} of {len(asked):,} answers are in {ledger}")
-    way = mode if mode == "published" else suite.name if suite.name == "cflue" else "chat"
+    way = mode if mode == "published" else suite.name if suite.name in sets.WAYS else "chat"
     batches = _generate_answers(opened, left, style, way) if writes else _choose_likeliest(opened, left)
     with screen.progress(f"{suite.name}, {mode}", len(left), "answered") as advance:
         for batch in batches:

@@ -74,7 +74,7 @@ FETCH: dict[str, str] = _SUITES["fetch"]
 _NAMES = "ABCDEF"  # of options; the questions of all suites but cflue have four
 
 
-Name = Literal["exam", "recall", "financeiq", "ceval", "fineval", "cflue"]
+Name = Literal["exam", "recall", "financeiq", "ceval", "fineval", "cflue", "cflue-tasks"]
 EXAM_QUESTIONS = 1_000
 EXAMPLES = 5  # a subject, as in the dev folders
 CFLUE_FILE = "knowledge.json"
@@ -137,6 +137,10 @@ def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Su
 
     Raises UserError when the folder or a file is missing, and for a row that is no question of the suite.
     """
+    if name == "cflue-tasks":
+        from finlm.evals import tasks
+
+        return tasks.read_tasks(data)
     if name in OF_WORLD:
         assert world is not None
         questions, examples = _make_questions(name, world)
@@ -354,6 +358,7 @@ WAYS = {
     "chat": Way(decided_letter, extract_letter),
     "published": Way(opens_with_letter, lambda text, _: read_published(text)),
     "cflue": Way(decided_by_cflue, lambda text, _: read_cflue(text)),
+    "cflue-tasks": Way(lambda _: None, lambda *_: None),
 }
 
 _Z = 1.959964  # 95 % of a normal distribution lies within so many standard deviations

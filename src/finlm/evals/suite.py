@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.base.runs import complete_checkpoint, run_of_checkpoint
 from finlm.corpus import contamination
-from finlm.evals import answering, questions
+from finlm.evals import answering, questions, tasks
 from finlm.evals.answering import Mode
 from finlm.evals.questions import Count, Interval, Name, Question, Scores
 from finlm.inference.open import Opened, load_trained, open_model
@@ -67,6 +67,7 @@ class Asked:
 class Result:
     """The result of `finlm eval --suite`."""
 
+    event: ClassVar[str] = "suite"
     suite: Name
     model: str
     fingerprint: str
@@ -93,9 +94,6 @@ class Result:
         scores, contamination = row.pop("scores"), row.pop("contamination")
         row |= {"likelihood_per": self.likelihood_per, **scores}
         return row if contamination is None else row | {"contamination": contamination}
-
-
-_BLOCK_TOKENS = 1_000_000
 
 
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
@@ -141,14 +139,11 @@ def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[s
     for start, end in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):
         block.append([number for number in part.ids[start:end].tolist() if number not in around])
         tokens += end - start
-        if tokens >= _BLOCK_TOKENS:
+        if tokens >= 1_000_000:
             yield tokens, [tokenizer.decode(ids) for ids in block]
             block, tokens = [], 0
     if block:
         yield tokens, [tokenizer.decode(ids) for ids in block]
-
-
-DEFAULT_ANSWERS = Path("runs") / "evals"
 
 
 @dataclass(frozen=True)
@@ -164,18 +159,24 @@ class Options:
     answers: Path | None = None
     contamination: Path | None = None
 
+    def ledger(self, opened: Opened, mode: Mode) -> Path:
+        """Return the file of the model's answers: in `answers`, else in its run if that can be written."""
+        of_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
+        directory = self.answers or (opened.run.path / "evals" if opened.run and of_run else Path("runs/evals"))
+        return directory / f"{self.suite}-{mode}-{opened.fingerprint[:12]}.jsonl"
 
-def evaluate(checkpoint: Path, options: Options) -> Result:
-    """Ask a suite and return its Result; keep answers in a ledger, append the event `suite` if the model is of a run.
+
+def evaluate(checkpoint: Path, options: Options) -> Result | tasks.Result:
+    """Ask a suite, return its Result; keep answers in a ledger, append the event `suite` or `tasks` to the model's run.
 
     Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model.
     """
     check_options(options)
     opened = open_model(checkpoint)
-    result = _ask_suite(opened, options)
+    result = tasks.ask(opened, options) if options.suite == "cflue-tasks" else _ask_suite(opened, options)
     if opened.run is not None:
         try:
-            opened.run.append_event("suite", step=opened.step, **result.to_json())
+            opened.run.append_event(result.event, step=opened.step, **result.to_json())
         except OSError as error:  # somebody else's run
             screen.say(f"not recorded in the run: {error}")
     return result
@@ -190,9 +191,9 @@ def check_options(options: Options) -> None:
             f"{useless} has no meaning for --suite {options.suite}",
             fix="--world goes with exam and recall, --data with the other suites",
         )
-    if options.suite == "cflue" and (options.mode not in (None, "chat") or options.shots):
+    if options.suite in ("cflue", "cflue-tasks") and (options.mode not in (None, "chat") or options.shots):
         raise UserError(
-            "CFLUE asks assistants, without examples: a question may have several right options",
+            "CFLUE asks assistants, without examples",
             fix="ask with --mode chat and without --shots",
         )
     if options.mode == "published" and options.suite != "financeiq":
@@ -234,9 +235,7 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
     selected = draw_questions(suite.questions, options.limit)
-    in_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
-    directory = options.answers or (opened.run.path / "evals" if opened.run and in_run else DEFAULT_ANSWERS)
-    ledger = directory / f"{suite.name}-{mode}-{opened.fingerprint[:12]}.jsonl"
+    ledger = options.ledger(opened, mode)
     answers = answering.answer_questions(opened, suite, selected, mode, shots, ledger)
     right = [answer.letter == question.answer for answer, question in zip(answers, selected, strict=True)]
     contained = None
@@ -288,8 +287,10 @@ def draw_questions(asked: Sequence[Question], limit: int | None) -> list[Questio
     return [asked[place] for place in sorted(places.tolist())]
 
 
-def show(result: Result) -> None:
+def show(result: Result | tasks.Result) -> None:
     """Print a table of accuracies by subject, the two averages and notes on how to read them."""
+    if isinstance(result, tasks.Result):
+        return tasks.show(result)
     scores, about = result.scores, result.set
     rows = [
         (name, f"{share.total:,}", f"{100 * share.accuracy:.1f} %", _interval(share.interval))
@@ -348,8 +349,8 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
     """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
-    if options.mode not in (None, "likelihood") or options.suite == "cflue":
-        fix = "name another suite" if options.suite == "cflue" else f"leave out --mode {options.mode}"
+    if options.mode not in (None, "likelihood") or options.suite in ("cflue", "cflue-tasks"):
+        fix = "name another suite" if options.suite in ("cflue", "cflue-tasks") else f"leave out --mode {options.mode}"
         raise UserError("only likelihoods of letters are written as lm-eval tasks", fix=fix)
     check_options(options)
     shots = count_examples(options, "likelihood")

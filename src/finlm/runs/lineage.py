@@ -51,6 +51,7 @@ _OF_THE_END = [
     "export",
     "sample",
     "suite",
+    "tasks",
     "prediction",
     "expect",
 ]  # events of a finished run

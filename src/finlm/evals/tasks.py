@@ -1,0 +1,294 @@
+"""Ask CFLUE's application tasks and score the answers as its own code does: `finlm eval MODEL --suite cflue-tasks`.
+
+github.com/aliyun/cflue (arXiv 2405.10542), exec_application_eval.py and utils/compute_score.py, puts each
+instruction of application.json to an assistant as it is, decodes greedily without a repetition penalty, and scores
+
+- Fin_TC, classification: the share of right labels;
+- Fin_MT, translation, each way: BLEU of sacrebleu over words of jieba (Chinese) or nltk (English);
+- Fin_RE, extraction: the mean F1 of (key, value) pairs, read by rules for each kind of row;
+- Fin_RC, reading comprehension, and Fin_TG, generation: the mean ROUGE-L of the package rouge over words of jieba.
+
+All scores are shares from 0 to 1, BLEU too. COMET, which that table has beside BLEU, is a model of 3.5 billion
+parameters and is not computed here. Heavy modules are imported late: what is missing is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from finlm.base import files, screen
+from finlm.base.errors import UserError
+from finlm.evals import extraction
+from finlm.evals.questions import FETCH, Interval, Question, Suite, bootstrap, digest
+
+if TYPE_CHECKING:
+    from finlm.evals.suite import Options
+    from finlm.inference.open import Opened
+
+FILE = "application.json"
+PACKAGES = ("sacrebleu", "jieba", "rouge", "nltk")
+ENGLISH, CHINESE = "Fin_MT en2zh", "Fin_MT zh2en"  # translated from
+METRICS = {"Fin_TC": "accuracy", ENGLISH: "BLEU-4", CHINESE: "BLEU-4", "Fin_RE": "F1"}
+METRICS |= {"Fin_RC": "ROUGE-L", "Fin_TG": "ROUGE-L"}
+_TASKS = {"金融文本分类": "Fin_TC", "金融文本抽取": "Fin_RE", "金融咨询": "Fin_RC", "金融文本生成": "Fin_TG"}
+_TRANSLATIONS = {"金融英中翻译": ENGLISH, "金融中英翻译": CHINESE}  # sub-tasks of 金融翻译
+_DRAWS = 1_000
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score from 0 to 1 over some rows, with its 95 % interval."""
+
+    metric: str
+    rows: int
+    value: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Contained:
+    """How many of a task's instructions the training data contains, and the score of these and of the others."""
+
+    contained: int
+    score_contained: float | None
+    score_others: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of `finlm eval --suite cflue-tasks`: scores by task and by sub-task."""
+
+    model: str
+    fingerprint: str
+    scores: dict[str, Score]
+    parts: dict[str, Score]
+    empty: int  # answers without a word
+    rows: int  # in the whole set
+    sha256: str  # of the whole set
+    answers: str  # the file they are kept in
+    event: ClassVar[str] = "tasks"
+    suite: str = "cflue-tasks"
+    mode: str = "chat"
+    training: str | None = None
+    contamination: dict[str, Contained] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of --json, which is also the event `tasks`."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def read_tasks(data: Path | None) -> Suite:
+    """Return the rows of `data`/application.json as questions without options; subject is "TASK, SUB-TASK".
+
+    Raises UserError when packages of the scores are missing, without the file, and for a row that is no task.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        evidence = f"missing: {', '.join(missing)}"
+        fix = ".venv/bin/pip install -r requirements-cflue.lock"
+        raise UserError("answers to CFLUE's tasks are scored by packages of their own", evidence=evidence, fix=fix)
+    fix = f"give the folder that holds {FILE} with --data ({FETCH['cflue-tasks']})"
+    if data is None:
+        evidence = "they are under licences of their own and not part of this repository"
+        raise UserError("--suite cflue-tasks needs its files", evidence=evidence, fix=fix)
+    path = data / FILE
+    if not path.is_file():
+        raise UserError(f"there is no {path}", fix=fix)
+    rows = files.read_json(path)
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{path} holds no tasks", evidence="it is no list of rows", fix=fix)
+    questions = tuple(_read_row(path, number, row) for number, row in enumerate(rows, 1))
+    return Suite("cflue-tasks", questions, {}, digest(questions), None)
+
+
+def _read_row(path: Path, number: int, row: Any) -> Question:
+    """Return a row of the file as a Question. Raises UserError when it is no task or its answer cannot be read."""
+    try:
+        task = _TRANSLATIONS[row["sub_task"]] if row["task"] == "金融翻译" else _TASKS[row["task"]]
+        part, text, right = row["sub_task"], row["instruction"], row["output"]
+        right = right if isinstance(right, str) else json.dumps(right, ensure_ascii=False)
+        if not part or not text.strip() or not right.strip():
+            raise ValueError("no sub_task, instruction or output")
+        if task == "Fin_RE" and part != extraction.ENTITY:
+            extraction.read_label(part, right)
+    except (KeyError, TypeError, ValueError, SyntaxError, AttributeError, IndexError) as error:
+        evidence = f"KeyError: {error}" if isinstance(error, KeyError) else repr(error)
+        raise UserError(
+            f"{path}: row {number} is no task of CFLUE", evidence=evidence, fix="correct the row or take it out"
+        ) from None
+    return Question(f"{task}, {part}", text, (), right)
+
+
+def ask(opened: Opened, options: Options) -> Result:
+    """Read the tasks, answer them with the model, append answers to the ledger, return their scores.
+
+    Raises UserError as read_tasks() and answering.answer_questions().
+    """
+    from finlm.evals import answering, suite
+
+    asked = read_tasks(options.data)
+    selected = suite.draw_questions(asked.questions, options.limit)
+    ledger = options.ledger(opened, "chat")
+    said = [answer.text for answer in answering.answer_questions(opened, asked, selected, "chat", 0, ledger)]
+    contained = None
+    if options.contamination is not None:
+        contained = _split_scores(selected, said, suite.find_contained(selected, options.contamination))
+    return Result(
+        model=opened.name,
+        fingerprint=opened.fingerprint,
+        scores=score(selected, said),
+        parts=score(selected, said, of_parts=True),
+        empty=sum(not text.strip() for text in said),
+        rows=len(asked.questions),
+        sha256=asked.sha256,
+        answers=str(ledger),
+        training=None if options.contamination is None else str(options.contamination),
+        contamination=contained,
+    )
+
+
+def score(asked: Sequence[Question], said: Sequence[str], *, of_parts: bool = False) -> dict[str, Score]:
+    """Return {task: Score} of the answers, in the order of CFLUE's table; with of_parts {"TASK, SUB-TASK": Score}."""
+    groups: dict[str, list[tuple[Question, str]]] = {}
+    for pair in zip(asked, said, strict=True):
+        groups.setdefault(pair[0].subject if of_parts else _task(pair[0]), []).append(pair)
+    order = list(METRICS)
+    names = sorted(groups, key=lambda name: (order.index(name.partition(", ")[0]), name))
+    return {name: _measure(groups[name]) for name in names}
+
+
+def _task(question: Question) -> str:
+    return question.subject.partition(", ")[0]
+
+
+def _measure(pairs: Sequence[tuple[Question, str]]) -> Score:
+    """Return the Score of (question, answer) pairs of a task."""
+    task = _task(pairs[0][0])
+    if METRICS[task] == "BLEU-4":
+        words = cut_english if task == CHINESE else cut_chinese
+        return Score("BLEU-4", len(pairs), *_bleu([(words(q.answer), words(text)) for q, text in pairs]))
+    values = [score_answer(question, text) for question, text in pairs]
+    return Score(METRICS[task], len(pairs), float(np.mean(values)), bootstrap(values))
+
+
+def _split_scores(asked: Sequence[Question], said: Sequence[str], shares: Mapping[int, float]) -> dict[str, Contained]:
+    """Return {task: Contained}, given the shares of the questions that the training text contains."""
+    inside, outside = (
+        score([asked[place] for place in places], [said[place] for place in places])
+        for places in (sorted(shares), [place for place in range(len(asked)) if place not in shares])
+    )
+    return {
+        task: Contained(
+            inside[task].rows if task in inside else 0,
+            inside[task].value if task in inside else None,
+            outside[task].value if task in outside else None,
+        )
+        for task in METRICS
+        if task in inside or task in outside
+    }
+
+
+def score_answer(question: Question, said: str) -> float:
+    """Return the score from 0 to 1 of an answer to a question of any task but translation."""
+    task, _, part = question.subject.partition(", ")
+    if task == "Fin_TC":
+        return float(is_right_label(part, question.answer, said))
+    return (
+        extraction.score_extraction(part, question.answer, said) if task == "Fin_RE" else rouge_l(question.answer, said)
+    )
+
+
+def is_right_label(part: str, right: str, said: str) -> bool:
+    """Return whether an answer gives the right label of a classification: it alone, or within its words."""
+    if part == "ESG情感分类":  # 正, 中 or 负 anywhere
+        return right[0] in said or (right, said) in (("负向", "Negative"), ("正向", "Positive"))
+    if part == "合规政策审核":
+        return right == ("否" if "不合规" in said or "不符合" in said else "是")
+    quoted = re.findall("'([^']*)'", said)
+    return quoted == [right] if quoted else right in said and not any(mark in said for mark in ",，、")
+
+
+def cut_chinese(text: str) -> str:
+    """Return the text with spaces between the words that jieba finds."""
+    import jieba
+
+    jieba.setLogLevel("WARNING")
+    return " ".join(jieba.lcut(text))
+
+
+def cut_english(text: str) -> str:
+    """Return the text with spaces between nltk's words, without its splitter of sentences, which needs a download.
+
+    BLEU is the same: sacrebleu itself cuts off the full stops at which sentences would be split.
+    """
+    import nltk
+
+    return " ".join(nltk.word_tokenize(text, preserve_line=True))
+
+
+def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
+    """Return (BLEU of (reference, answer) pairs, its bootstrapped 95 % interval), from 0 to 1."""
+    from sacrebleu.metrics import BLEU
+
+    each = BLEU(effective_order=True)
+    rows = [each.sentence_score(answer, [reference]) for reference, answer in pairs]
+    counts = np.array([[*row.counts, *row.totals, row.sys_len, row.ref_len] for row in rows])
+    draws = np.random.default_rng(0).multinomial(len(rows), [1 / len(rows)] * len(rows), size=_DRAWS) @ counts
+    whole, *drawn = (
+        BLEU.compute_bleu(row[:4], row[4:8], row[8], row[9], smooth_method="exp").score / 100
+        for row in [counts.sum(axis=0).tolist(), *draws.tolist()]
+    )
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return whole, (float(low), float(high))
+
+
+def rouge_l(right: str, said: str) -> float:
+    """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
+
+    An answer of full stops alone, at which that code ends, gives 0.
+    """
+    from rouge import Rouge
+
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)  # it walks the longest common subsequence by calls
+    try:
+        return float(Rouge(["rouge-l"]).get_scores(cut_chinese(said or "None"), cut_chinese(right))[0]["rouge-l"]["f"])
+    except ValueError:
+        return 0.0
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def show(result: Result) -> None:
+    """Print tables of scores by task and sub-task, and notes on how to read them."""
+    screen.heading(f"{result.suite}, {result.mode}, 0 examples: {result.model}")
+    rows = [
+        (name, f"{row.rows:,}", row.metric, f"{100 * row.value:.2f}", f"{100 * low:.1f} to {100 * high:.1f}")
+        for name, row in (result.scores | result.parts).items()
+        for low, high in [row.interval]
+    ]
+    screen.table(("task", "rows", "score", "of 100", "95 % interval"), rows)
+    screen.show("as CFLUE's own code scores; its table has COMET too, and an average with it: not computed here")
+    if result.empty:
+        screen.show(f"{result.empty:,} answers are empty")
+    asked = sum(score.rows for score in result.scores.values())
+    if asked < result.rows:
+        screen.show(f"a random {asked:,} of {result.rows:,} questions (--limit)")
+    screen.show(f"what the released set is, is not known here; the hash of this one is {result.sha256[:16]}")
+    for task, found in (result.contamination or {}).items():
+        inside, outside = (
+            "none" if value is None else f"{100 * value:.2f}" for value in (found.score_contained, found.score_others)
+        )
+        total = result.scores[task].rows
+        screen.show(
+            f"{task}: {found.contained:,} of {total:,} stand in the training data: {inside}; the others: {outside}"
+        )
