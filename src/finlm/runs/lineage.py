@@ -44,17 +44,8 @@ THREADS = 16
 # What a finished run may be continued with. Without a schedule the rate is the one in the optimizer's saved state.
 LONGER = ("train.steps", "train.tokens", "train.epochs")
 ANOTHER_RATE = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps")
-_OF_THE_END = [
-    "end",
-    "proof",
-    "copied",
-    "export",
-    "sample",
-    "suite",
-    "tasks",
-    "prediction",
-    "expect",
-]  # events of a finished run
+# Events of a finished run.
+_OF_THE_END = ["end", "proof", "copied", "export", "sample", "suite", "tasks", "prediction", "expect"]
 
 
 class Known(NamedTuple):
