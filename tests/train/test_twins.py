@@ -13,7 +13,7 @@ import torch
 
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import Plan
-from finlm.train import incidents, twins
+from finlm.train import incidents
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -33,24 +33,24 @@ def recorded_incidents(run: RunDir) -> list[dict[str, Any]]:
     ],
 )
 def test_the_rank_that_disagrees_with_both_neighbours_is_the_odd_one(disagrees: Any, odd: list[int]) -> None:
-    assert twins.odd_ranks(range(10, 10 + len(disagrees)), disagrees) == odd
+    assert incidents.odd_ranks(range(10, 10 + len(disagrees)), disagrees) == odd
 
 
 def test_only_ranks_of_one_kind_and_size_are_compared(make_run: Any) -> None:
     plan = Plan.read(make_run(ranks=4, names=("a", "b")).plan)
-    assert twins.rings(plan) == [(0, 1, 2, 3)]
+    assert incidents.rings(plan) == [(0, 1, 2, 3)]
     a, b = plan.hosts
-    assert twins.rings(dataclasses.replace(plan, hosts=(a, dataclasses.replace(b, gpu="V100-32G")))) == [
+    assert incidents.rings(dataclasses.replace(plan, hosts=(a, dataclasses.replace(b, gpu="V100-32G")))) == [
         (0, 1),
         (2, 3),
     ]
-    assert twins.rings(Plan.read(make_run(ranks=1).plan)) == []
+    assert incidents.rings(Plan.read(make_run(ranks=1).plan)) == []
 
 
 def test_where_kernels_vary_norms_are_compared_and_gradients_next_to_zero_are_not(make_run: Any) -> None:
     plan = Plan.read(make_run(ranks=2).plan)
     model = torch.nn.Linear(2, 4)
-    compared = twins.Twins(1, plan, 0, model, None)  # type: ignore[arg-type]
+    compared = incidents.Twins(1, plan, 0, model, None)  # type: ignore[arg-type]
     compared._is_exact, compared._is_proven = False, True
     norms = torch.tensor([3.0, 1e-5]).double()
 

@@ -87,6 +87,11 @@ class Plan:
         """Rows that each rank holds at once, in the order of the ranks."""
         return tuple(host.micro_batch for host in self.hosts for _ in range(host.slots))
 
+    @property
+    def rank_hosts(self) -> list[str]:
+        """Host names of the ranks, in the order of the ranks."""
+        return [host.name for host in self.hosts for _ in range(host.slots)]
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON-able dict, whose keys are part of the command line's contract."""
         return dataclasses.asdict(self)

@@ -9,7 +9,8 @@ fp16's smallest loss scale. A rollback from a spike that leaves out its data is 
 A slow rank shows in the time of its reading and forward pass, as whole steps take all ranks the same time; at ZeRO-3
 forward waits for weights too, and only slow reading shows. A GPU that computes wrongly and raises no error spoils the
 weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783): ranks with GPUs of one kind form a ring, and
-now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit. Not
+now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit; where
+kernels add in an order that changes from call to call, as cuDNN's attention does, their norms are compared. Not
 compared: ZeRO-3, whose weights only the engine's passes gather, other stages, a rank without a second of its kind.
 """
 
@@ -31,12 +32,20 @@ from torch import distributed
 from finlm.plan.plan import Plan
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Incidents, Straggler
+from finlm.train.batches import Batches
 
 RECENT_STEPS = 100  # of which incidents.stop_after may be skipped
 FEWEST = 10  # losses without which no spike is told
 LEAST_DEVIATION = 0.01  # of the median: where all losses are nearly equal, noise would be a spike
+NEAR = 4.0  # times the minimum of the loss scale
+LEAST_SECONDS = 0.005  # a step; what costs less than that is not worth a word
+BITS = {2: torch.int16, 4: torch.int32}
+# Where kernels vary, norms may differ by a share of the larger and one of the largest of all weights': gradients next
+# to zero are rounding. Chosen, not measured: another order of addition changes the last bits of few numbers.
+RELATIVE, ABSOLUTE = 0.05, 1e-3
 
 Then = Literal["go_on", "stop", "roll_back"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,35 +122,32 @@ class Watch:
         if not math.isfinite(loss):
             bad = [str(rank) for rank, total in enumerate(rank_losses) if not math.isfinite(total)]
             where = f" on rank {', '.join(bad[:8])}" if bad else ""
-            return self._skip(step, f"the loss is not finite{where}", f"loss {loss}", blame=True)
+            return self._skip(step, f"the loss is not finite{where}", f"loss {loss}")
         is_spike = loss > self.limit
         if is_spike and not is_applied and self.settings.spike.then == "skip":
-            return self._skip(step, "loss spike, step skipped", self._height(loss), blame=True)
+            return self._skip(step, "loss spike, step skipped", self._height(loss))
         if not is_applied:
             if self.scales_loss:
                 return Incident("step skipped", "gradient overflow; the loss scale was lowered")
-            return self._skip(step, "the gradient is not finite", f"loss {loss:.4f}", blame=True)
-        spike = self._spike(loss) if is_spike else None
+            return self._skip(step, "the gradient is not finite", f"loss {loss:.4f}")
+        spike, then = None, self.settings.spike.then
+        if is_spike and then in ("stop", "roll_back"):
+            spike = Incident("loss spike", self._height(loss), then, blame=True)
+        elif is_spike and not self._is_high:  # of several in a row the first is recorded
+            spike = Incident("loss spike", self._height(loss), blame=True)
         self._is_high = is_spike
         if spike is None or spike.then == "go_on":
             self._losses.append(loss)
             self.limit = self._limit()
         return spike
 
-    def _skip(self, step: int, what: str, detail: str, blame: bool) -> Incident:
+    def _skip(self, step: int, what: str, detail: str) -> Incident:
         """Count a skipped step; return its incident, whose `then` is stop above incidents.stop_after skipped steps."""
         count, most = self._skipped.count(step), self.settings.stop_after
         detail += f"; the weights were left alone; {count} of the last {RECENT_STEPS} steps"
         if count > most:
-            return Incident(what, f"{detail} is more than incidents.stop_after ({most})", "stop", blame)
-        return Incident(what, f"{detail}, {most} are borne", blame=blame)
-
-    def _spike(self, loss: float) -> Incident | None:
-        """Return the incident of a spike that changed the weights; None if the last loss was a recorded spike too."""
-        then = self.settings.spike.then
-        if then in ("stop", "roll_back"):
-            return Incident("loss spike", self._height(loss), then, blame=True)
-        return None if self._is_high else Incident("loss spike", self._height(loss), blame=True)
+            return Incident(what, f"{detail} is more than incidents.stop_after ({most})", "stop", blame=True)
+        return Incident(what, f"{detail}, {most} are borne", blame=True)
 
     def _height(self, loss: float) -> str:
         """Return text that says how far a loss is above the recent ones."""
@@ -164,9 +170,6 @@ def _spread(losses: Iterable[float]) -> tuple[float, float]:
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return middle, max(deviation, LEAST_DEVIATION * abs(middle))
-
-
-NEAR = 4.0  # times the minimum
 
 
 class Gradients:
@@ -264,11 +267,6 @@ class LossScale:
         )
 
 
-LEAST_SECONDS = 0.005  # a step; what costs less than that is not worth a word
-
-T = TypeVar("T")
-
-
 class Stopwatch:
     """Measures this rank's seconds of work in a step: reading rows and, below ZeRO-3, the forward passes."""
 
@@ -292,11 +290,11 @@ class Stopwatch:
         if not self._counts_forward:
             yield
         elif self._on_device:
-            pair = _event(), _event()
-            pair[0].record()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
             yield
-            pair[1].record()
-            self._events.append(pair)
+            end.record()
+            self._events.append((begin, end))
         else:
             begun = time.perf_counter()
             yield
@@ -310,16 +308,12 @@ class Stopwatch:
         return seconds
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class Stragglers:
     """Finds a rank whose work takes settings.ratio times the others' (medians of settings.steps steps)."""
 
     def __init__(self, settings: Straggler, plan: Plan) -> None:
         self.settings = settings
-        self._where = [f"rank {rank} on {name}" for rank, name in enumerate(rank_hosts(plan))]
+        self._where = [f"rank {rank} on {name}" for rank, name in enumerate(plan.rank_hosts)]
         self._recent: deque[Sequence[float]] = deque(maxlen=settings.steps)
         self._told: int | None = None
 
@@ -345,6 +339,110 @@ class Stragglers:
         )
 
 
-def rank_hosts(plan: Plan) -> list[str]:
-    """Return each rank's host name, in the order of the ranks."""
-    return [host.name for host in plan.hosts for _ in range(host.slots)]
+class Twins:
+    """Compares the gradients of ranks with equal GPUs; every rank calls the same methods in the same steps."""
+
+    def __init__(
+        self, every_steps: int | None, plan: Plan, rank: int, module: torch.nn.Module, batches: Batches
+    ) -> None:
+        """Form the rings; check() does nothing at ZeRO-3, without a ring, or when every_steps is None."""
+        self._every, self._plan, self._rank = every_steps, plan, rank
+        self._module, self._batches = module, batches
+        named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+        self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
+        self._rings = rings(plan)
+        self._is_exact = self._weights[0].device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        self._is_proven = not self._is_exact  # that these kernels give the same bits twice, where they promise it
+        if plan.zero_stage == 3 or not self._rings:
+            self._every = None
+
+    def check(self, step: int, data_step: int) -> Incident | None:
+        """Every every_steps steps, compare neighbours' gradients of the step's first micro-batches; collective.
+
+        Returns an incident if they differ, else None. Where bits are compared the first check also computes each rank's
+        gradients twice: if the bits differ, that is the incident, and checks end. `data_step` is the step whose data
+        this step read.
+        """
+        if self._every is None or step % self._every:
+            return None
+        ring = next((ring for ring in self._rings if self._rank in ring), (self._rank,))
+        before = ring[ring.index(self._rank) - 1]
+        measured = self._measure(data_step, self._rank)
+        again = measured if self._is_proven else self._measure(data_step, self._rank)
+        seen = torch.stack((measured, again, self._measure(data_step, before)))
+        every = [torch.empty_like(seen) for _ in range(self._plan.world_size)]
+        distributed.all_gather(every, seen)
+        return self._judge(torch.stack(every).cpu())
+
+    def _judge(self, seen: torch.Tensor) -> Incident | None:
+        """Return an incident that names the ranks whose gradients differ, or None.
+
+        `seen` is [ranks, 3, weights]: what _measure() returned for each rank's micro-batch, for it once more, and for
+        the previous rank's. Ends the checks where deterministic kernels vary.
+        """
+        where = self._plan.rank_hosts
+        if not self._is_proven:
+            unlike = [rank for rank in range(len(seen)) if self._differ(seen[rank, 0], seen[rank, 1]).any()]
+            if unlike:
+                self._every = None
+                detail = (
+                    f"rank {unlike[0]} on {where[unlike[0]]} gives other bits for the same micro-batch, though its "
+                    "kernels are deterministic: test it; ranks are not compared in this run"
+                )
+                return Incident("gradients differ from one computation to the next", detail)
+            self._is_proven = True
+        for ring in self._rings:
+            differing = {rank: self._differ(seen[rank, 2], seen[ring[place - 1], 0]) for place, rank in enumerate(ring)}
+            odd = odd_ranks(ring, [bool(mask.any()) for mask in differing.values()])
+            if odd:
+                mask = torch.stack(list(differing.values())).any(dim=0)
+                first = self._names[int(mask.nonzero()[0])]
+                names = " and ".join(f"rank {rank} on {where[rank]}" for rank in odd)
+                detail = (
+                    f"{int(mask.sum())} of {len(mask)} gradients of the same micro-batch differ on its neighbours, "
+                    f"{first} first. Weights since the last good comparison may be spoilt: test the GPU "
+                    "(`dcgmi diag -r 3`), leave the host out, and go on from a checkpoint before"
+                )
+                if len(odd) == 1:
+                    return Incident(f"{names} computes wrongly", detail)
+                return Incident(f"{names} compute different gradients", f"{detail}; no third rank tells which is wrong")
+        return None
+
+    def _measure(self, data_step: int, rank: int) -> torch.Tensor:
+        """Return a number of each weight's gradient for the first micro-batch of `rank`, [weights].
+
+        It is the sum of its bits, int64, or where kernels vary its norm, fp64.
+        """
+        summed = self._module(*self._batches.read_first(data_step, rank))
+        # Not backward(): the engine's hooks, which would add to its gradients, do not run.
+        gradients = torch.autograd.grad(summed, self._weights)
+        if self._is_exact:
+            return torch.stack([each.view(BITS[each.element_size()]).sum(dtype=torch.int64) for each in gradients])
+        return torch.stack([each.norm(dtype=torch.float32).double() for each in gradients])
+
+    def _differ(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return for each weight whether what two ranks measured differs by more than kernels may: bool [weights]."""
+        if self._is_exact:
+            return a != b
+        larger = torch.maximum(a, b).nan_to_num(0.0, posinf=0.0)
+        is_near = (a - b).abs() <= RELATIVE * larger + ABSOLUTE * larger.max()
+        return ~is_near & (a.isfinite() | b.isfinite())  # an overflow of both is the same
+
+
+def rings(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the rings of at least two ranks that have the same GPU kind (None = CPU) and equal micro-batches."""
+    kinds: dict[tuple[str | None, int], list[int]] = {}
+    gpus = [host.gpu for host in plan.hosts for _ in range(host.slots)]
+    for rank, kind in enumerate(zip(gpus, plan.rank_micro_batches, strict=True)):
+        kinds.setdefault(kind, []).append(rank)
+    return [tuple(ranks) for ranks in kinds.values() if len(ranks) > 1]
+
+
+def odd_ranks(ring: Sequence[int], disagrees: Sequence[bool]) -> list[int]:
+    """Return the ranks that disagree with both neighbours, else all that disagree with either; [] if none do.
+
+    disagrees[i] tells whether rank ring[i] got other gradients for the previous rank's micro-batch than that rank.
+    """
+    behind = [*disagrees[1:], disagrees[0]]
+    both = [rank for rank, left, right in zip(ring, disagrees, behind, strict=True) if left and right]
+    return both or [rank for rank, left, right in zip(ring, disagrees, behind, strict=True) if left or right]

@@ -24,10 +24,9 @@ from finlm.rows.packing import NamedDocument
 from finlm.train import batches, entry
 from finlm.train.batches import Batches
 from finlm.train.entry import Rank, is_due, open_rank, versions
-from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Watch, rank_hosts
+from finlm.train.incidents import Gradients, Incident, LossScale, Stopwatch, Stragglers, Then, Twins, Watch
 from finlm.train.model import kernels
 from finlm.train.model.causal_lm import attention_kernel, load, model_config
-from finlm.train.twins import Twins
 from finlm.train.zero.checkpoint import Checkpoints
 from finlm.train.zero.engine import initialize
 from finlm.train.zero.storage import State
@@ -360,7 +359,7 @@ class Guard:
         start = documents[0]
         shown = f"loss {worst:.2f}" if math.isfinite(worst) else "not finite"
         where = (
-            f"; highest in micro-step {at} of rank {rank} on {rank_hosts(self.s.plan)[rank]} ({shown}), "
+            f"; highest in micro-step {at} of rank {rank} on {self.s.plan.rank_hosts[rank]} ({shown}), "
             f"{len(documents)} documents, {start.source} {start.shard} #{start.document} "
             f"“{start.text[:24]}” the first"
         )

@@ -375,14 +375,13 @@ class Checkpoints:
 
     def _publish_written(self) -> None:
         """Publish the written checkpoint, record it, remove old ones; discard it on a rank's OSError, raise others."""
-        saving = self.saving
+        saving, self.saving = self.saving, None
         assert saving is not None
-        self.saving = None
-        failure = saving.parts.exception()
-        if failure is not None and not isinstance(failure, OSError):
-            raise failure
-        why = "" if failure is None else reason(failure)
-        every = entry.gather_values((why, {} if failure else saving.parts.result()))
+        try:
+            mine = "", saving.parts.result()
+        except OSError as error:
+            mine = reason(error), {}
+        every = entry.gather_values(mine)
         problems = [problem for problem, _ in every if problem]
         directory, memory = self.run.checkpoint(saving.step), saving.memory
         members, leads = (memory or self).members, (memory or self).leads
@@ -390,8 +389,8 @@ class Checkpoints:
         identity = files.sha256_json([[name, part.sha256] for _, each in every for name, part in sorted(each.items())])
         manifest = Manifest(saving.step, *self.layout, dict(sorted(parts.items())), identity)
         for first in (False, True):  # rank 0's directory is the last one that counts
-            mine = leads and (self.rank == 0) == first
-            problems = problems or self.gather_problems(_publish(directory, manifest, memory) if mine else "")
+            in_turn = leads and (self.rank == 0) == first
+            problems = problems or self.gather_problems(_publish(directory, manifest, memory) if in_turn else "")
         if problems:
             if leads and memory is not None:
                 memory.discard(directory.name)
@@ -429,9 +428,8 @@ class Checkpoints:
         if memory is not None:
             memory.problem = detail
             self.note(step, "checkpoint not in memory", f"{detail}; training goes on, with those on disk alone")
-        else:
-            tried = "training goes on, the next checkpoint is tried in its turn"
-            self.note(step, "checkpoint not saved", f"{detail}; {tried}")
+            return
+        self.note(step, "checkpoint not saved", f"{detail}; training goes on, the next checkpoint is tried in its turn")
 
     def note(self, step: int, what: str, detail: str) -> None:
         """On rank 0, record an incident in events.jsonl and print it."""
@@ -443,8 +441,10 @@ class Checkpoints:
 def _publish(directory: Path, manifest: Manifest, memory: InMemory | None) -> str:
     """Publish the checkpoint on disk or in memory; return the host and the system's error, or ""."""
     try:
-        publish = functools.partial(disk.publish, directory) if memory is None else memory.publish
-        publish(manifest)
+        if memory is None:
+            disk.publish(directory, manifest)
+        else:
+            memory.publish(manifest)
     except OSError as error:
         return f"{host_name()}: {reason(error)}"
     return ""
