@@ -91,8 +91,8 @@ def _look_for_runs(t: pipeline.Training) -> Known:
         t.plan = Plan.read(t.resumed.plan)
         return {"resume": (DONE, "unfinished"), "run directory": (DONE, str(screen.relative(t.resumed.path)))}
     if earlier := None if t.new else next(lineage.find_continuable(*where), None):
-        step = max(earlier.run.recorded_checkpoint(), earlier.run.recorded_in_memory())
-        words = f"make one that continues {screen.relative(earlier.run.path)} from step {step:,} under this plan"
+        shown, step = screen.relative(earlier.run.path), earlier.run.newest_recorded()
+        words = f"make one that continues {shown} from step {step:,} under this plan"
         return {"resume": (NOT_NEEDED, "planned otherwise"), "run directory": (TO_DO, words)}
     finished = lineage.find_finished(t.recipe, t.shards.directory, t.runs)
     if finished is not None:
@@ -111,10 +111,7 @@ def _look_after_launch(t: pipeline.Training) -> Known:
     if t.is_trained:
         known["train"] = DONE, f"{t.plan.steps:,} steps"
     elif t.resumed is not None:
-        known["train"] = (
-            TO_DO,
-            f"from step {max(t.resumed.recorded_checkpoint(), t.resumed.recorded_in_memory()):,} of {t.plan.steps:,}",
-        )
+        known["train"] = TO_DO, f"from step {t.resumed.newest_recorded():,} of {t.plan.steps:,}"
     if len(t.hosts.hosts) == 1:
         known["gather"] = NOT_NEEDED, "one host"
     if t.resumed is not None and t.resumed.export.exists():

@@ -6,6 +6,7 @@ exit code 2 and no traceback. Every other exception is a bug in finlm and keeps 
 
 from __future__ import annotations
 
+import functools
 import os
 
 
@@ -30,12 +31,7 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive default pickling, and workers hand errors to their parent by pickle.
-        return _rebuild, (type(self), self.problem, self.evidence, self.fix)
-
-
-def _rebuild(cls: type[UserError], problem: str, evidence: str, fix: str) -> UserError:
-    """Return the error rebuilt when it is unpickled."""
-    return cls(problem, evidence=evidence, fix=fix)
+        return functools.partial(type(self), evidence=self.evidence, fix=self.fix), (self.problem,)
 
 
 def reason(error: OSError) -> str:

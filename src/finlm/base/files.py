@@ -6,10 +6,12 @@ directory: the last rename wins with a whole file.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,15 @@ def read_json(path: Path) -> Any:
         raise NotJson(f"{path} is not JSON", evidence=str(error), fix=fix) from None
 
 
+def read_from(path: Path, offset: int) -> str:
+    """Return the text of a file from the byte `offset` on; "" if there is no file. Replaces what is not UTF-8."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
 def append_json_line(path: Path, value: Any) -> None:
     """Append value to path as one line of JSON, creating the file; first end a last line that a kill cut short."""
     line = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
@@ -96,6 +107,17 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any) -> str:
     """Return the hex sha256 of a JSON-able value, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+@contextmanager
+def lock(path: Path, busy: UserError) -> Iterator[None]:
+    """Hold an exclusive lock (flock) on a file in the block; raise `busy` if another process has it. Makes the file."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        yield
 
 
 def within(root: Path, name: str) -> Path:

@@ -113,6 +113,10 @@ class RunDir:
         """Return the newest step for which events.jsonl records a checkpoint, on any host; 0 if there is none."""
         return max((row["step"] for row in self.read_events("checkpoint")), default=0)
 
+    def newest_recorded(self) -> int:
+        """Return the newest step for which events.jsonl records a checkpoint, on disk or in memory; 0 without any."""
+        return max(self.recorded_checkpoint(), self.recorded_in_memory())
+
     def recorded_in_memory(self) -> int:
         """Return the newest step for which events.jsonl records a checkpoint in memory; 0 if there is none.
 

@@ -149,6 +149,11 @@ def list_runs(runs: Path, name: str = "") -> list[RunDir]:
     return [RunDir(path) for path in paths if (path / "recipe.yaml").exists()]
 
 
+def newest_runs(runs: Path) -> list[RunDir]:
+    """Return the run directories below `runs`, the newest recipe.yaml first."""
+    return sorted(list_runs(runs), key=lambda run: float(run.recipe.stat().st_mtime), reverse=True)
+
+
 def newest_checkpoint(run: RunDir) -> Path:
     """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
 

@@ -171,7 +171,8 @@ class Cache:
         file with no known hash when build is False, OSError for a missing local file.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
-        states, names = {path: _state(path) for path in paths}, {path: str(_absolute(path)) for path in paths}
+        states = {path: _state(path) for path in paths}
+        names = {path: str(path.absolute() if isinstance(path, Path) else path) for path in paths}
         new = [path for path in paths if known.get(names[path], [])[:-1] != states[path] or "" in states[path]]
         if new and not self.build:
             raise NotPrepared("fingerprints")
@@ -294,11 +295,6 @@ def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
             yield from pool.map(lambda path: sha256(path, advance), paths)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _absolute(path: File) -> File:
-    """Return a path made absolute; a store's file as given."""
-    return path.absolute() if isinstance(path, Path) else path
 
 
 def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:

@@ -7,11 +7,12 @@ about 10 s for two or three hosts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.doctor import preflight
 from finlm.doctor.gather import AllFacts
-from finlm.doctor.machine import HostFault
+from finlm.doctor.machine import HostFault, Level
 from finlm.doctor.preflight import Finding
 from finlm.hosts import ssh
 from finlm.plan.plan import Plan
@@ -139,11 +140,8 @@ def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> 
 
 def _first_ranks(cluster: Cluster) -> dict[str, int]:
     """Return {host: its first rank}."""
-    ranks, count = {}, 0
-    for host in cluster.hosts:
-        ranks[host.name] = count
-        count += host.slots
-    return ranks
+    firsts = itertools.accumulate((host.slots for host in cluster.hosts), initial=0)
+    return {host.name: first for host, first in zip(cluster.hosts, firsts, strict=False)}
 
 
 def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
@@ -194,7 +192,18 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
     usual = _usual_speed(cluster, pairs)
     between = plan.device == "cuda" or len(cluster.hosts) > 1  # CPU ranks of one host share nothing but its cores
     slow = [ranks for ranks, speed in pairs.items() if between and speed < SLOW[plan.device] * usual]
-    faults = [*_report_dead(plan, cluster, speeds, dead), *_report_slow(plan, cluster, pairs, slow, usual)]
+    names, hosts, faults = _name_ranks(plan, cluster), _rank_hosts(cluster), list[HostFault]()
+    for bad in (dead, slow):
+        level: Level = "error" if bad is dead else "warning"
+        count = Counter(rank for ranks in bad for rank in ranks)
+        for ranks in bad:
+            if bad is dead:
+                said = f" cannot talk: {speeds.failed[ranks]}"
+            else:
+                said = f": {_rate(pairs[ranks])}, a usual link here has {_rate(usual)}"
+            evidence = f"{names[ranks[0]]} and {names[ranks[1]]}{said}"
+            host = hosts[max(reversed(ranks), key=count.__getitem__)]
+            faults.append((host, ("link", level, evidence, _where_to_look(cluster))))
     if not dead:
         for ranks, why in speeds.failed.items():
             fix = "NCCL_DEBUG=INFO in env: shows where; the links between each two work" * bool(pairs)
@@ -223,28 +232,6 @@ def _usual_speed(cluster: Cluster, pairs: Mapping[Ranks, float]) -> float:
     return statistics.median(best) if best else 0.0
 
 
-def _report_dead(plan: Plan, cluster: Cluster, speeds: Speeds, dead: Sequence[Ranks]) -> Iterator[HostFault]:
-    """Yield an error for each pair of ranks in `dead`, which cannot communicate."""
-    names = _name_ranks(plan, cluster)
-    for ranks in dead:
-        host = _host_of_rank(cluster, _most_common(ranks, dead))
-        evidence = f"{names[ranks[0]]} and {names[ranks[1]]} cannot talk: {speeds.failed[ranks]}"
-        yield host, ("link", "error", evidence, _where_to_look(cluster))
-
-
-def _report_slow(
-    plan: Plan, cluster: Cluster, pairs: Mapping[Ranks, float], slow: Sequence[Ranks], usual: float
-) -> Iterator[HostFault]:
-    """Yield a warning for each pair of ranks in `slow`. `usual` is the bandwidth of a good link in bytes/s."""
-    names = _name_ranks(plan, cluster)
-    for ranks in slow:
-        host = _host_of_rank(cluster, _most_common(ranks, slow))
-        evidence = (
-            f"{names[ranks[0]]} and {names[ranks[1]]}: {_rate(pairs[ranks])}, a usual link here has {_rate(usual)}"
-        )
-        yield host, ("link", "warning", evidence, _where_to_look(cluster))
-
-
 def _where_to_look(cluster: Cluster) -> str:
     """Return the fix for a bad link, as text: inside a host or between hosts."""
     if len(cluster.hosts) == 1:
@@ -252,24 +239,17 @@ def _where_to_look(cluster: Cluster) -> str:
     return "`ethtool CARD` shows the speed of a card and `ip -s link` its errors; check cable, port and firewall"
 
 
-def _most_common(ranks: Ranks, groups: Sequence[Ranks]) -> int:
-    """Return the rank of the pair `ranks` that is in more of these groups; the second rank if both are in as many."""
-    count = Counter(rank for group in groups for rank in group)
-    return max(reversed(ranks), key=lambda rank: count[rank])
+def _rank_hosts(cluster: Cluster) -> list[str]:
+    """Return each rank's host name, in the order of the ranks."""
+    return [host.name for host in cluster.hosts for _ in range(host.slots)]
 
 
-def _host_of_rank(cluster: Cluster, rank: int) -> str:
-    """Return the name of a rank's host."""
-    first = _first_ranks(cluster)
-    return [name for name in first if first[name] <= rank][-1]
-
-
-def _name_ranks(plan: Plan, cluster: Cluster) -> dict[int, str]:
-    """Return {rank: name for people}: its host, or "GPU n" (CPU: "rank n") when there is a single host."""
+def _name_ranks(plan: Plan, cluster: Cluster) -> list[str]:
+    """Return each rank's name for people: its host, or "GPU n" (CPU: "rank n") when there is a single host."""
     if len(cluster.hosts) > 1:
-        return {rank: _host_of_rank(cluster, rank) for rank in range(cluster.world_size)}
+        return _rank_hosts(cluster)
     kind = "GPU" if plan.device == "cuda" else "rank"
-    return {rank: f"{kind} {rank}" for rank in range(cluster.world_size)}
+    return [f"{kind} {rank}" for rank in range(cluster.world_size)]
 
 
 def _rate(bytes_per_second: float) -> str:
@@ -277,8 +257,8 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _show(plan: Plan, cluster: Cluster, names: Mapping[int, str], speeds: Speeds) -> None:
-    """Print each group's bandwidth and latency, pairs first. `names` is {rank: text}."""
+def _show(plan: Plan, cluster: Cluster, names: Sequence[str], speeds: Speeds) -> None:
+    """Print each group's bandwidth and latency, pairs first. `names` has a text for each rank."""
     backend = "NCCL" if plan.device == "cuda" else "gloo"
     for ranks, row in sorted(speeds.measured.items(), key=lambda item: (len(item[0]), item[0])):
         pair = len(ranks) == 2 and cluster.world_size > 2

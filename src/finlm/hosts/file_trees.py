@@ -57,10 +57,6 @@ class SyncTree:
         """The tree hash: sha256 over the sorted lines `path sha256`."""
         return receiver.tree_hash(dict(self.files))
 
-    def for_receiver(self) -> receiver.Tree:
-        """Return the tree in the form that remote/receiver.py reads from a request."""
-        return receiver.Tree(self.key, self.files, self.follow_links)
-
 
 def code_tree(root: Path) -> SyncTree:
     """Return a SyncTree of a checkout's tracked files and its untracked files that git does not ignore.
@@ -68,7 +64,11 @@ def code_tree(root: Path) -> SyncTree:
     Without .git it has all files, except those below .venv, cache, runs and __pycache__. Prints nested repositories,
     which are left out. Raises UserError when git fails or is missing, or a file cannot be read.
     """
-    names = _list_by_git(root) if (root / ".git").exists() else list(_list_by_walk(root))
+    if (root / ".git").exists():
+        names = _list_by_git(root)
+    else:
+        below = _files_below(root, links_to_folders=False, skip=("__pycache__", ".git"))
+        names = [name for name in below if name.split("/")[0] not in receiver.UNTOUCHED]
     nested = [name for name in names if _is_folder(root, name)]
     for name in nested:
         screen.say(f"{root / name}: a repository of its own, not copied")
@@ -139,16 +139,6 @@ def _list_by_git(root: Path) -> list[str]:
             fix=f"make `git -C {root} status` work first",
         ) from None
     return list(dict.fromkeys(receiver.decode(name).rstrip("/") for name in listed.split(b"\0") if name))
-
-
-def _list_by_walk(root: Path) -> Iterator[str]:
-    """Yield the relative names of all files below a directory that has no git repository.
-
-    Leaves out .venv, cache and runs at its top, and every __pycache__ and .git folder.
-    """
-    for name in _files_below(root, links_to_folders=False, skip=("__pycache__", ".git")):
-        if name.split("/")[0] not in receiver.UNTOUCHED:
-            yield name
 
 
 def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, ...] = ()) -> Iterator[str]:

@@ -349,7 +349,7 @@ def _ask_about_job(host: str, job: Job, what: str) -> Any:
         source=f"{os.uname().nodename}:{receiver.text(job.trees[0].path)}",
         token=job.token,
         dry_run=job.dry_run,
-        trees=[tree.for_receiver() for tree in job.trees],
+        trees=[receiver.Tree(tree.key, tree.files, tree.follow_links) for tree in job.trees],
     )
     patience = 120 + sum(tree.size_bytes for tree in job.trees) / SLOWEST_HASH
     return ask(host, request, patience, job.accept_new)

@@ -264,12 +264,14 @@ def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes]
     beat()
     for rank, status in ranks.find_ended():
         line.say(messages.RankEnded(rank, status))
-    end_all(launcher, ranks)
+    end_all(launcher)
     sender.finish()
-    line.say(messages.Exited(as_signal(launcher.returncode if code is None else code), asked=code is None))
+    ended = launcher.returncode if code is None else code
+    # 256 - N says that a rank died of signal N; subprocess says -N.
+    line.say(messages.Exited(ended - 256 if ended > 128 + 64 else ended, asked=code is None))
 
 
-def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
+def end_all(launcher: subprocess.Popen[bytes]) -> None:
     """Kill the launcher, which ends its ranks too (PR_SET_PDEATHSIG), and end every process below this process.
 
     Sends SIGTERM for 4 s, then SIGKILL for 4 s; returns as soon as none is left.
@@ -279,7 +281,7 @@ def end_all(launcher: subprocess.Popen[bytes], ranks: Ranks) -> None:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             launcher.poll()
-            left = ranks.find_processes()
+            left = [pid for pid in processes.descendants(os.getpid()) if processes.is_alive(pid)]  # orphans too
             if not left:
                 launcher.poll()  # it may have ended since
                 return
@@ -380,10 +382,6 @@ class Ranks:
         for rank in self.states():
             processes.send_signal(self.pids[rank], number)
 
-    def find_processes(self) -> list[int]:
-        """Return the pids of all living processes below this process: launcher, ranks, and orphans that it adopted."""
-        return [pid for pid in processes.descendants(os.getpid()) if processes.is_alive(pid)]
-
 
 def reap(launcher: int) -> None:
     """Collect zombies that this process adopted as subreaper, but not the launcher, which its Popen collects."""
@@ -403,11 +401,6 @@ def count_oom_kills() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
-def as_signal(code: int) -> int:
-    """Return the launcher's exit code, with 256 - N (a rank died of signal N) turned into -N, as in subprocess."""
-    return code - 256 if code > 128 + 64 else code
 
 
 def _read_rank(pid: int) -> int | None:

@@ -119,7 +119,11 @@ class Session:
         while not self.hello and self.closed is None and time.monotonic() < self._began + HELLO_SECONDS:
             time.sleep(0.02)
         if not self.hello:
-            raise self.explain_end(f"the agent on {self.name} did not start")
+            errors = self.errors()
+            if not self.local and (known := ssh.reason(self.host.destination, errors)):
+                raise known
+            evidence = self.error or ssh.last_lines(errors) or "it said nothing"
+            raise UserError(f"the agent on {self.name} did not start", evidence=evidence)
         if not self.hello.locked:
             raise UserError(
                 f"ranks of a former launch of this run are still there on {self.name}",
@@ -127,12 +131,6 @@ class Session:
                 fix=f"end them on {self.name}, or wait; `--new` starts another run",
             )
         return self.hello
-
-    def explain_end(self, otherwise: str) -> UserError:
-        """Return a UserError that says why the connection closed: ssh's reason if known, else `otherwise`."""
-        errors = self.errors()
-        known = None if self.local else ssh.reason(self.host.destination, errors)
-        return known or UserError(otherwise, evidence=self.error or ssh.last_lines(errors) or "it said nothing")
 
     def errors(self) -> str:
         """Return what ssh and the agent wrote to stderr."""

@@ -267,8 +267,7 @@ def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
             step, has_stepped = row["step"], False
         elif row["kind"] in ("step", "rollback") and step is not None:
             step, has_stepped = row["step"], True
-    checkpoint = max(run.recorded_checkpoint(), run.recorded_in_memory())
-    return Failure(none if step is None else step + 1, host, has_stepped, checkpoint)
+    return Failure(none if step is None else step + 1, host, has_stepped, run.newest_recorded())
 
 
 def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
@@ -278,10 +277,8 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
     """
     by_host = {}
     for path in sorted(run.logs.glob("*.*.log")):
-        with path.open("rb") as file:
-            file.seek(logged.get(path, 0))
-            if taken := out_of_memory.read(file.read().decode(errors="replace")):
-                by_host[path.name.rsplit(".", 2)[0]] = taken
+        if taken := out_of_memory.read(files.read_from(path, logged.get(path, 0))):
+            by_host[path.name.rsplit(".", 2)[0]] = taken
     return by_host
 
 

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.base.runs import RunFailed
 from finlm.base.units import format_bytes
 from finlm.hosts import checkpoint_parts, ssh
 from finlm.launch.agent import MISSED
-from finlm.launch.head import Session
+from finlm.launch.head import RESUMES, Session
 from finlm.launch.messages import Command
 from finlm.recipe.schema import Launch
 
@@ -41,7 +42,6 @@ _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|NCCL.*(remote process exited|unhandled system error)|"
     r"Read timeout|Timed out waiting|No route to host|Connection timed out|failed to recv|Socket Timeout"
 )
-_RESUME = "the same command resumes from the last complete checkpoint"
 
 
 @dataclass
@@ -73,6 +73,10 @@ class Progress:
         """Return the seconds since anything was finished, or since the launch. `now` is in time.monotonic() seconds."""
         return now - (self.started if self.at is None else self.at)
 
+    def limit(self, limits: Launch) -> tuple[str, float]:
+        """Return (key, minutes) of the limit of a silence: stall_minutes, before the first step start_minutes."""
+        return ("stall_minutes", limits.stall_minutes) if self.stepped else ("start_minutes", limits.start_minutes)
+
     def words(self, now: float) -> str:
         """Return a sentence with the last finished step and its age."""
         if self.step is None:
@@ -93,8 +97,7 @@ def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
 
     `now` is in time.monotonic() seconds.
     """
-    minutes = limits.stall_minutes if progress.stepped else limits.start_minutes
-    return progress.since(now) > 60 * minutes
+    return progress.since(now) > 60 * progress.limit(limits)[1]
 
 
 def describe_silence(sessions: Sequence[Session], progress: Progress, limits: Launch, now: float) -> str:
@@ -110,8 +113,8 @@ def describe_silence(sessions: Sequence[Session], progress: Progress, limits: La
     if lost:
         hosts = ", ".join(f"{s.name} last heard of {now - s.heard:.0f} s ago" for s in lost)
         return f"{progress.words(now)}; {hosts}: given up after {lost[0].patience:.0f} s (launch.outage_seconds)"
-    key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
-    return f"{progress.words(now)}; every host answers; given up after {minutes:g} minutes (launch.{key}_minutes)"
+    key, minutes = progress.limit(limits)
+    return f"{progress.words(now)}; every host answers; given up after {minutes:g} minutes (launch.{key})"
 
 
 def note_sleep(sessions: Sequence[Session], progress: Progress, slept: float, now: float) -> None:
@@ -168,16 +171,16 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
         return RunFailed(
             f"this machine did not run for {progress.slept:.0f} s, so the hosts ended their ranks",
             evidence=f"{words}; launch.outage_seconds is {sessions[0].patience:g}",
-            fix=f"start the run on a machine that does not sleep, or raise launch.outage_seconds; {_RESUME}",
+            fix=f"start the run on a machine that does not sleep, or raise launch.outage_seconds; {RESUMES}",
             is_certain=True,
         )
     for session in sessions:
         if session.refused:
-            fix = f"mend it on {session.name}; {_RESUME}"
+            fix = f"mend it on {session.name}; {RESUMES}"
             return RunFailed(f"{session.name} could not start its ranks", evidence=session.refused, fix=fix)
         if session.error:
             problem = f"what {session.name} said was not understood here"
-            return RunFailed(problem, evidence=session.error, fix=f"the same version of finlm on both? {_RESUME}")
+            return RunFailed(problem, evidence=session.error, fix=f"the same version of finlm on both? {RESUMES}")
     exits = sorted((when, s.node, rank, _exit_code(s, code)) for s in sessions for when, rank, code in s.exits if code)
     causes = [end for end in exits if end[3] < 0 or not _is_consequence(run, sessions[end[1]], end[2])]
     if causes or not (gone := _explain_lost_host(run, sessions, words, now, bool(exits))):
@@ -213,7 +216,7 @@ def _explain_lost_host(
             return RunFailed(
                 f"the launcher on {session.name} {ended}",
                 evidence=f"{words}\n{_last_words(run.logs / f'{session.name}.launcher.log')}",
-                fix=f"read {run.logs}; {_RESUME}",
+                fix=f"read {run.logs}; {RESUMES}",
             )
     return None
 
@@ -231,12 +234,12 @@ def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, wo
         return RunFailed(
             f"{where} ended with exit code {code}",
             evidence=evidence,
-            fix=f"read {run.logs}; {_RESUME}",
+            fix=f"read {run.logs}; {RESUMES}",
             exit_code=code,
             host=session.name,
         )
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    fix, is_certain = f"read {log_of(run, session, rank)}; {_RESUME}", False
+    fix, is_certain = f"read {log_of(run, session, rank)}; {RESUMES}", False
     if code == -signal.SIGKILL:
         counted, fix = _explain_sigkill(run, session)
         evidence = f"{counted}\n{evidence}"
@@ -261,15 +264,15 @@ def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
         counted = f"the kernel of {session.name} counted {session.oom_kills} oom_kill since the ranks started"
         with (run.logs / f"{session.name}.launcher.log").open("a", encoding="utf-8") as log:
             log.write(f"finlm: {counted}\n")
-        return counted, f"host memory was full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}"
+        return counted, f"host memory was full: {at}dmesg -T | grep -i 'killed process'\n{RESUMES}"
     if session.oom_kills is None:
         return (
             f"{session.name} does not tell whether the kernel did it",
-            f"the kernel kills so when memory is full: {at}dmesg -T | grep -i 'killed process'\n{_RESUME}",
+            f"the kernel kills so when memory is full: {at}dmesg -T | grep -i 'killed process'\n{RESUMES}",
         )
     return (
         f"not for memory: the kernel of {session.name} counted no oom_kill since the ranks started",
-        f"who sent it? A scheduler, a container's manager, a person: their logs; {_RESUME}",
+        f"who sent it? A scheduler, a container's manager, a person: their logs; {RESUMES}",
     )
 
 
@@ -288,7 +291,7 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
         return RunFailed(
             f"finlm's agent on {session.name} ({ranks}), or the connection to it, was ended from outside",
             evidence=f"{evidence}\n{session.name} itself answers",
-            fix=f"who killed it? Its ranks ended with it; {_RESUME}",
+            fix=f"who killed it? Its ranks ended with it; {RESUMES}",
             host=session.name,
         )
     name = ssh.login(session.host.destination).rpartition("@")[2]
@@ -296,7 +299,7 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
         f"{session.name} ({ranks}) does not answer any more",
         evidence=evidence,
         fix=f"is it switched on and on the network? ping {name}; its ranks end by themselves after "
-        f"{session.patience:.0f} s without a connection (launch.outage_seconds); {_RESUME}"
+        f"{session.patience:.0f} s without a connection (launch.outage_seconds); {RESUMES}"
         f"\n{checkpoint_parts.way_out(run, [session.name])}",
         host=session.name,
     )
@@ -312,7 +315,7 @@ def explain_stall(
     stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
     blamed = find_blamed_ranks(stacks, states)
-    key, minutes = ("stall", limits.stall_minutes) if progress.stepped else ("start", limits.start_minutes)
+    key, minutes = progress.limit(limits)
     lines = [progress.words(now)]
     for rank in blamed or stacks:
         state = f", state {states[rank]} (stopped)" if states.get(rank) in ("T", "t") else ""
@@ -324,7 +327,7 @@ def explain_stall(
         lines += [f"the others wait at {'; '.join(others)}"] if others else []
     else:
         problem = f"no rank made progress for {60 * minutes:,.0f} s, and no stack differs from the others"
-    fix = f"read {run.logs}; raise launch.{key}_minutes ({minutes:g}) when it needs longer; {_RESUME}"
+    fix = f"read {run.logs}; raise launch.{key} ({minutes:g}) when it needs longer; {RESUMES}"
     return RunFailed(problem, evidence="\n".join(lines), fix=fix)
 
 
@@ -342,7 +345,7 @@ def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack
     said: dict[int, str] = {}
     while True:
         now = time.monotonic()
-        former, said = said, {rank: _read_since(path, sizes[rank]) for rank, path in paths.items()}
+        former, said = said, {rank: files.read_from(path, sizes[rank]) for rank, path in paths.items()}
         stacks = {rank: parse_stack(text) for rank, text in said.items()}
         quiet_since = quiet_since if said == former else now
         mute = {int(rank) for s in sessions for rank, state in s.states.items() if state in ("T", "t")}
@@ -357,15 +360,6 @@ def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack
 def log_of(run: RunDir, session: Session, rank: int) -> Path:
     """Return the path of a rank's log on this machine."""
     return Path(run.logs) / f"{session.name}.{rank}.log"
-
-
-def _read_since(path: Path, offset: int) -> str:
-    """Return the text of a file from the byte `offset` to its end; "" if there is no file."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
 
 
 def _read_tail(path: Path, lines: int) -> str:

@@ -10,7 +10,6 @@ their last values. W&B on line is the exception, because its server's history on
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import io
 import select
@@ -204,7 +203,9 @@ def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
     Opens the tracker again when a resume or rollback repeats sent steps. Each turn waits as long as is_over() does.
     Raises UserError when another process sends the run to the same tracker.
     """
-    with _lock_tracker(run, name):
+    run.tracking.mkdir(exist_ok=True)
+    problem, fix = f"another process sends {run.path.name} to {name}", "wait until it has, or until the run ends"
+    with files.lock(run.tracking / f".{name}.lock", UserError(problem, fix=fix)):
         is_last = False
         while True:
             events = live.follow(run, 0)
@@ -222,23 +223,6 @@ def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
                     return max(0, *sent.values()) if sent else 0
             finally:
                 tracker.close()
-
-
-@contextlib.contextmanager
-def _lock_tracker(run: RunDir, name: str) -> Iterator[None]:
-    """Lock the run's tracker in the block, without waiting, so that two processes do not remove each other's files.
-
-    Raises UserError when another process has the lock.
-    """
-    run.tracking.mkdir(exist_ok=True)
-    with (run.tracking / f".{name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process sends {run.path.name} to {name}", fix="wait until it has, or until the run ends"
-            ) from None
-        yield
 
 
 def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:

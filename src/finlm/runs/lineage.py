@@ -436,7 +436,7 @@ def other_hosts(recipe: Recipe, hosts: Cluster, lost: HostLost, accept_new: bool
 
 def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
     """Return whether `finlm train` under this plan would continue the run (True if none is saved); print why not."""
-    if not run.recorded_checkpoint() and not run.recorded_in_memory():
+    if not run.newest_recorded():
         return True
     known = find_continuable(recipe, plan, shards, run.path.parent)
     return any(each.run.path.resolve() == run.path.resolve() for each in known)

@@ -145,7 +145,7 @@ def _finlm_command(arguments: Sequence[str]) -> list[str]:
 
 def _code_env(run: RunDir) -> dict[str, str]:
     """Return this process's environment, with PYTHONPATH set so that finlm is the code in the run directory."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(run.code), os.environ.get("PYTHONPATH"))))}
+    return os.environ | {"PYTHONPATH": processes.python_path(run.code, os.environ)}
 
 
 PATIENCE_SECONDS = 3600.0
@@ -184,40 +184,29 @@ class Verdict:
 def verify_resume(recipe: str, sets: Sequence[str], kills: int, runs: Path | None, seed: int) -> Verdict:
     """Train a recipe undisturbed, and again with up to `kills` kills, below `runs`, and return how they compare.
 
-    `runs` None means a scratch directory, removed afterwards. `sets` are --set options, `seed` draws the moments.
-    Raises UserError when a run does not get to its end, or when `runs` is not empty. Prints each kill, and the end of
-    the log when a training fails.
+    `runs` None means a scratch directory, removed afterwards. `sets` are --set options, `seed` draws the moments. First
+    trains, once, the recipe that it starts from, if any. Raises UserError when a run does not get to its end, or when
+    `runs` is not empty. Prints each kill, and the end of the log when a training fails.
     """
     if runs is None:
         with tempfile.TemporaryDirectory(prefix="verify-resume-") as scratch:
-            return _train_both(recipe, sets, kills, Path(scratch), seed)
+            return verify_resume(recipe, sets, kills, Path(scratch), seed)
     if runs.exists() and any(runs.iterdir()):
         raise UserError(f"{runs} is not empty", fix="give a new directory to --runs")
-    return _train_both(recipe, sets, kills, runs, seed)
-
-
-def _train_both(recipe: str, sets: Sequence[str], kills: int, scratch: Path, seed: int) -> Verdict:
-    """Train the recipe below `scratch` undisturbed, and again with up to `kills` kills, and return how both compare.
-
-    First trains, once, the recipe that it starts from, if any. Prints each kill to stderr. Raises UserError when a
-    training does not get to its end.
-    """
-    options = [
-        part for setting in [*sets, *_train_parent(recipe, sets, scratch / "start")] for part in ("--set", setting)
-    ]
-    reference = _train_to_end(recipe, options, scratch / "undisturbed")
+    options = [part for setting in [*sets, *_train_parent(recipe, sets, runs / "start")] for part in ("--set", setting)]
+    reference = _train_to_end(recipe, options, runs / "undisturbed")
     steps = len(_steps(reference))
     chance = random.Random(seed)
     killed = []
     for number in range(kills):
-        moment = _train_and_kill(recipe, options, scratch / "killed", chance, steps, while_saving=number % 2 == 1)
+        moment = _train_and_kill(recipe, options, runs / "killed", chance, steps, while_saving=number % 2 == 1)
         if moment is None:
             break  # it was trained to its end first
         killed.append(moment)
         screen.say(f"kill {number + 1} of {kills}: {moment[0]}, after step {moment[1]}")
-    other = _find_run(scratch / "killed")
+    other = _find_run(runs / "killed")
     if other is None or not other.is_trained():
-        other = _train_to_end(recipe, options, scratch / "killed")
+        other = _train_to_end(recipe, options, runs / "killed")
     return compare_finished(reference, other, killed)
 
 

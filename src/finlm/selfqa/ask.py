@@ -12,12 +12,10 @@ prompts, model or sampling start anew in the same ledger.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,7 +103,9 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
     output = Path(settings.output).expanduser()
     ledger = output.with_name(output.name + ".ledger")
     key = _key(settings, fingerprint)
-    with _lock_ledger(ledger):
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    busy = UserError(f"another `finlm self-qa` writes {ledger} now", fix="wait for it, or end it")
+    with files.lock(ledger.with_name(f".{ledger.name}.lock"), busy):
         drawn = passages(recipe, settings)
         rows = list(files.read_json_lines(ledger))
         done = {row["document"]: Asked.from_json(row) for row in rows if row["key"] == key}
@@ -137,18 +137,6 @@ def _key(settings: SelfQA, fingerprint: str | None) -> str:
     if fingerprint is not None:
         values["model"] = fingerprint
     return files.sha256_json({"prompts": endpoint.VERSION, **values})[:16]
-
-
-@contextmanager
-def _lock_ledger(ledger: Path) -> Iterator[None]:
-    """Lock the ledger inside the block, creating its directory. Raises UserError when another process has the lock."""
-    ledger.parent.mkdir(parents=True, exist_ok=True)
-    with ledger.with_name(f".{ledger.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another `finlm self-qa` writes {ledger} now", fix="wait for it, or end it") from None
-        yield
 
 
 def _ask_passages(
