@@ -193,11 +193,10 @@ def run(board: Board, name: str, lang: str) -> Page:
     if state in ("failed", "killed"):
         values["diagnosis"] = _diagnose(found, lang) or values["diagnosis"]
     values |= {
-        "against": [tuple(run_page.say_units(cell, lang) for cell in row) for row in values["against"]],
         "run": name,
         "left": _seconds_left(found) if state == "running" else None,
         "dropped": _read_dropped(found),
-        "has_report": _report_of(found) is not None,
+        "has_report": report_of(found) is not None,
         "has_model": (found.export / "config.json").is_file(),
     }
     is_open = state in ("running", "not started", "killed", "failed")
@@ -248,15 +247,7 @@ def _samples(path: Path, mark: tuple[int, int]) -> Sequence[Any]:
         return ()
 
 
-def find_report(board: Board, name: str) -> Path | None:
-    """Return the path of a run's report, None without one or for a link that leads elsewhere.
-
-    Raises Missing if there is no such run.
-    """
-    return _report_of(find_run(board, name))
-
-
-def _report_of(found: RunDir) -> Path | None:
+def report_of(found: RunDir) -> Path | None:
     """Return the path of the run's report, None if it is missing or leads out of the run directory."""
     try:
         path = files.within(found.path, found.report.name)
@@ -265,7 +256,7 @@ def _report_of(found: RunDir) -> Path | None:
     return path if path.is_file() else None
 
 
-def compare(board: Board, names: Sequence[str], lang: str) -> Page:
+def compare(board: Board, names: Sequence[str]) -> Page:
     """Return the page of runs side by side; for two runs also with the differences of their recipes.
 
     Raises Missing, DAMAGED, and UserError for fewer than two runs, or too many.
@@ -276,7 +267,6 @@ def compare(board: Board, names: Sequence[str], lang: str) -> Page:
     loaded = comparing.load(found)
     pair = comparing.runs(found[0], found[1]) if len(found) == 2 else None
     values = comparing.values(loaded) | {"pair": pair, "chosen": names, "digits": comparing.digits}
-    values["outcomes"] = [tuple(run_page.say_units(cell, lang) for cell in row) for row in values["outcomes"]]
     return Page("compare.html", f"{len(found)} runs side by side", "runs", values, comparing.charts(loaded))
 
 

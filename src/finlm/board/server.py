@@ -160,7 +160,7 @@ def _run(board: pages.Board, ask: Asked) -> Page:
 
 
 def _compare(board: pages.Board, ask: Asked) -> Page:
-    return pages.compare(board, ask.getlist("run"), ask["lang"])
+    return pages.compare(board, ask.getlist("run"))
 
 
 def _cookie(request: Request) -> str:
@@ -306,7 +306,7 @@ class _Site:
 
     def report(self, request: Request) -> Response:
         """Return a run's report.html, sandboxed. Raises HTTPException (404) without one, Missing for an unknown run."""
-        path = pages.find_report(self.settings.board, request.path_params["name"])
+        path = pages.report_of(pages.find_run(self.settings.board, request.path_params["name"]))
         if path is None:
             raise HTTPException(404, "this run has no report")
         return FileResponse(path, media_type="text/html", headers={"Content-Security-Policy": _REPORT_POLICY})

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from finlm.base import language, screen
 from finlm.base.errors import UserError
-from finlm.base.rundir import RunDir
-from finlm.base.runs import list_runs
+from finlm.base.runs import newest_runs
 
 if TYPE_CHECKING:
     from finlm.recipe.cluster import Cluster
@@ -287,8 +286,7 @@ def run_directory(text: str | Path, *, must_exist: bool = False) -> Path:
     where = path.parent if path.parent != Path() else RUNS
     if path.exists() or (len(path.parts) > 1 and not where.is_dir()):
         return path
-    runs = sorted(list_runs(where), key=_start_time, reverse=True)
-    names = [run.path.name for run in runs]
+    names = [run.path.name for run in newest_runs(where)]
     of_recipe = [name for name in names if _TIME.fullmatch(name.removeprefix(path.name)) and name != path.name]
     meant = names[:1] if path.name == LATEST else of_recipe[:1] or [n for n in names if n.startswith(path.name)]
     if len(meant) > 1:
@@ -320,11 +318,6 @@ def _existing_file(path: Path) -> Path:
     if not path.is_file():
         raise UserError(f"there is no file {path}", fix="give a file that is there")
     return path
-
-
-def _start_time(run: RunDir) -> float:
-    """Return when the run began, in Unix seconds: the modification time of its recipe.yaml."""
-    return float(run.recipe.stat().st_mtime)
 
 
 def model_directory(text: str | Path) -> Path:

@@ -80,7 +80,8 @@ def open_model(path: Path, device: torch.device | None = None) -> Opened:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = run_of(path)
     if (path / "plan.json").is_file():
-        path = _find_newest(RunDir(path))
+        newest = RunDir(path)
+        path = newest.export if (newest.export / "config.json").is_file() else newest_checkpoint(newest)
     if path.parent.name == "checkpoints":
         return _open_checkpoint(path, device)
     if not (path / "config.json").is_file():
@@ -110,12 +111,6 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: An
         )
     written: list[list[int]] = out[:, width:].tolist()
     return written
-
-
-def _find_newest(run: RunDir) -> Path:
-    if (run.export / "config.json").is_file():
-        return Path(run.export)
-    return newest_checkpoint(run)
 
 
 def _open_checkpoint(path: Path, device: torch.device) -> Opened:
@@ -178,17 +173,10 @@ def _make_opened(
     `run` and `step` are those that the model comes from, None if unknown.
     """
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
-    return Opened(
-        model, tokenizer, name, files.sha256_json(fingerprint), context, _end_ids(model, tokenizer), run, step
-    )
-
-
-def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config.json and the tokenizer's end; () without any."""
     listed = model.generation_config.eos_token_id
-    ids = listed if isinstance(listed, list) else [listed]
-    known = (number for number in (*ids, tokenizer.eos_token_id) if number is not None)
-    return tuple(dict.fromkeys(number for number in known if number >= 0))
+    ids = (*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id)
+    ends = tuple(dict.fromkeys(number for number in ids if number is not None and number >= 0))
+    return Opened(model, tokenizer, name, files.sha256_json(fingerprint), context, ends, run, step)
 
 
 def _fingerprint(path: Path) -> str:

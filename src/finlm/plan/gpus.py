@@ -406,25 +406,19 @@ def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
     follows from the share that plain matrix products reach.
     """
     flops = row["products"]["bf16"] or row["products"]["fp16"]
-    memory = int(row["memory_bytes"])
-    known = describe_gpu(
-        row["name"], memory, None if _is_known(row["name"]) else flops / PRODUCT_SHARE, capability=row["capability"]
-    )
+    is_known = any(re.search(gpu.nvidia_smi, row["name"], re.IGNORECASE) for gpu in kinds().values())
+    peak = None if is_known else flops / PRODUCT_SHARE
+    known = describe_gpu(row["name"], int(row["memory_bytes"]), peak, capability=row["capability"])
     reference = kinds()["H200"].mfu
     return dataclasses.replace(
         known,
-        memory_bandwidth=known.memory_bandwidth if _is_known(row["name"]) else row["copy_bytes_per_second"] / 0.9,
+        memory_bandwidth=known.memory_bandwidth if is_known else row["copy_bytes_per_second"] / 0.9,
         link_bytes_per_second=row["link_bytes_per_second"] or known.link_bytes_per_second,
         pcie_bytes_per_second=row["pcie_bytes_per_second"],
         mfu=round(min(0.9, reference * flops / known.peak_flops / PRODUCT_SHARE), 3),
         source=f"measured by `finlm plan --calibrate` on {row['host']}, torch {row['torch']}",
         calibrated=f"speed of {row['name']}: measured by `finlm plan --calibrate` on {row['host']}",
     )
-
-
-def _is_known(name: str) -> bool:
-    """Return whether gpus.yaml has a kind whose nvidia-smi pattern matches the name."""
-    return any(re.search(gpu.nvidia_smi, name, re.IGNORECASE) for gpu in kinds().values())
 
 
 def store(measured: list[Gpu]) -> None:

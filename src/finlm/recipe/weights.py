@@ -138,9 +138,7 @@ def check_weights(recipe: Recipe) -> None:
 def missing_start(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if model.init_from names no weights on this machine and no Hub model with a model.revision."""
     named, revision = recipe.model.init_from, recipe.model.revision
-    if named is None or parents.is_recipe(named):
-        return
-    if _is_unfetched(named):
+    if named is None or parents.is_recipe(named) or _is_unfetched(named):
         return
     if Path(named).is_dir():
         if not any(Path(named).glob("*.safetensors")):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +367,7 @@ def _outcomes(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
             "Held-out loss at end",
             lambda run: run_page.digits(histories.first_and_last(run.history.evals)[1].get("loss")),
         ),
-        *((f"… {name}", _source_loss(name)) for name in _sources(runs)),
+        *((f"… {name}", partial(_source_loss, name)) for name in _sources(runs)),
         ("Tokens a second, median", lambda run: run_page.short(run.history.median("tokens_per_second"))),
         ("MFU, median", lambda run: run_page.percent(run.history.median("mfu"))),
         ("Peak memory of a rank", lambda run: run_page.size(max(run.history.values("memory_bytes"), default=None))),
@@ -382,14 +383,10 @@ def _sources(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.history.held_out()))
 
 
-def _source_loss(name: str) -> Callable[[Run], str | None]:
-    """Return a function that returns a run's last held-out loss of the source as text, None if the run has none."""
-
-    def show(run: Run) -> str | None:
-        points = run.history.held_out().get(name)
-        return run_page.digits(points[-1][1]) if points else None
-
-    return show
+def _source_loss(name: str, run: Run) -> str | None:
+    """Return a run's last held-out loss of the source as text, None if the run has none."""
+    points = run.history.held_out().get(name)
+    return run_page.digits(points[-1][1]) if points else None
 
 
 def charts(runs: Sequence[Run]) -> Iterator[Chart]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from finlm.base import files, screen
 from finlm.base.rundir import RunDir
-from finlm.base.runs import holder, is_held, list_runs
+from finlm.base.runs import holder, is_held, newest_runs
 from finlm.base.screen import format_count
 from finlm.recipe import parents
 from finlm.record.manifest import Manifest
@@ -409,8 +409,7 @@ def state(run: RunDir, history: History, *, ended: bool = False) -> str:
 
 def list_all(runs: Path) -> list[Listed]:
     """Return the runs of a directory, newest recipe.yaml first; damaged files count as absent."""
-    found = sorted(list_runs(runs), key=lambda run: run.recipe.stat().st_mtime, reverse=True)
-    return [read_listed(run) for run in found]
+    return [read_listed(run) for run in newest_runs(runs)]
 
 
 def read_listed(run: RunDir) -> Listed:

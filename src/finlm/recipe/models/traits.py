@@ -174,7 +174,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         head_size=symbols["d"],
         ffn=experts[1] * symbols["m"] + shared if experts[0] else symbols["f"],
         layer=layer,
-        latent=_latent(known, symbols),
+        latent=Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"]) if known.get("kv_lora_rank") else None,
         dense=dense,
         dense_layer=sized(tensors | row.dense) if dense else (),
         dense_ffn=symbols["p"] if dense else 0,
@@ -223,13 +223,6 @@ def _first(known: Config, names: tuple[str, ...]) -> int:
     """Return the first number of these keys that is not 0 or null, of a list its largest; 0 if there is none."""
     found = next((known[key] for key in names if known.get(key)), 0)
     return int(max(found) if isinstance(found, list) else found)
-
-
-def _latent(known: Config, symbols: Mapping[str, int]) -> Latent | None:
-    """Return the widths of latent attention; None when the model has no latent attention."""
-    if not known.get("kv_lora_rank"):
-        return None
-    return Latent(symbols["l"], symbols["r"], symbols["c"], symbols["w"])
 
 
 def dense_layers(known: Config) -> list[int]:

@@ -25,6 +25,7 @@ from finlm.base import files, language, screen, units
 from finlm.base.rundir import RunDir
 from finlm.base.secrets import redact_key
 from finlm.plan import memory
+from finlm.plan.plan import decided_keys
 from finlm.recipe import parents
 from finlm.record import history
 from finlm.record import history as histories
@@ -42,8 +43,6 @@ def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
     """
     history = histories.read_history(run)
     shown = values(run, history, histories.state(run, history, ended=ended))
-    lang = language.current()
-    shown["against"] = [tuple(say_units(cell, lang) for cell in row) for row in shown["against"]]
     return write(out or run.report, "run.html", f"{shown['name']} · finlm run", histories.charts(history), **shown)
 
 
@@ -134,8 +133,8 @@ _DECISIONS = (
 def _decisions(plan: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (label, value) of the plan's decisions, with each host's micro-batch if they differ."""
     decided = [(label, count(plan.get(key)) or plan.get(key)) for label, key in _DECISIONS]
-    unequal = {host["name"]: host.get("micro_batch") for host in plan.get("hosts", ())}
-    if len(set(unequal.values())) > 1:
+    unequal = decided_keys(plan)["batch.micro_batch"]
+    if isinstance(unequal, dict):
         decided.append(("Micro-batches", ", ".join(f"{name} {rows}" for name, rows in unequal.items())))
     return decided
 
@@ -393,6 +392,7 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
     shown = (count, short, size, duration, digits, percent, moment, interval, highest)
     pages.filters |= {each.__name__: each for each in shown}
     pages.filters["duration"] = lambda value: say_units(duration(value), lang)
+    pages.filters["in_units"] = lambda rows: [[say_units(cell, lang) for cell in row] for row in rows]
     pages.globals |= {"first_and_last": history.first_and_last, "fall": history.fall}
 
     def say(text: Any) -> Any:
