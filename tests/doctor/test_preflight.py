@@ -26,7 +26,9 @@ def test_a_healthy_host_gives_no_finding_with_offload(offload: tuple[str, str]) 
 
 
 def test_this_machine_gives_no_finding_for_the_quickstart(tmp_path: Path) -> None:
-    assert preflight.check(RECIPE, CPU_PLAN, preflight.this_machine(CPU_PLAN), tmp_path / "runs") == []
+    here = preflight.this_machine(CPU_PLAN)
+    facts = gather.gather(RECIPE, CPU_PLAN, here, tmp_path / "runs")
+    assert preflight.judge(RECIPE, CPU_PLAN, here, facts) == []
 
 
 def test_facts_that_could_not_be_gathered_give_no_finding() -> None:

@@ -22,6 +22,7 @@ from finlm.hosts.remote.gpu import Device, Gpu, Torch
 from finlm.plan import gpus
 from finlm.plan.gpus import PlanError
 from finlm.plan.plan import Plan
+from finlm.recipe import cluster as clusters
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
 
@@ -76,22 +77,15 @@ def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
 def visible_devices(gpu: Gpu) -> list[Device] | None:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order and by CUDA's rule; all GPUs if it is unset.
 
-    The first invalid entry ends the list. Returns None for MIG devices, which are not parsed.
+    Returns None for MIG devices, which are not parsed.
     """
-    devices = gpu.devices
     if gpu.visible is None:
-        return devices
-    chosen: list[Device] = []
-    for item in (part.strip() for part in gpu.visible.split(",")):
-        if item.startswith("MIG-"):
-            return None
-        match = [
-            device for device in devices if item == str(device.index) or (item[:4] == "GPU-" and item in device.uuid)
-        ]
-        if not match:  # the first invalid entry ends the list
-            break
-        chosen += match[:1]
-    return chosen
+        return gpu.devices
+    if "MIG-" in gpu.visible:
+        return None
+    devices = {device.index: device for device in gpu.devices}
+    uuids = {index: device.uuid for index, device in devices.items()}
+    return [devices[index] for index in clusters.visible_devices(uuids, gpu.visible)]
 
 
 def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:

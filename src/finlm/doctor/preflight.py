@@ -20,12 +20,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from finlm.base import screen
 from finlm.base.units import format_duration
 from finlm.doctor import gpus, machine
-from finlm.doctor.gather import AllFacts, HostFacts, gather
+from finlm.doctor.gather import AllFacts, HostFacts
 from finlm.doctor.machine import Fault, HostFault
 from finlm.hosts import file_trees, ssh
 from finlm.hosts.file_trees import CheckedTree
@@ -62,14 +61,6 @@ class Finding:
     level: machine.Level
     evidence: str
     fix: str
-
-
-def check(recipe: Recipe, plan: Plan, cluster: Cluster, runs: Path) -> list[Finding]:
-    """Gather the facts of every host and return the findings, errors first, as `finlm train` does before it starts.
-
-    `runs` is the directory of runs.
-    """
-    return judge(recipe, plan, cluster, gather(recipe, plan, cluster, runs))
 
 
 def judge(

@@ -407,22 +407,10 @@ def compare_recipes(a: Loaded, b: Loaded) -> list[Difference]:
             key,
             redact_key(key, first),
             redact_key(key, second),
-            _origin(a, key),
-            _origin(b, key),
+            rules.origin_of(key, a.origins) or "default",
+            rules.origin_of(key, b.origins) or "default",
             not rules.is_within(key, rules.SAME_LOSS),
         )
         for key, first, second in differing(a.recipe, b.recipe)
         if not rules.is_within(key, rules.WORDS)
     ]
-
-
-def _origin(loaded: Loaded, key: str) -> str:
-    """Return where the key's value was written: the key, what it is part of, or the first of its parts."""
-    for known, where in loaded.origins.items():
-        if known == key or _is_inside(key, known) or _is_inside(known, key):
-            return where
-    return "default"
-
-
-def _is_inside(inner: str, outer: str) -> bool:
-    return inner.startswith((f"{outer}.", f"{outer}["))

@@ -317,15 +317,15 @@ def visible_gpus() -> dict[int, str]:
     rows = {int(row["index"]): row for row in ask_gpus("index", "name", "uuid")}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     uuids = {number: row["uuid"] for number, row in rows.items()}
-    return {number: rows[number]["name"] for number in (rows if chosen is None else _visible_devices(uuids, chosen))}
+    return {number: rows[number]["name"] for number in (rows if chosen is None else visible_devices(uuids, chosen))}
 
 
-def _visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
+def visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
     """Yield GPU indices by CUDA's rule: indices or beginnings of UUIDs, in order, up to the first invalid item.
 
     `uuids` has the UUID of each GPU index.
     """
-    for item in filter(None, (part.strip() for part in visible.split(","))):
+    for item in (part.strip() for part in visible.split(",")):
         if item.isdigit() and int(item) in uuids:
             yield int(item)
             continue

@@ -394,6 +394,18 @@ SAME_MODEL = (*(key for key in SAME_LOSS if key != "incidents"), "eval", "batch.
 SAME_RUN = (*SAME_MODEL, "incidents", "train.precision")
 
 
+def origin_of(key: str, origins: Mapping[str, str]) -> str | None:
+    """Return where a key's value was written: by the key itself, a key inside it, or one that contains it; else None.
+
+    `origins` has the origin of every written value by dotted key, as Loaded.origins.
+    """
+    for known, origin in origins.items():
+        inner, outer = (known, key) if len(known) > len(key) else (key, known)
+        if inner == outer or inner.startswith((f"{outer}.", f"{outer}[")):
+            return origin
+    return None
+
+
 def is_within(key: str, keys: Sequence[str]) -> bool:
     """Return whether a dotted key is one of the keys, or below one."""
     return any(f"{key}.".startswith(f"{other}.") for other in keys)

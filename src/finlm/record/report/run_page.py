@@ -27,6 +27,7 @@ from finlm.base.secrets import redact_key
 from finlm.plan import memory
 from finlm.plan.plan import decided_keys
 from finlm.recipe import parents
+from finlm.recipe.rules import origin_of
 from finlm.record import history
 from finlm.record import history as histories
 from finlm.record import manifest as manifests
@@ -214,22 +215,12 @@ def _last_answers(run: RunDir) -> list[Mapping[str, Any]]:
 def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the recipe's values for the page: `written` ones with their origin, `defaults`, and `files` written in."""
     values, origins = recipe or manifests.unchecked_recipe_values(run), read_object(run.origins)
-    written = {key: origin for key in values if (origin := _origin(key, origins))}
+    written = {key: origin for key in values if (origin := origin_of(key, origins))}
     return {
         "written": [(key, _value(key, values[key]), origin) for key, origin in written.items()],
         "defaults": [(key, _value(key, value)) for key, value in values.items() if key not in written],
         "files": sorted({origin.rpartition(":")[0] for origin in written.values()} - {""}),
     }
-
-
-def _origin(key: str, origins: Mapping[str, Any]) -> str | None:
-    """Return where a value was written: by its key, a key inside it, or a key that contains it; None for a default."""
-    inside = (place for name, place in origins.items() if name.startswith((f"{key}.", f"{key}[")))
-    found = origins.get(key) or next(inside, None)
-    while key and found is None:
-        key = key[: max(key.rfind("."), key.rfind("["), 0)]
-        found = origins.get(key)
-    return None if found is None else str(found)
 
 
 def _value(key: str, value: Any) -> str:
