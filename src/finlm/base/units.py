@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -46,6 +47,12 @@ def format_bytes(value: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def format_items(items: Mapping[str, int], most: int | None = None) -> str:
+    """Return items of bytes as text, largest first, at most `most`, without those of 0 bytes: 'a 3.0 GiB, b 8 B'."""
+    largest = sorted(items.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
 
 
 def format_duration(seconds: float) -> str:

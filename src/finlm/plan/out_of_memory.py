@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finlm.base.errors import UserError
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_items
 from finlm.plan import memory, planner, search
 from finlm.plan.plan import Plan, changed_keys
 from finlm.recipe.cluster import Cluster, Host
@@ -58,10 +58,10 @@ def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], erro
     `taken` is {host's name: figures} of the host that failed; its RAM stands for that of all.
     """
     (figures,) = taken.values()
-    device = "GPU" if plan.device == "cuda" else "rank"
+    device, largest = "GPU" if plan.device == "cuda" else "rank", format_items(plan.gpu_bytes_items, most=4)
     lines = [
         str(error).split(". GPU", 1)[0],
-        f"planned {format_bytes(plan.gpu_bytes)} of {format_bytes(figures.total)}: {_items(plan.gpu_bytes_items)}",
+        f"planned {format_bytes(plan.gpu_bytes)} of {format_bytes(figures.total)}: {largest}",
         f"taken {format_bytes(figures.reserved)} by torch ({format_bytes(figures.allocated)} in tensors at the peak), "
         f"{format_bytes(figures.others)} by everything else on the {device}",
     ]
@@ -115,8 +115,3 @@ def _limit_devices(cluster: Cluster, plan: Plan, taken: Mapping[str, Taken], sha
         cluster,
         hosts=tuple(dataclasses.replace(host, device_bytes=limits.get(kinds[host.name])) for host in cluster.hosts),
     )
-
-
-def _items(items: Mapping[str, int]) -> str:
-    largest = sorted(items.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)

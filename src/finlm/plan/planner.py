@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 
 from finlm.base.screen import format_count
-from finlm.base.units import format_bytes
+from finlm.base.units import format_bytes, format_items
 from finlm.plan import advice, gpus, host_memory, memory, search, speed
 from finlm.plan.gpus import PlanError
 from finlm.plan.memory import Layout
@@ -195,8 +195,7 @@ def nothing_fits_error(
         )
     nearest = min(found, key=lambda one: one.over)
     evidence = f"the smallest of {len(found)} configurations needs {_need(nearest)}: {_short(nearest)}"
-    items = sorted(nearest.gpu_items.items(), key=lambda item: -item[1])
-    evidence += "\n" + ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
+    evidence += "\n" + format_items(nearest.gpu_items)
     if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
     elif others:

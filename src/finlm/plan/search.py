@@ -187,6 +187,7 @@ def candidates(
     Left to auto, parameters are not offloaded alone. Raises PlanError as given_micro_batches does.
     """
     choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
+    has_varlen = has_varlen_attention(cluster, precision)
     for stage, optimizer, param, recompute in itertools.product(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
     ):
@@ -211,10 +212,8 @@ def candidates(
             hpz_partition_size=recipe.zero.hpz_partition_size,
             compiled=is_compiled(recipe, cluster),
             fp32_gradients=fp32_gradients,
-            has_full_masks=recipe.data.document_masks and not has_varlen_attention(cluster, precision),
-            repeats_keys=not has_varlen_attention(
-                cluster, precision
-            ),  # the same GPUs: train/model/kernels.py's "efficient"
+            has_full_masks=recipe.data.document_masks and not has_varlen,
+            repeats_keys=not has_varlen,  # the same GPUs: train/model/kernels.py's "efficient"
             **shapes.layout(recipe, shape),
         )
         for micro_batches, accumulation in _micro_batches(recipe, cluster, shape, layout, rows_per_step):

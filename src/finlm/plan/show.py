@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from finlm.base import screen
 from finlm.base.screen import format_count, format_rate
 from finlm.base.secrets import redact_key
-from finlm.base.units import format_bytes, format_duration
+from finlm.base.units import format_bytes, format_duration, format_items
 from finlm.plan import advice, planner, search
 from finlm.plan.advice import Change
 from finlm.plan.gpus import Gpu
@@ -41,10 +41,10 @@ def print_plan(made: Plan, loaded: Loaded) -> None:
     if made.gpu_bytes_items:
         per = "GPU" if made.device == "cuda" else "rank"
         screen.heading(f"memory per {per}: {format_bytes(made.gpu_bytes)} of {format_bytes(made.gpu_memory_bytes)}")
-        screen.show("  " + _items(made.gpu_bytes_items))
+        screen.show("  " + format_items(made.gpu_bytes_items))
         disk = f", and {format_bytes(made.nvme_bytes)} on its NVMe disk" if made.nvme_bytes else ""
         screen.heading(f"memory per host: {format_bytes(made.host_bytes)}{disk}")
-        screen.show("  " + _items(made.host_bytes_items))
+        screen.show("  " + format_items(made.host_bytes_items))
     screen.heading("why")
     for reason in made.reasons:
         screen.show(f"  - {reason}")
@@ -90,12 +90,6 @@ def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
     screen.show(f"stored in {where}; delete the file to go back to finlm's own table")
 
 
-def _items(items: Mapping[str, int]) -> str:
-    """Return the items as text, largest first, without those of 0 bytes."""
-    largest = sorted(items.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
-
-
 def rows(made: Plan) -> list[tuple[str, str]]:
     """Return the (name, value) rows of the plan's decisions, speed and time."""
     unequal = len(set(made.rank_micro_batches)) > 1
@@ -126,7 +120,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
     ]
     if made.generation_rows:
         answers = f"{made.generation_rows} of a rank's {made.micro_batch * micro_steps} at once"
-        rows.append(("answers", f"{answers}: {_items(made.generation_bytes_items)}"))
+        rows.append(("answers", f"{answers}: {format_items(made.generation_bytes_items)}"))
     if made.tokens_per_second is not None and made.days is not None:
         rows.append(("time", f"{format_duration(made.days * 86400)} at {made.tokens_per_second:,.0f} tokens/s"))
         named = {"overlapped": "transfers beside it", "exposed": "transfers after it"}
