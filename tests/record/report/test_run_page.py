@@ -344,12 +344,12 @@ def test_every_value_that_was_written_has_its_origin(make_run: Make) -> None:
 
 
 def test_origins_of_lists_and_mappings_reach_their_parts() -> None:
-    from finlm.record.report.run_page import _origin
+    from finlm.recipe.rules import origin_of
 
     origins = {"data.sources": "--set", "betas[0]": "x:4", "betas[1]": "x:4"}
-    assert _origin("data.sources[0].path", origins) == "--set"
-    assert _origin("betas", origins) == "x:4"
-    assert _origin("data.num_proc", origins) is None
+    assert origin_of("data.sources[0].path", origins) == "--set"
+    assert origin_of("betas", origins) == "x:4"
+    assert origin_of("data.num_proc", origins) is None
 
 
 def test_100_000_steps_are_drawn_from_a_small_page(make_run: Make) -> None:
