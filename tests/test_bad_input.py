@@ -11,6 +11,7 @@ import pytest
 
 from finlm import prepare
 from finlm.base import files
+from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import main, options
 from finlm.doctor import gather
@@ -190,6 +191,15 @@ def test_a_file_that_is_no_such_thing_or_is_cut_short_ends_the_command_without_a
     assert main.main(list(map(str, arguments(tmp_path)))) == 2
     said = capsys.readouterr().err
     assert words.format(d=tmp_path) in said and "fix:" in said
+
+
+def test_text_that_fills_no_row_is_refused_and_fills_one_with_another_packing(tmp_path: Path) -> None:
+    source = corpus(tmp_path, GOOD[: GOOD.index("\n") + 1])
+    few = (*TINY, source, "tokenizer.vocab_size=280", f"data.cache_dir={tmp_path / 'cache'}")
+    with pytest.raises(UserError, match="give no row of 64 tokens"):
+        prepare.run(recipe.load(QUICKSTART, (*few, "data.packing=blocks")).recipe)
+    wanted = recipe.load(QUICKSTART, few).recipe
+    assert prepare.describe_reading(wanted, prepare.run(wanted)).rows == 1
 
 
 @pytest.mark.parametrize(

@@ -338,8 +338,15 @@ def document_bounds(shards: Sequence[Shard]) -> Longs:
 def prepare_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
     """Return the training rows of prepared shards; `how` is data.packing, whose missing index is built.
 
-    Raises UserError when it cannot be written.
+    Raises UserError when it cannot be written, and when there is no row.
     """
     if how != "concat":
         build_index(shards.directory, shards.split("train"), packing.kind_of(how), sequence_length)
-    return packing.open_rows(shards, sequence_length, how)
+    rows = packing.open_rows(shards, sequence_length, how)
+    if not len(rows):
+        raise UserError(
+            f"the prepared data give no row of {sequence_length:,} tokens",
+            evidence=f"data.packing: {how} fills no row with what is there",
+            fix="add text, lower batch.sequence_length, or set data.packing: concat",
+        )
+    return rows
