@@ -395,13 +395,15 @@ SAME_RUN = (*SAME_MODEL, "incidents", "train.precision")
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str | None:
-    """Return where a key's value was written: by the key itself, a key inside it, or one that contains it; else None.
+    """Return where a key's value was written: by the key itself, else a key inside it or around it; None if by none.
 
     `origins` has the origin of every written value by dotted key, as Loaded.origins.
     """
+    if key in origins:
+        return origins[key]
     for known, origin in origins.items():
         inner, outer = (known, key) if len(known) > len(key) else (key, known)
-        if inner == outer or inner.startswith((f"{outer}.", f"{outer}[")):
+        if inner.startswith((f"{outer}.", f"{outer}[")):
             return origin
     return None
 

@@ -350,6 +350,7 @@ def test_origins_of_lists_and_mappings_reach_their_parts() -> None:
     assert origin_of("data.sources[0].path", origins) == "--set"
     assert origin_of("betas", origins) == "x:4"
     assert origin_of("data.num_proc", origins) is None
+    assert origin_of("data.sources[0].path", {"data.sources": "x:1", "data.sources[0].path": "--set"}) == "--set"
 
 
 def test_100_000_steps_are_drawn_from_a_small_page(make_run: Make) -> None:
