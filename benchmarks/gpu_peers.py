@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 DEVICE = get_accelerator()
 ON_GPU = DEVICE.device_name() == "cuda"
@@ -48,7 +48,7 @@ class RandomRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Rows of random tokens."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self.length, self.vocabulary = task["sequence_length"], task["vocab_size"]
+        self.length, self.vocabulary = task["sequence_length"], task["config"]["vocab_size"]
 
     def __len__(self) -> int:
         return 100_000
@@ -58,20 +58,12 @@ class RandomRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-def model_of(task: dict[str, Any], rows: int) -> LlamaForCausalLM:
-    """The task's Llama in bf16 on this rank's GPU."""
-    config = LlamaConfig(
-        vocab_size=rows,
-        hidden_size=task["hidden_size"],
-        intermediate_size=task["ffn_size"],
-        num_hidden_layers=task["layers"],
-        num_attention_heads=task["heads"],
-        max_position_embeddings=task["sequence_length"],
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+def model_of(task: dict[str, Any], rows: int) -> PreTrainedModel:
+    """Return the task's decoder in bf16 on this rank's GPU, with so many rows of the embedding."""
+    settings = {"vocab_size": rows, "max_position_embeddings": task["sequence_length"], "use_cache": False}
+    config = AutoConfig.for_model(**task["config"] | settings)
     with torch.device(DEVICE.device_name()):
-        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=DTYPE)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
 
 
 def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
@@ -105,7 +97,10 @@ def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     )
     clock = Clock()
     trainer = Trainer(
-        model=model_of(task, task["vocab_size"]), args=arguments, train_dataset=RandomRows(task), callbacks=[clock]
+        model=model_of(task, task["config"]["vocab_size"]),
+        args=arguments,
+        train_dataset=RandomRows(task),
+        callbacks=[clock],
     )
     trainer.train()
     return {"seconds": clock.seconds, "setting": f"micro-batch {micro_batch} x {accumulation}"}
@@ -113,7 +108,7 @@ def hugging_face(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
 
 def plain_pytorch(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """A training loop of our own with everything in bf16."""
-    rows = -(-task["vocab_size"] // 128) * 128
+    rows = -(-task["config"]["vocab_size"] // 128) * 128
     model = model_of(task, rows)
     backend = "inductor" if ON_GPU else "eager"  # compiling for a CPU takes longer than a toy's steps
     for layer in model.model.layers:
@@ -131,7 +126,7 @@ def plain_pytorch(task: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         DEVICE.synchronize()
         begun = time.perf_counter()
         for _ in range(accumulation):
-            tokens = torch.randint(3, task["vocab_size"], shape, device=DEVICE.device_name())
+            tokens = torch.randint(3, task["config"]["vocab_size"], shape, device=DEVICE.device_name())
             loss = loss_of(model(input_ids=tokens).logits, tokens)
             (loss / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)

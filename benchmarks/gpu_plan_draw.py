@@ -8,6 +8,7 @@ states fit a GPU or its host in a few seconds, else a part of it, and the case's
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,21 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "glm4-9b-cut": (4096, 32, 32, 2, 13_696, 151_552, False, {"model_type": "glm4", "partial_rotary_factor": 0.5}),
     "qwen3-8b": (4096, 36, 32, 8, 12_288, 151_936, False, {"model_type": "qwen3", "head_dim": 128}),
     "llama3.2-3b": (3072, 28, 24, 8, 8192, 128_256, True, {"model_type": "llama", "head_dim": 128}),
+    "qwen3-30b-a3b-cut": (
+        2048,
+        8,  # of 48, which take the memory of several GPUs
+        32,
+        4,
+        6144,
+        151_936,
+        False,
+        {
+            **{"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 768, "norm_topk_prob": True},
+        },
+    ),
 }
+SIZES = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "tie_embeddings")
 
 Values = dict[str, Any]
 
@@ -66,13 +81,12 @@ def drawn(seed: int, count: int) -> list[Values]:
 
 def of_models() -> list[Values]:
     """Pretraining of models that people start from, by their config.json (PUBLISHED)."""
-    keys = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "tie_embeddings")
     return [
         {
             "name": name,
             "stage": "pretrain",
             "hardware": {"hosts": [{"name": "localhost", "slots": 1}]},
-            "model": dict(zip(keys, sizes, strict=True)) | {"config": config},
+            "model": dict(zip(SIZES, sizes, strict=True)) | {"config": config},
             "tokenizer": {"path": "tokenizer.model"},
             "data": {"sources": "none.jsonl", "document_masks": False},
             "batch": {"sequence_length": 4096, "tokens_per_step": 32_768},
@@ -85,9 +99,20 @@ def of_models() -> list[Values]:
     ]
 
 
+def published_overrides() -> dict[str, tuple[str, ...]]:
+    """Return by name the `--set` options that give a recipe the model of PUBLISHED, in rows of 4,096 tokens."""
+    return {
+        name: (
+            *(f"model.{key}={json.dumps(value)}" for key, value in zip(SIZES, sizes, strict=True)),
+            f"model.config={json.dumps(config)}",
+            "batch.sequence_length=4096",
+        )
+        for name, (*sizes, config) in PUBLISHED.items()
+    }
+
+
 def of_rollouts() -> list[Values]:
     """GRPO of three published shapes: 64 prompts of 256 tokens with 8 answers of 512, and others of about that work."""
-    keys = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "vocab_size", "tie_embeddings")
     lora = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": list(ALL_TARGETS), "quantize": "none"}
     cases: list[tuple[str, tuple[Any, ...], int, int, int, Values]] = [
         ("qwen2.5-1.5b", (1536, 28, 12, 2, 8960, 151_936, True), 768, 512, 512, {}),
@@ -99,7 +124,7 @@ def of_rollouts() -> list[Values]:
             "name": f"{name}-{rows}x{length}",
             "stage": "grpo",
             "hardware": {"hosts": [{"name": "localhost", "slots": 1}]},
-            "model": dict(zip(keys, sizes, strict=True)),
+            "model": dict(zip(SIZES, sizes, strict=True)),
             "tokenizer": {"path": "tokenizer.model"},
             "data": {"sources": "none.jsonl"},
             "batch": {"sequence_length": length, "tokens_per_step": rows * length},

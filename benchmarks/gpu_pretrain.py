@@ -3,6 +3,7 @@
     python benchmarks/gpu_pretrain.py                       # XuanYuan-6B's shape on one GPU, all contenders
     python benchmarks/gpu_pretrain.py --gpus 4 --only ours,ours-zero3
     python benchmarks/gpu_pretrain.py --shape 300m --only ours,hf-tuned
+    python benchmarks/gpu_pretrain.py --shape qwen3-4b --tokens 32768 --only hf-tuned,ours,ours-fp8
     python benchmarks/gpu_pretrain.py --toy                 # does it run? on CPU ranks where there is no GPU
 
 Every contender trains the same shape with the same tokens per optimizer step on random tokens, in its own processes,
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import gpu_plan_draw
 import numpy as np
 
 from finlm import config
@@ -37,6 +39,7 @@ from finlm.launch.adapters import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
+from finlm.recipe.schema import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
@@ -47,6 +50,7 @@ SHAPES = {
         *("batch.sequence_length=64", "train.compile=false"),
     ),
     "300m": ("model.hidden_size=1024", "model.layers=20", "model.heads=8", "model.ffn_size=2816"),
+    **gpu_plan_draw.published_overrides(),
 }
 OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
@@ -68,18 +72,19 @@ WARMUP = 2
 LIMIT_SECONDS = 240
 
 
-def random_shards(directory: Path, tokens: int = 4_000_000) -> Path:
-    """Prepared shards of uniformly random ids: only document masks make speed depend on lengths."""
+def random_shards(directory: Path, vocabulary: int = VOCABULARY, tokens: int = 4_000_000) -> Path:
+    """Write prepared shards of uniformly random ids: only document masks make speed depend on lengths."""
     (directory / "train").mkdir(parents=True)
     dice = np.random.default_rng(0)
-    dice.integers(3, VOCABULARY, tokens).astype("<u2").tofile(directory / "train/random-00000.bin")
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    dice.integers(3, vocabulary, tokens).astype(dtype).tofile(directory / "train/random-00000.bin")
     starts = np.unique(np.cumsum(1 + dice.exponential(DOCUMENT_TOKENS, tokens // DOCUMENT_TOKENS).astype(int)))
     offsets = np.concatenate([[0], starts[starts < tokens], [tokens]]).astype("<u8")
     offsets.tofile(directory / "train/random-00000.idx")
     size = {"tokens": tokens, "documents": len(offsets) - 1}
     shard = {"source": "random", "split": "train", "file": "train/random-00000.bin"} | size
     totals = {"random": size | {"text_bytes": 3 * tokens}}
-    facts = {"dtype": "uint16", "vocab_size": VOCABULARY, "bos_id": 1, "eos_id": 2, "add_bos": True}
+    facts = {"dtype": dtype, "vocab_size": vocabulary, "bos_id": 1, "eos_id": 2, "add_bos": True}
     shards = [shard | {"text_bytes": 3 * tokens}]
     files.write_json(directory / "manifest.json", facts | {"totals": {"train": totals}, "shards": shards})
     return directory
@@ -132,8 +137,10 @@ def peer(name: str, overrides: tuple[str, ...], gpus: int, steps: int, work: Pat
     _, plan = planned((*overrides, "batch.micro_batch=2", "train.recompute=full"), gpus)
     loaded, _ = planned(overrides, gpus)
     directory = Path(tempfile.mkdtemp(dir=work))
-    task = loaded.model.model_dump() | {
+    vocabulary = VOCABULARY if loaded.model.vocab_size == "auto" else loaded.model.vocab_size
+    task = {
         "peer": name,
+        "config": config_of(loaded.model) | {"vocab_size": vocabulary},
         "sequence_length": plan.sequence_length,
         "tokens_per_step": plan.tokens_per_step,
         "gpus": gpus,
@@ -227,7 +234,7 @@ def main() -> None:
     _, plan = planned((*SHAPES[arguments.shape], "train.recompute=full"), arguments.gpus)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        random_shards(work / "shards")
+        random_shards(work / "shards", plan.vocab_size)
         print(f"{'':<16}{'tok/s':>9}{'MFU':>8}{'peak GiB':>10}{'step s':>8}{'first step s':>14}  setting", flush=True)
         for row in contenders(arguments, work):
             if arguments.json is not None:
