@@ -230,10 +230,7 @@ def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Offload) -> Offlo
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
-    """Return the number of elements of an NVMe buffer, a multiple of 2**20.
-
-    DeepSpeed asserts that a rank's partition of every parameter fits into one buffer.
-    """
+    """Return the elements of an NVMe buffer, a multiple of 2**20 that fits a rank's partition of every parameter."""
     model = shape.of(recipe, plan.vocab_size)
     largest = max(plan.padded_vocab_size * model.hidden, *model.layer_sizes)
     unit = 2**20
@@ -412,10 +409,7 @@ def train_command(path: Path) -> str:
 
 
 def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe, plan: Plan | None) -> Iterator[str]:
-    """Yield the lines of a new recipe's section in README.md, below the title.
-
-    `plan` is None when none could be made; `settings` is the path of its DeepSpeed JSON, or None.
-    """
+    """Yield the lines of a new recipe's section in README.md, below the title; fewer without a plan or its settings."""
     yield f"Made from `{parent}` by `finlm new`."
     yield f"`finlm diff {path}` says what differs and what follows."
     yield from ("", "```", f"finlm plan {path}", train_command(path), "```", "", "| | |", "|---|---|")

@@ -270,10 +270,7 @@ def run_steps(recipe: Recipe, cache: Cache, engine: Engine | None = None) -> Pat
 
 
 def _existing_tokenizer(recipe: Recipe, cache: Cache) -> Path | None:
-    """Return the tokenizer file that the recipe names, or the start model's; None if a tokenizer is to be trained.
-
-    Raises UserError when the file is missing, NotPrepared when the start model is missing and cache.build is False.
-    """
+    """Return the tokenizer of the recipe or its start; None if to be trained. Raises UserError or NotPrepared."""
     settings = recipe.tokenizer
     if settings.path is not None:
         named = Path(settings.path).expanduser()

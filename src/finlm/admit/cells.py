@@ -254,10 +254,7 @@ def check_activations(case: Case) -> str:
 
 
 def _kept(config: Any, times: int) -> int:
-    """Return the bytes that a forward pass of `times` as many layers saves for its backward pass, without weights.
-
-    Counts each storage once. Builds its own model in bf16; `config` is copied, not changed.
-    """
+    """Return the bytes that the forward pass of a bf16 model of `times` as many layers saves, each storage once."""
     config = copy.deepcopy(config)
     layers = config.num_hidden_layers
     for key in traits.LISTS:

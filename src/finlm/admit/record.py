@@ -126,10 +126,7 @@ def _runs(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return, as fields of TypeRecord, what a layer saves for its backward pass in bf16, not compiled.
-
-    Raises UserError as _size() does, for the input of a norm without parameters.
-    """
+    """Return, as fields of TypeRecord, what an uncompiled bf16 layer saves for backward. Raises UserError."""
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
@@ -364,10 +361,7 @@ def _symbols(config: Any) -> dict[str, int]:
 
 
 def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
-    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside layers, embedding and head]), in symbols.
-
-    Builds the model on the meta device, without memory. Raises UserError for a structure that finlm's swaps do not fit.
-    """
+    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside layers]), in symbols. Raises UserError."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layers = getattr(getattr(model, "model", None), "layers", None)

@@ -171,10 +171,7 @@ def losses(run: RunDir) -> list[float]:
 
 
 def _apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists of losses.
-
-    Raises ValueError if they are empty or differ in length.
-    """
+    """Return the largest relative difference of two lists of losses. Raises ValueError if empty or of unlike length."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 

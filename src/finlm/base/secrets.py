@@ -96,9 +96,6 @@ def _without_tokens(text: str) -> str:
 
 
 def _is_secret_option(argument: str) -> bool:
-    """Return whether an argument is an option whose value, the next argument, is a secret, such as --api-key.
-
-    --tokens is not: it is a count everywhere in finlm.
-    """
+    """Return whether an argument is an option, such as --api-key, whose value is a secret; --tokens is a count."""
     is_option = argument.startswith("--") and "=" not in argument and argument != "--tokens"
     return is_option and _SECRET_NAME.search(argument) is not None

@@ -283,10 +283,7 @@ def file_changed(path: File) -> UserError:
 
 
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
-    """Yield the hex sha256 of each file in order; if any is a store's file, reads up to _AT_ONCE files at once.
-
-    Raises UserError as sha256() does.
-    """
+    """Yield the hex sha256 of each file in order; reads up to _AT_ONCE files of a store at once. Raises UserError."""
     if all(isinstance(path, Path) for path in paths):
         yield from (sha256(path, advance) for path in paths)
         return

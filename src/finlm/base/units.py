@@ -22,10 +22,7 @@ def parse_count(text: str | int) -> int:
 
 
 def _parse(text: str | int, units: dict[str, int], examples: str) -> int:
-    """Return the whole number that text stands for; `units` maps suffixes in capitals to factors.
-
-    Raises ValueError, which shows the examples, on anything else or a negative number.
-    """
+    """Return the whole number of a text with a suffix of `units`. Raises ValueError on anything else or below 0."""
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise ValueError(f"expected {examples}, got {text!r}")
     if isinstance(text, int):

@@ -104,10 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _token(options: argparse.Namespace) -> str | None:
-    """Return the token of --token-file, else a new random token if one is needed, else None.
-
-    Raises UserError for a token of fewer than 16 ASCII characters, OSError for a file that cannot be read.
-    """
+    """Return the token of --token-file (UserError if too short), a random one if one is needed, or None."""
     if options.token_file is not None:
         token = options.token_file.read_text(encoding="utf-8").strip()
         if len(token) < 16 or not token.isascii():
@@ -219,10 +216,7 @@ class _Site:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this board.
-
-        Unless the board is local, any IP address does: DNS rebinding needs a name.
-        """
+        """Return whether a Host header names this board; if not local, IP addresses do: DNS rebinding needs a name."""
         if host in LOCAL or self.settings.host in LOCAL:
             return host in LOCAL
         try:
@@ -233,10 +227,7 @@ class _Site:
             }
 
     def _check_post(self, request: Request, site: str) -> None:
-        """Raise HTTPException: 403 for a POST without --allow-actions or not from this board's page, 413 if too large.
-
-        `site` is the value of the header Sec-Fetch-Site.
-        """
+        """Raise HTTPException: 403 for a POST without --allow-actions or from elsewhere, 413 if too large."""
         if not self.settings.board.allow_actions:
             raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
         origin = request.headers.get("origin", "")
@@ -390,10 +381,7 @@ class Talk:
             return export.generate(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
-        """Return the Talker of a model directory; loads the model unless it was the last to be used.
-
-        Raises UserError as open_model() does.
-        """
+        """Return the Talker of a model directory; loads the model unless it was used last. Raises UserError."""
         from finlm.inference.chat import Talker  # loads torch
         from finlm.inference.open import open_model
 

@@ -82,10 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggest_set(words: str, given: list[str]) -> str:
-    """Return the advice to give unknown words of a command line as --set KEY=VALUE; "" if they name no known key.
-
-    `words` are the unknown words, `given` all words of the command line.
-    """
+    """Return the advice to give unknown words of a command line as --set KEY=VALUE; "" if they name no known key."""
     from finlm.recipe import reference  # a fifth of a second that only a mistake needs
     from finlm.recipe.schema import Recipe
 
@@ -206,20 +203,14 @@ def to_sync(options: argparse.Namespace) -> list[str]:
 def _load(
     options: argparse.Namespace, path: str | Path, recipe: Recipe, include: str = "", exclude: str = ""
 ) -> Cluster:
-    """Return the hostfile at `path` as a Cluster, with the recipe's hardware and hosts sections and --gpu.
-
-    `include` and `exclude` select hosts and slots. Raises UserError for a hostfile that cannot be used.
-    """
+    """Return the hostfile as a Cluster with the recipe's hardware and hosts sections and --gpu. Raises UserError."""
     from finlm.recipe import cluster
 
     return cluster.load(path, recipe.hardware, options.gpu, recipe.hosts, include, exclude)
 
 
 def _declare_kinds(options: argparse.Namespace) -> None:
-    """Declare the GPU kinds that `finlm plan --calibrate` measured or that the options of plan describe.
-
-    Raises UserError as gpus.declare_calibrated() does.
-    """
+    """Declare the GPU kinds that `finlm plan --calibrate` measured or that options describe. Raises UserError."""
     from finlm.plan import gpus
 
     gpus.declare_calibrated()
@@ -262,10 +253,7 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def _resolve_start(override: str) -> str:
-    """Return a --set value, with the short name of a recipe or run in model.init_from replaced by its path.
-
-    Returns other values as given. Raises UserError for `latest` without a run.
-    """
+    """Return a --set value, with a recipe's or run's short name in model.init_from replaced by its path (UserError)."""
     key, _, named = override.partition("=")
     if key.strip() != "model.init_from" or not named.strip() or Path(named.strip()).exists():
         return override
@@ -400,10 +388,7 @@ def recipe_file(text: str | Path) -> Path:
 
 
 def _choose_recipe(folder: Path) -> Path:
-    """Return the recipe file in a folder: recipe.yaml of a run, pretrain.yaml, or the only *.yaml.
-
-    Raises UserError if there are none or several.
-    """
+    """Return the recipe file in a folder: recipe.yaml, pretrain.yaml or the only *.yaml. Raises UserError."""
     if (folder / "recipe.yaml").is_file():  # of a run
         return folder / "recipe.yaml"
     files = sorted(path for path in folder.glob("*.yaml"))

@@ -337,10 +337,7 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Run `finlm report`: write a run's page, or one page of several runs; print its path. Return 0.
-
-    Raises UserError for a directory that is no run.
-    """
+    """Run `finlm report`: write a run's page, or a page of several runs; print its path. Return 0. Raises UserError."""
     from finlm.record import compare
     from finlm.record.report import run_page
 

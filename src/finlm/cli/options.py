@@ -343,10 +343,7 @@ def _cluster_options(command: argparse.ArgumentParser, otherwise: str = "the rec
 
 
 def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
-    """Return an argparse type: a function that reads a whole number from `least` to `most`, both included.
-
-    It raises ArgumentTypeError for other texts.
-    """
+    """Return an argparse type that reads a whole number from `least` to `most`, both included."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
@@ -359,10 +356,7 @@ def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
 
 
 def _number(least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type that reads a finite number of at least `least`, above `above` and at most `most`.
-
-    It raises ArgumentTypeError for other texts.
-    """
+    """Return an argparse type that reads a finite number of at least `least`, above `above` and at most `most`."""
     bounds = {"at least": least, "above": above, "at most": most}
     said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
 

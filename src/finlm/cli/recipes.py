@@ -189,10 +189,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
-    """Print what share of the time is spent training when hosts fail; return it for --json.
-
-    Raises UserError if the plan has no speed.
-    """
+    """Print the share of time spent training when hosts fail; return it for --json. Raises UserError."""
     from finlm.runs import drill
 
     if plan.tokens_per_second is None or plan.days is None:

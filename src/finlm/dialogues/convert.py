@@ -155,10 +155,7 @@ def check_rows(recipe: Recipe, inputs: Sequence[Input]) -> None:
 
 
 def _has_dialogue(item: Input) -> bool:
-    """Return whether any row of a source's first block is a dialogue; rows that cannot be used are skipped.
-
-    Raises UserError as dialogue_blocks() does.
-    """
+    """Return whether any row of a source's first block is a dialogue. Raises UserError as dialogue_blocks() does."""
     for block in itertools.islice(parsing.dialogue_blocks(item, ignore_progress), 1):
         for row in parsing.parse_dialogues(block):
             with suppress(Refused):

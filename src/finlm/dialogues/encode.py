@@ -169,10 +169,7 @@ class Encoder:
         counts.update({name: count for name, count in (("split", int(parts > 1)), (LEFT_OUT, lost)) if count})
 
     def _apart(self, text: str, spans: templates.Spans) -> tuple[list[int], bytearray]:
-        """Return (ids, mask) as the released code encodes: prompt and answer separately, each between <s> and </s>.
-
-        Raises Refused for several turns, which that code does not support.
-        """
+        """Return (ids, mask) with prompt and answer each between <s> and </s>. Raises Refused for several turns."""
         if len(spans) != 1:
             raise Refused("several turns, which the released code does not know")
         bos, eos = self.tokenizer.bos, self.tokenizer.eos
@@ -384,10 +381,7 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(value: Any, role: str) -> list[Message]:
-    """Return a text, a turn or a list of turns as messages; a bare text gets the role `role`.
-
-    Raises Refused for anything else.
-    """
+    """Return a text (of this role), a turn or a list of turns as messages. Raises Refused for anything else."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict):
@@ -405,10 +399,7 @@ def _turns(value: Any, role: str) -> list[Message]:
 
 
 def _answer_text(turns: list[Message]) -> str | None:
-    """Return the text of an answer's only turn; None for no turns.
-
-    Raises Refused when it is empty or not the assistant's.
-    """
+    """Return the text of an answer's only turn; None for no turns. Raises Refused if empty or not the assistant's."""
     if not turns:
         return None
     if turns[0]["role"] != "assistant" or not turns[0]["content"].strip():

@@ -127,10 +127,7 @@ def count_labels(recipe: Recipe, shards: Shards) -> Seen:
 
 
 def _count_dialogue(inputs: Any, labels: Any, bos: int, eos: int, ends: set[int]) -> dict[str, int]:
-    """Return the counts of a dialogue, by the fields of Seen; `inputs` and `labels` are its tokens, int64 [tokens].
-
-    `bos` and `eos` are the ids of <s> and </s>, `bos` -1 without one; `ends` has the ids that end an answer.
-    """
+    """Return the counts of a dialogue, by the fields of Seen, from its tokens, int64 [tokens], and the ids of marks."""
     counted = np.flatnonzero(labels != IGNORED)
     first = int(counted[0]) if len(counted) else -1  # the place before the first token that is learnt
     answer = {int(inputs[first]), int(labels[first])} if len(counted) else set()
@@ -282,10 +279,7 @@ def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def _style_tokens(
     tokenizer: pretrained.Tokenizer, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
 ) -> list[tuple[str, str]]:
-    """Return [(text, style)] of a dialogue: its length, then its text in stretches; learnt stretches are within ⟦ ⟧.
-
-    A token is learnt when the label before it counts.
-    """
+    """Return [(text, style)] of a dialogue: its length, then its text, with stretches whose labels count within ⟦ ⟧."""
     ids = [*map(int, inputs)]
     learnt = [False, *(int(label) != IGNORED for label in labels[:-1])]
     if int(labels[-1]) != IGNORED:  # the last label's token, which is no input

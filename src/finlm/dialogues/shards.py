@@ -132,10 +132,7 @@ class Spool:
         return entries
 
     def _write(self, split: Split, source: str, pieces: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> ShardEntry:
-        """Write .bin, .mask and .idx of a source and split, and return the manifest's entry.
-
-        `pieces` is PIECE [pieces]; `ends` [pieces] is where each ends in the spool, in tokens.
-        """
+        """Write .bin, .mask and .idx of a source and split; `ends` [pieces] is where each ends in the spool."""
         name = f"{split}/{source}-00000.bin"
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)

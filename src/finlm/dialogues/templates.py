@@ -94,10 +94,7 @@ class Template:
         return text, spans
 
     def _span(self, messages: Sequence[Message], place: int, text: str, tools: Tools) -> tuple[int, int]:
-        """Return (start, end) of what the assistant writes in message number `place`, in characters of text.
-
-        Raises Refused when it cannot be located.
-        """
+        """Return (start, end) in characters of what the assistant writes in message number `place`. Raises Refused."""
         before = self._text(messages[:place], True, tools)
         # Llama-shaped templates write a line break after the end of turn, which nobody generates.
         whole = self._text(messages[: place + 1], False, tools).rstrip()
@@ -367,10 +364,7 @@ def read_tools(row: Any) -> Tools:
 
 
 def _read_calls(value: Any) -> list[Function]:
-    """Return the tool calls of an assistant's turn in the form of OpenAI's API, with arguments as an object.
-
-    Raises Refused for anything else.
-    """
+    """Return the tool calls of a turn as OpenAI's API has them, arguments as objects. Raises Refused for others."""
     calls: list[Function] = []
     for item in _from_json(value, "tool_calls"):
         function = item.get("function", item) if isinstance(item, dict) else None
@@ -387,10 +381,7 @@ def _read_calls(value: Any) -> list[Function]:
 
 
 def _from_json(value: Any, what: str) -> list[Any]:
-    """Return `value`, parsed first if it is JSON text, as a list; an object becomes a list of one.
-
-    Raises Refused, naming `what`, for anything else.
-    """
+    """Return a value or JSON text as a list; an object becomes a list of one. Raises Refused for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -403,10 +394,7 @@ def _from_json(value: Any, what: str) -> list[Any]:
 
 
 def _turns(items: list[Any], who: str, what: str) -> list[Message]:
-    """Return the messages of a list of turns with the role under `who` and the text under `what`.
-
-    Raises Refused for a turn that lacks one of them, or has an unknown role.
-    """
+    """Return the messages of turns with the role under `who` and the text under `what`. Raises Refused."""
     messages = []
     for item in items:
         if not isinstance(item, dict):

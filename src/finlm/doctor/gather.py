@@ -185,10 +185,7 @@ class _Meeting:
 
 
 def _describe_peer(host: Host, local: bool) -> links.Peer:
-    """Return a host's name, the addresses at which the other hosts are to try it, in order, and an ssh login to it.
-
-    `local` says that the host is this machine. Leaves out loopback addresses.
-    """
+    """Return a host's name, the addresses (no loopback) at which others try it in order, and an ssh login to it."""
     ways = [host.access.address or host.name]
     known = host.name if local else ssh.address(host.destination)
     try:
@@ -257,10 +254,7 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accep
 
 
 def _run_here(python: str, script: bytes) -> str:
-    """Run a script with the interpreter `python` on this machine; return its stdout, or its stderr if that is empty.
-
-    Raises UserError when it cannot be started or takes over 60 s.
-    """
+    """Run a script here with the interpreter `python`; return its stdout, else its stderr. UserError after 60 s."""
     try:
         done = subprocess.run([python, "-"], input=script, capture_output=True, timeout=PATIENCE_SECONDS, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -269,10 +263,7 @@ def _run_here(python: str, script: bytes) -> str:
 
 
 def _run_there(host: Host, python: str, script: bytes, accept_new: bool) -> str:
-    """Run a script on a host with `python`, else its python3, over ssh; return its stdout, or stderr if that is empty.
-
-    Raises UserError when neither is there, ssh fails, or it takes over 60 s.
-    """
+    """Run a script on a host over ssh with `python`, else python3; return stdout, else stderr. Raises UserError."""
     argv = ["sh", "-c", _FIND_PYTHON, "sh", python, "python3"]
     result = ssh.run(
         host.destination, argv, stdin=script, timeout_seconds=PATIENCE_SECONDS, accept_new=accept_new, check=False

@@ -297,10 +297,7 @@ def settle_kinds(cluster: Cluster, facts: AllFacts) -> tuple[Cluster, list[str]]
 
 
 def _choose_kind(names: list[str], otherwise: str | None) -> str | None:
-    """Return the GPU kind with the least memory among nvidia-smi's names; None for no names.
-
-    If a name is of no known kind, returns `otherwise`, or the first name if that is None.
-    """
+    """Return the GPU kind with the least memory of these names; `otherwise` or the first name if one is unknown."""
     try:
         kinds = [gpus.find(name) for name in names]
     except PlanError:

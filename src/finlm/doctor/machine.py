@@ -113,10 +113,7 @@ def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fa
 
 
 def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str, str]) -> bool:
-    """Return whether a package's installed version is not the pinned version; for torch, not a tested version.
-
-    Returns False for a package that is not installed. `installed` and `wanted` map packages to versions.
-    """
+    """Return whether an installed package's version is not the pinned version; for torch, not a tested version."""
     version = (installed.get(name) or "").partition("+")[0]
     if not version:
         return False
@@ -124,10 +121,7 @@ def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str
 
 
 def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield a fault when less RAM is available than the plan needs on this host.
-
-    It is a warning if the recipe says that a GPU host has more RAM than it reports now, else an error.
-    """
+    """Yield a fault when less RAM is available than the plan needs; only a warning if the recipe states more RAM."""
     memory = facts.memory
     if memory and memory.available + _reused_bytes(plan, facts) < plan.host_bytes:
         limit = f", cgroup limit {format_bytes(memory.cgroup_limit)}" if memory.cgroup_limit else ""
@@ -153,10 +147,7 @@ def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
 
 
 def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield an error when a disk lacks space: that of the runs, of checkpoints in memory, or of zero.nvme_path.
-
-    `alone` says that the run has no other host, so that all shards are written here.
-    """
+    """Yield an error when a disk lacks space: of the runs (`alone`: all shards), memory checkpoints or NVMe."""
     disks, share = facts.disks or {}, host.slots / plan.world_size
     element = ELEMENT_BYTES[plan.precision]
     if "run" in disks:
@@ -186,10 +177,7 @@ def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone
 
 
 def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) -> Iterator[Fault]:
-    """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory cannot be written.
-
-    `what` names the contents for the message, `name` is the check.
-    """
+    """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory is not writable."""
     if disk.free < need:
         evidence = f"{format_bytes(disk.free)} free at {disk.path}, {format_bytes(need)} needed for {what}"
         yield name, "error", evidence, fix
@@ -203,10 +191,7 @@ def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) 
 
 
 def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Fault]:
-    """Yield a fault when /dev/shm is too small for NCCL between the ranks of a host.
-
-    CPU ranks use gloo over TCP and do not need it.
-    """
+    """Yield a fault when /dev/shm is too small for NCCL between a host's ranks; CPU ranks do not need it."""
     if plan.device == "cpu" or host.slots == 1 or shm is None:
         return
     fix = "start the container with --shm-size=8g (or --ipc=host); files left in /dev/shm by dead runs may be removed"
@@ -268,10 +253,7 @@ def _check_compilers(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fault]:
-    """Yield a fault for each lock file of a killed build: later builds of that op wait for it without a message.
-
-    It is an error if the plan builds that op, else a warning.
-    """
+    """Yield a fault for a killed build's lock file, for which builds wait: an error if the plan builds that op."""
     if not extensions or extensions.compilers:
         return
     for lock in extensions.locks:

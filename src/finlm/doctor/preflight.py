@@ -224,10 +224,7 @@ def find_addresses(facts: AllFacts) -> dict[str, str]:
 
 
 def _find_card(facts: HostFacts) -> str | None:
-    """Return the network interface through which this host reached most of the others; None when it is unknown.
-
-    Never returns the loopback interface.
-    """
+    """Return the interface, not loopback, through which this host reached most of the others; None when unknown."""
     if facts.links is None:
         return None
     local = Counter(call.local for call in facts.links.peers.values() if call.local)
@@ -303,10 +300,7 @@ def _listens(links: Links | None) -> bool:
 
 
 def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iterator[Fault]:
-    """Yield faults of hosts that this host could not connect to or resolve, or whose name leads to another host.
-
-    `shut` has the hosts that nobody reached, which are reported elsewhere.
-    """
+    """Yield faults of hosts, but for those in `shut`, that this host could not connect to or resolve, or mistakes."""
     unresolved, dead = [], []
     for name, call in links[host.name].peers.items():
         if call.unresolved:
@@ -327,10 +321,7 @@ def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iter
 
 
 def _check_logins(host: Host, links: Links) -> Iterator[Fault]:
-    """Yield a warning when a host cannot log in to others over ssh.
-
-    Only DeepSpeed's own launcher needs that: finlm starts all ranks from this machine.
-    """
+    """Yield a warning when a host cannot log in to others over ssh, which only DeepSpeed's own launcher needs."""
     failed = {name: done.error for name, done in links.ssh.items() if done.code != 0}
     if not failed:
         return
@@ -370,10 +361,7 @@ def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Faul
 
 
 def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield a warning for each GPU host with fewer active InfiniBand ports than another.
-
-    If it has none, all hosts have to use TCP.
-    """
+    """Yield a warning for each GPU host with fewer active InfiniBand ports than another; without any, all use TCP."""
     active = {name: _active_ports(host) for name, host in facts.items()}
     most = max(map(len, active.values()), default=0)
     for name, ports in active.items():

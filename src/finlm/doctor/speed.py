@@ -88,10 +88,7 @@ def measure(
 
 
 def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
-    """Run train/measure.py on all hosts at once and return the speeds.
-
-    A host that does not answer leaves its groups without a result, or failed.
-    """
+    """Run train/measure.py on all hosts at once; a silent host's groups have no result or failed."""
     requests = _requests(recipe, plan, cluster, facts)
     program = PROGRAM.read_text(encoding="utf-8")
 

@@ -395,10 +395,7 @@ def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tupl
 def _generate_answers(
     opened: Opened, asked: list[Prompt], style: Style, way: str
 ) -> Iterator[list[tuple[Prompt, Answer]]]:
-    """Yield batches of (prompt, answer) with the letter of the text that the model writes, longest prompts first.
-
-    `way` is the key of questions.WAYS that says how to read a written answer.
-    """
+    """Yield batches of (prompt, answer) with the letter read from the text that the model writes, longest first."""
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
     for start in range(0, len(by_length), size):

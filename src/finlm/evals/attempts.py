@@ -280,10 +280,7 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 
 
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
-    """Return the attempt graded by the recipe's rewards; it is right when the first checked rule that applies gives 1.
-
-    At least one does (read_prompts). `said` is the attempt's text, `tokens` its length.
-    """
+    """Return the attempt graded by the rewards; it is right when the first checked rule that applies gives 1."""
     asked, right = prompt.messages[-1]["content"], prompt.right
     values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
     rule, value = next(
@@ -296,10 +293,7 @@ def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
 
 
 def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
-    """Return the answer that a text concludes with, as the reward rule reads it; None if it concludes with none.
-
-    `asked` is the question, `said` the text.
-    """
+    """Return the answer that `said` concludes with, as the reward rule reads it; None if it concludes with none."""
     if rule == "option":
         return scoring.find_letter(said)
     if rule == "words":

@@ -170,10 +170,7 @@ def digest(questions: tuple[Question, ...]) -> str:
 
 
 def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> bool | None:
-    """Return whether the questions are the released set, by number and hash; None if the released hash is not known.
-
-    A wrong number gives False even so.
-    """
+    """Return whether the questions are the released set, by number and hash; None if the hash is not known."""
     if name not in _SUITES["released"]:
         return None
     count, *known = _SUITES["released"][name]
@@ -264,10 +261,7 @@ def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...],
 
 
 def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Yield different questions without end about the world's companies, with another random seed than the corpus.
-
-    `size_bytes` gives the number of companies; `split` is "train" or "held_out".
-    """
+    """Yield different questions without end about the world's companies, with another random seed than the corpus."""
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):

@@ -120,10 +120,7 @@ def _damage_error(directory: Path, evidence: str) -> Incomplete:
 
 
 def _begin_aside(directory: Path, in_memory: Manifest | None) -> Path:
-    """Create the directory .step-N.copying beside `directory`, into which parts are copied, and return it.
-
-    Copies the files of `in_memory` into it: the manifest of a part that lies in memory, or None.
-    """
+    """Create the directory .step-N.copying beside `directory` with the files of a part in memory, and return it."""
     aside = directory.with_name(f".{directory.name}.copying")
     aside.mkdir(parents=True, exist_ok=True)
     for name in in_memory.files if in_memory else ():
@@ -138,10 +135,7 @@ def is_whole_together(parts: Sequence[Manifest]) -> bool:
 
 
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
-    """Return for each of `parts` the files to copy from it, {name: size and sha256}; no file is in two of them.
-
-    Skips the files that `here`, this machine's manifest, lists, except the names in `damaged`.
-    """
+    """Return for each of `parts` the files to copy, none twice, nor listed in `here` unless `damaged`."""
     listed = set(here.files if here is not None else ()) - set(damaged)
     wanted = []
     for part in parts:
@@ -209,11 +203,7 @@ def _read_manifest(
 def _pull(
     aside: Path, directory: Path, host: Host, wanted: Mapping[str, Part], accept_new: bool, started: Started
 ) -> None:
-    """Fetch with rsync those of a host's `wanted` files that are missing or damaged in `aside`.
-
-    `started` is called with the rsync process. Raises UserError when rsync fails or a fetched file differs from its
-    sha256.
-    """
+    """Fetch with rsync those `wanted` files that are missing or damaged in `aside`. Raises UserError."""
     names = _list_damaged(aside, wanted)
     for name in names:
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -288,10 +278,7 @@ def _ask_host(run: RunDir, host: Host, accept_new: bool) -> Holding:
 
 
 def _parse_manifest(content: Any, where: str) -> Manifest | None:
-    """Return the Manifest in a JSON value; None if it is invalid.
-
-    The ranks report invalid manifests and set them aside.
-    """
+    """Return the Manifest in a JSON value; None if it is invalid, which the ranks report."""
     try:
         return Manifest.from_json(content, where)
     except UserError:
@@ -318,10 +305,7 @@ def check_started_here(run: RunDir, hosts: Cluster, accept_new: bool = False) ->
 
 
 def _find_lock_holder(run: RunDir) -> str:
-    """Return the pid of a process that holds a rank lock, .lock-<host>, in the run directory; "" if there is none.
-
-    Returns "of a rank" when a lock is held and /proc/locks does not show by which process.
-    """
+    """Return the pid of a process that holds a rank lock of the run, "of a rank" if unknown; "" without one."""
     for path in run.path.glob(".lock-*"):
         with path.open("rb") as lock:
             try:

@@ -119,10 +119,7 @@ def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
 
 
 def _list_by_git(root: Path) -> list[str]:
-    """Return the relative names of a checkout's tracked files and of its untracked files that git does not ignore.
-
-    Raises UserError when git is missing or fails.
-    """
+    """Return the names of a checkout's files, less those that git ignores. Raises UserError when git fails."""
     command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
@@ -350,10 +347,7 @@ def _parse_number(label: bytes, output: bytes) -> int:
 
 
 def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
-    """Return the UserError for an rsync that ended with exit code `code`; a negative code is a signal.
-
-    Names login scripts that print text, ssh's reason if known, or rsync's last lines. `path` is what was being copied.
-    """
+    """Return the UserError for an rsync that ended with this code (negative: a signal), with ssh's reason if known."""
     if "your shell clean" in stderr:
         return UserError(
             f"login scripts on {host} print text where rsync expects none",

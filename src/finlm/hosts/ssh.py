@@ -268,10 +268,7 @@ def address(host: str) -> str:
 
 
 def _read_settings(host: str) -> dict[str, str]:
-    """Return ssh's settings for the host, {lower-case name: value}, as ~/.ssh/config gives them; {} when ssh fails.
-
-    Runs `ssh -G`, which contacts no host. Raises UserError if `host` is not a host name.
-    """
+    """Return ssh's settings for a host, {lower-case name: value}, by `ssh -G`; {} when it fails. Raises UserError."""
     try:
         line = ["ssh", "-G", *port_option(host), "--", login(host)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=10, env=environment())

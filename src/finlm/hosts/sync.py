@@ -168,10 +168,7 @@ def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
 
 
 def _combine_errors(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
-    """Return a UserError for all hosts in `failed`, with equal fixes merged. `hosts` is the number of hosts synced.
-
-    If the only host failed, returns its error as it is.
-    """
+    """Return one UserError for all `failed` of this many hosts, with equal fixes merged; an only host's as it is."""
     if len(failed) == hosts == 1:
         return failed[0][1]
     fixes: dict[str, list[str]] = {}
@@ -375,10 +372,7 @@ def ask(host: str, request: receiver.Request, patience: float, accept_new: bool)
 
 
 def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
-    """Have the host hash all files of the job, and return for each tree the names that differ there.
-
-    Raises AssertionError when all files are equal but the tree hash is not, and UserError when the host does not reply.
-    """
+    """Have the host hash all files of the job, and return the names that differ there by tree. Raises UserError."""
     proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
     for tree in job.trees:
         proof = proofs[tree.key]

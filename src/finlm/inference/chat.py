@@ -87,10 +87,7 @@ def run(
 
 
 def _read() -> str | None:
-    """Return the next line of stdin without outer white space, None at its end; on a terminal, print a prompt first.
-
-    Raises UserError when the line is not UTF-8.
-    """
+    """Return the next line of stdin, stripped, None at its end; prompts on a terminal. UserError if not UTF-8."""
     if sys.stdin.isatty():
         screen.console().print("› ", style="bold cyan", end="")
     try:
@@ -216,10 +213,7 @@ class Talker:
         return str(self.opened.tokenizer.decode(written, skip_special_tokens=not self.tools))
 
     def _tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
-        """Yield sampled ids without end; extends the cache, and sets reused_tokens.
-
-        Wherever this is left, _seen lists the ids whose keys and values are cached.
-        """
+        """Yield sampled ids without end; extends the cache, whose ids _seen lists, and sets reused_tokens."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
         self._shorten(common)
         self.reused_tokens = len(self._seen)

@@ -100,11 +100,7 @@ def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> Non
 
 
 def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return config with the fields that only model.init_from's config.json has, and RoPE under its old names too.
-
-    transformers 5 does not write them, and others read them. rope_theta and rope_scaling, as before transformers 5, are
-    written where all layers have one RoPE.
-    """
+    """Return config with the fields that only the start's config.json has, and RoPE also as before transformers 5."""
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
         start = {key: value for key, value in start.items() if key not in ("rope_theta", "rope_scaling")}
@@ -171,10 +167,7 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
-    """Write the tokenizer's files: those of the model that pretraining went on from, or else what training used.
-
-    Takes the training marks out of the chat template.
-    """
+    """Write the files of the start model's tokenizer or else training's, its template without training marks."""
     source = shards.directory / "tokenizer"
     if stage == "pretrain" and source.is_dir():
         pretrained.copy_files(source, directory)
@@ -194,10 +187,7 @@ def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any
 
 
 def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
-    """Raise RuntimeError when the exported chat template, or the ids of probe texts, are not the training data's.
-
-    `again` is the reloaded tokenizer, `tokenizer` that of training.
-    """
+    """Raise RuntimeError when the reloaded template, or the ids of probe texts, are not the training data's."""
     texts = list(PROBES)
     if tokenizer.chat_template and trained.recipe.stage != "pretrain":  # which renders none, and copies the file
         rendered = [each.apply_chat_template(_CONVERSATION, tokenize=False) for each in (tokenizer, again)]
@@ -362,10 +352,7 @@ def _data(trained: Trained) -> Iterator[str]:
 
 
 def _held_out(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the lines of the card's table of the last evaluation up to `step`; none without an evaluation.
-
-    The table has all numbers of the evaluation but `tokens`.
-    """
+    """Yield the lines of the card's table of the last evaluation up to `step`, all but `tokens`; none without one."""
     rows = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
     sources = (rows[-1].get("sources") or {}) if rows else {}
     keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]

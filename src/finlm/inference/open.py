@@ -168,10 +168,7 @@ def _move_to_device(model: Any, device: torch.device) -> Any:
 def _make_opened(
     model: Any, tokenizer: Any, name: str, fingerprint: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened. `fingerprint` has values that tell the model from others; their sha256 is kept.
-
-    `run` and `step` are those that the model comes from, None if unknown.
-    """
+    """Return the Opened; `fingerprint` has values that tell the model from others, of which the sha256 is kept."""
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     listed = model.generation_config.eos_token_id
     ids = (*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id)
@@ -180,10 +177,7 @@ def _make_opened(
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large files.
-
-    It reads 140 GB in a second.
-    """
+    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large ones."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         is_read = file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja")
@@ -266,11 +260,7 @@ def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
-    """Return the configuration that the checkpoint was trained with, its vocabulary without padding.
-
-    None if an older version of finlm, which did not save it, wrote the checkpoint. Raises UserError as storage.load()
-    does.
-    """
+    """Return the configuration that was trained, its vocabulary without padding; None from an older finlm."""
     file = checkpoint / "loop_rank_0.pt"
     values = storage.load(file).get("config") if file.is_file() else None
     if values is None:

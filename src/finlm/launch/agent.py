@@ -139,10 +139,7 @@ def main() -> None:
 
 
 def _lock(run: rundir.RunDir, host: str) -> int | None:
-    """Lock this host's .lock-<host> of the run for this process and its ranks, and return the file descriptor.
-
-    Waits up to 12 s; returns None when the ranks of a former launch still hold the lock.
-    """
+    """Lock this host's .lock-<host> for this process and its ranks, waiting 12 s; return the descriptor or None."""
     lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -157,10 +154,7 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
 
 
 def _take_events(run: rundir.RunDir) -> bool:
-    """Copy continued/events.jsonl, the head's events, to events.jsonl if this host has none; return whether it did.
-
-    Rank 0 reads there which data rollbacks have skipped.
-    """
+    """Copy the head's events to events.jsonl, where rank 0 reads of rollbacks, if there is none; return whether."""
     if run.events.exists() or not run.lent_events.exists():
         return False
     whole = run.events.with_suffix(".copied")

@@ -176,10 +176,7 @@ def read_reply(line: bytes) -> Reply | None:
 
 
 def _fields(key: str, kinds: Mapping[str, type], message: Any) -> Mapping[str, Any]:
-    """Return the message's fields as a dict, with its name in `kinds` under `key`.
-
-    Raises StopIteration for a message of another class.
-    """
+    """Return the message's fields as a dict, with its name in `kinds` under `key`."""
     return {key: next(name for name, kind in kinds.items() if kind is type(message)), **asdict(message)}
 
 

@@ -134,10 +134,7 @@ class _Node:
         self._said.put(None)
 
     def _hear(self, seconds: float, what: str) -> dict[str, Any]:
-        """Return the program's next message.
-
-        Raises UserError when it has ended, or sent nothing for `seconds`; `what` says what was waited for.
-        """
+        """Return the program's next message. Raises UserError when it ended or was silent for `seconds`."""
         try:
             said = self._said.get(timeout=seconds)
         except queue.Empty:

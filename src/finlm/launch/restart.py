@@ -246,10 +246,7 @@ def _used_up(restarts: int) -> str:
 
 
 def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
-    """Return whether the ranks of the last launch set a damaged checkpoint aside and then did not start.
-
-    `seen` is the number of rows of events.jsonl before that launch.
-    """
+    """Return whether ranks set a damaged checkpoint aside, after `seen` rows of events.jsonl, and did not start."""
     rows = list(itertools.islice(run.read_events(), seen, None))
     damaged = any(row["kind"] == "incident" and row["what"] == "damaged checkpoint" for row in rows)
     return damaged and not any(row["kind"] == "start" for row in rows)
@@ -271,10 +268,7 @@ def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
 
 
 def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
-    """Return {host: memory use} of ranks that ran out of memory in the last launch; {} when none did.
-
-    `logged` is the size in bytes of each log before that launch.
-    """
+    """Return {host: memory use} of ranks that ran out of memory after these log sizes in bytes; {} when none did."""
     by_host = {}
     for path in sorted(run.logs.glob("*.*.log")):
         if taken := out_of_memory.read(files.read_from(path, logged.get(path, 0))):
@@ -312,10 +306,7 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
 
 
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
-    """Write `smaller` and its DeepSpeed settings to the run, keep `plan` as plan.N.json, and record an incident.
-
-    Also prints the incident. `step` is the last finished step.
-    """
+    """Write `smaller` and its DeepSpeed settings to the run, keep `plan` as plan.N.json, record and print that."""
     number = len(run.former_plans) + 1
     keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())
     sizes = format_bytes(plan.gpu_bytes), format_bytes(smaller.gpu_bytes)

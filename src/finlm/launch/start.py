@@ -128,10 +128,7 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool
 
 
 def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new: bool) -> None:
-    """Start every agent and wait for its greeting; logs that a former launch could not send arrive now.
-
-    Raises UserError when an agent does not start or the rendezvous port cannot be used.
-    """
+    """Start every agent and wait for its greeting; late logs of a former launch arrive now. Raises UserError."""
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
         access = session.host.access
@@ -156,10 +153,7 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
 def _start_ranks(
     run: RunDir, plan: Plan, recipe: Recipe, step: int, sessions: Sequence[Session], network: Network
 ) -> None:
-    """Write each host's environment to the run directory, and ask every agent to start its ranks.
-
-    `step` is the number of finished steps to resume after. Raises UserError when a host's address is unknown.
-    """
+    """Write each host's environment to the run and have its agent start ranks after `step`. Raises UserError."""
     addresses = _addresses(sessions, network)
     world = {each.name: list(each.host.devices or range(each.host.slots)) for each in sessions}
     port = sessions[0].wait_hello().port
@@ -350,10 +344,7 @@ def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> Run
 
 
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
-    """Show an event and update `progress`; return the status of an `end` event, "" for other kinds.
-
-    An incident also runs launch.notify. A checkpoint requests a stop when absent hosts answer again.
-    """
+    """Show an event and act on it (launch.notify, hosts that are back); return the status of an `end` event, or ""."""
     now = time.monotonic()
     if silence := progress.note_finished(now):
         screen.say(f"goes on after {silence:.0f} s")

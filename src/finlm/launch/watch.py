@@ -222,10 +222,7 @@ def _explain_lost_host(
 
 
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
-    """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix.
-
-    `words` describes the run's progress, for the evidence.
-    """
+    """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix."""
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
         words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"
@@ -255,10 +252,7 @@ def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, wo
 
 
 def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
-    """Return (evidence, fix) for a rank killed by SIGKILL, from the kernel's count of processes killed for memory.
-
-    If the count is above 0, also writes it to the launcher's log, where `finlm diagnose` reads it.
-    """
+    """Return (evidence, fix) for a rank killed by SIGKILL; writes the kernel's count of such kills to its log."""
     at = "" if session.local else f"ssh {ssh.ssh_name(session.host.destination)} "
     if session.oom_kills:
         counted = f"the kernel of {session.name} counted {session.oom_kills} oom_kill since the ranks started"
@@ -277,10 +271,7 @@ def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
 
 
 def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) -> RunFailed:
-    """Return the failure of a host whose connection is gone: its agent was killed, or the host does not answer.
-
-    Asks the host over ssh which it is; a host that does not answer sets is_gone.
-    """
+    """Return the failure of a silent host, which is asked over ssh: its agent was killed, or the host is_gone."""
     ranks = (
         f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
     )

@@ -182,10 +182,7 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
 
 
 def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:
-    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and the export.
-
-    `whole` and `share` are what checkpoint_bytes returns.
-    """
+    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and export."""
     of_host = whole if len(plan.hosts) == 1 else min(whole, share * max(host.slots for host in plan.hosts))
     copies = copy_bytes(recipe, shape, plan) * copies_kept(recipe, plan)
     return _most_saved(recipe, plan) * of_host + copies + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
@@ -201,10 +198,7 @@ def _most_saved(recipe: Recipe, plan: Plan) -> int:
 
 
 def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float | None) -> int | None:
-    """Return the steps between checkpoints that lose the least time (best_interval), rounded to two digits.
-
-    At most the run's steps; None if `step_seconds` is None. `stall` and `write` are in seconds.
-    """
+    """Return the steps between checkpoints that lose the least time, to two digits; None without a speed."""
     if step_seconds is None:
         return None
     seconds = best_interval(stall, seconds_between(plan.world_size), write)
@@ -413,10 +407,7 @@ def settings(before: Candidate, after: Candidate) -> str:
 
 
 def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluster]]:
-    """Yield (what is changed, recipe, cluster); `{settings}` in the text stands for what the planner then sets.
-
-    A changed cluster is planned with the recipe's free choices.
-    """
+    """Yield (change, with `{settings}` for the planner's, recipe with its free choices, cluster)."""
     free = search.relax_recipe(recipe)
     if free != recipe:
         yield "{settings}", free, cluster

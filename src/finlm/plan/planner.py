@@ -208,10 +208,7 @@ def nothing_fits_error(
 
 
 def _hint_at_memory(cluster: Cluster, found: list[Candidate]) -> str:
-    """Return a clause that hardware.hosts[].memory can state more memory for the host that lacks it.
-
-    Returns "" on CPU, and if no candidate lacks host memory alone.
-    """
+    """Return a clause that hardware.hosts[].memory can state more memory; "" unless host memory alone lacks."""
     short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
     if cluster.is_cpu or not short:
         return ""
@@ -280,10 +277,7 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
 def _with_reference(
     made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
 ) -> Plan:
-    """Return the plan with the time in which DPO's reference scores all `pairs` added, and a reason that says so.
-
-    Returned unchanged for other stages, for ORPO, and without a predicted time.
-    """
+    """Return the plan with the time and reason of DPO's scoring of all pairs by the reference, if there are any."""
     if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
     seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
@@ -314,10 +308,7 @@ def list_candidates(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> list
 
 
 def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, candidates) as search.choices does.
-
-    Raises PlanError when the cluster cannot run the precision, or batch.micro_batch does not match its hosts.
-    """
+    """Return (recipe, candidates) as search.choices does. Raises PlanError for a bad precision or micro-batch."""
     return search.choices(recipe, cluster, shape, gpus.precision(recipe, cluster)[0], _rows_per_step(recipe, cluster))
 
 
@@ -386,10 +377,7 @@ def _plan(
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the rows of a step over all ranks: whole micro-steps and GRPO groups, nearest to the recipe's.
-
-    Raises PlanError as search.given_micro_batches does.
-    """
+    """Return the rows of a step: whole micro-steps and GRPO groups, nearest to the recipe's. Raises PlanError."""
     given = search.given_micro_batches(recipe, cluster)
     unit = search.rows_per_micro_step(given, cluster) if given else cluster.world_size
     if recipe.grpo is not None:
@@ -399,10 +387,7 @@ def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _steps(recipe: Recipe, tokens_per_step: int, train_tokens: int | None) -> int:
-    """Return the number of optimizer steps by train.steps, tokens or epochs.
-
-    Raises PlanError when that is 0, or for train.epochs without `train_tokens`.
-    """
+    """Return the optimizer steps by train.steps, tokens or epochs. Raises PlanError when 0 or epochs without tokens."""
     train = recipe.train
     if train.steps is not None:
         return train.steps

@@ -131,10 +131,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """Return the value at a dotted key of the recipe, without defaults; the key must exist.
-
-    Names in a mapping may be numbers or hold dots. [i] is read as .i; a tuple of one item needs no index.
-    """
+    """Return the value at a key of the recipe's written values; [i] is read as .i, and a tuple of one needs none."""
     value: object = loaded.recipe
     rest = key.replace("[", ".").replace("]", "")
     while rest:

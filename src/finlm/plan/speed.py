@@ -116,10 +116,7 @@ def _predicted_mfu(gpu: Gpu) -> float:
 
 
 def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool = False) -> float:
-    """Return the GPU's seconds for one micro-batch by the constants alone, before _scale.
-
-    `only_forward` leaves out the backward pass.
-    """
+    """Return the GPU's seconds for one micro-batch, or its forward pass, by the constants alone, before _scale."""
     tokens, hidden, ffn = layout.tokens, shape.hidden, shape.ffn
     peak = gpu.fp32_flops if layout.precision == "fp32" else gpu.peak_flops
     rate = PRODUCTS * peak * hidden / (hidden + HALF_SPEED_WIDTH) * tokens / (tokens + HALF_SPEED_TOKENS)
@@ -311,10 +308,7 @@ def step_time(
 def _answer_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, gather: float
 ) -> tuple[float, float]:
-    """Return (seconds of generating answers, seconds of scoring them), a step's share of both; 0 if none are generated.
-
-    `gather` is the seconds in which ZeRO-3 gathers all weights.
-    """
+    """Return (seconds of generating, of scoring answers), a step's share; `gather` is ZeRO-3's gathering of weights."""
     if not layout.generation_rows:
         return 0.0, 0.0
     whole = 0.0
@@ -332,11 +326,7 @@ def _answer_seconds(
 def _offload_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, threads: int
 ) -> tuple[float, float]:
-    """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step).
-
-    The slowest of `kinds` counts; `accumulation` is the number of micro-steps of a step, `threads` as in
-    step_time().
-    """
+    """Return (seconds on PCIe that overlap with compute, seconds of the optimizer step) of the slowest of `kinds`."""
     ranks = layout.world_size if layout.zero_stage > 0 else 1
     own = memory.trained_parameters(shape, layout) / ranks
     pcie = min(kind.gpu.pcie_bytes_per_second for kind in kinds)

@@ -113,10 +113,7 @@ def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware; an entry with a count above 1 gives name-1, name-2, ...
-
-    `gpu`, if given, is the GPU kind of all.
-    """
+    """Yield the hosts of a recipe's hardware, of GPU kind `gpu` if given; a count above 1 gives name-1, name-2, ..."""
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"

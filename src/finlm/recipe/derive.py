@@ -318,10 +318,7 @@ def for_publication(recipe: Recipe) -> Recipe:
 
 
 def _without_directories(value: Any) -> Any:
-    """Return a JSON value with absolute paths cut to the last part, or to what begins with the run's name for exports.
-
-    Credentials are masked.
-    """
+    """Return a JSON value without directories of absolute paths (exports: from the run's name on) and credentials."""
     if isinstance(value, dict):
         return {key: _without_directories(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -152,10 +152,7 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
 
 
 def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Check a pretraining recipe's `model` against its start and set model["config"] in place; return as inherit does.
-
-    Does nothing without a start, or when the start's config.json is not on this machine.
-    """
+    """Check a pretraining `model` against its start's config.json, if here, set model["config"]; as inherit does."""
     init_from, revision = model.get("init_from"), model.get("revision")
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
     if parent is None:

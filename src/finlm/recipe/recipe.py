@@ -161,10 +161,7 @@ def written_values(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, child_of: str | None = None) -> _Document:
-    """Read a recipe file, not its base. Raises UserError if it cannot be read or is no YAML mapping.
-
-    `child_of` is file:line of a `base:` that names it, None without one.
-    """
+    """Read a recipe file, not its base. Raises UserError; `child_of` is file:line of a `base:` that names it."""
     shown = relative(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -406,10 +403,7 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
-    """Fill in model paths and hashes of functions in grpo.reward, in place; return [(key, mistake)].
-
-    Raises UserError for a recipe that `read` refuses, and as parents.export_of does.
-    """
+    """Fill in model paths and hashes of functions in grpo.reward; return [(key, mistake)]. Raises UserError."""
     if not isinstance(grpo, dict) or "reward" not in grpo:
         return []
     terms = grpo["reward"] = terms_of(grpo["reward"])

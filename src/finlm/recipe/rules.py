@@ -243,10 +243,7 @@ def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for each key not at its default that works on documents only, not on dialogues.
-
-    `clean: none` is allowed.
-    """
+    """Yield (dotted key, sentence) for each key that works on documents only, not at its default or `clean: none`."""
     for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
         if getattr(data, name) != Data.model_fields[name].default:
             yield f"data.{name}", _DOCUMENTS_ONLY

@@ -199,10 +199,7 @@ def check_judge(recipe: Recipe) -> None:
 
 
 def _check_directory(key: str, named: str, fix: str) -> Path:
-    """Return the model directory `named` of a key, once checked against its config.json and the hashes of finlm.json.
-
-    Raises UserError, with `fix` as advice, when it is missing, damaged or no model.
-    """
+    """Return the model directory of a key, checked against config.json and finlm.json. Raises UserError."""
     path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
@@ -236,10 +233,7 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return {tensor name: shape} of the safetensors files in a directory.
-
-    Raises UserError when a file is cut short or missing, or its layers or embeddings do not fit `config`.
-    """
+    """Return {tensor: shape} of a directory's safetensors files. Raises UserError if cut short or unfit."""
     shapes: dict[str, list[int]] = {}
     problems = []
     for path in sorted(directory.glob("*.safetensors")):

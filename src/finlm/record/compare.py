@@ -406,10 +406,7 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
-    """Return rows of (key, each run's value as text, None if absent) for the recipe keys whose values differ.
-
-    Redacts secrets.
-    """
+    """Return rows of (key, each run's value as redacted text or None) for the recipe keys whose values differ."""
     keys = list(dict.fromkeys(key for run in runs for key in run.recipe if not is_within(key, WORDS)))
     rows: list[tuple[str | None, ...]] = []
     for key in keys:

@@ -204,10 +204,7 @@ def read_history(run: RunDir) -> History:
 
 
 def _rows(run: RunDir, history: History) -> Iterator[Row]:
-    """Yield the objects in events.jsonl; add the number of lines that are not JSON to history.unreadable.
-
-    Decodes 1000 lines at a time, which is a third faster.
-    """
+    """Yield the objects in events.jsonl, decoded in blocks of 1000 lines; count others in history.unreadable."""
     if not run.events.exists():
         return
     with run.events.open(encoding="utf-8", errors="replace") as file:

@@ -156,10 +156,7 @@ class State:
         return rows
 
     def _hosts(self, speed: float) -> str:
-        """Return as text each host's share of `speed` in tokens/s, by its rows per step; at most eight hosts.
-
-        Ranks step together, so a slow host lowers every host's speed.
-        """
+        """Return as text the share of `speed` by rows per step of up to eight hosts: a slow one lowers all."""
         rows = [host.slots * host.micro_batch for host in self.plan.hosts]
         shares = (
             f"{host.name} {speed * part / sum(rows):,.0f}" for host, part in zip(self.plan.hosts, rows, strict=True)
@@ -277,10 +274,7 @@ def follow(run: RunDir, offset: int) -> Iterator[list[Row]]:
 
 
 def _is_over(run: RunDir, state: State) -> bool:
-    """Return whether no process of this machine runs a run that ended, or that was started here and is quiet.
-
-    A run without an end event is not over if its lock cannot be looked up.
-    """
+    """Return whether no process here runs a run that ended, or that was started here and is quiet."""
     if state.end is not None:
         return not is_held(run)
     is_quiet = time.time() - (state.last_time or 0) > QUIET_SECONDS

@@ -232,10 +232,7 @@ def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
 
 
 def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[str, int]:
-    """Log the events newer than the newest sent of their kind to the tracker; return {kind: newest step}.
-
-    `sent` is {kind: newest step} before. Skips steps up to tracker.done.
-    """
+    """Log events newer than `sent`, {kind: newest step}, and tracker.done; return the newest steps."""
     newest = dict(sent)
     for row in rows:
         kind, step = row["kind"], int(row.get("step") or 0)

@@ -137,10 +137,7 @@ def _cause_faults(
 
 
 def _end_training(process: subprocess.Popen[bytes]) -> None:
-    """Send the training SIGTERM, so that it ends with a checkpoint, and wait for that; kill it after 180 s.
-
-    An interruption of the drill meanwhile kills it at once and is raised again.
-    """
+    """End the training by SIGTERM, so with a checkpoint, or kill it after 180 s or when the drill is interrupted."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -153,10 +150,7 @@ def _end_training(process: subprocess.Popen[bytes]) -> None:
 
 
 def _find_run(d: Drill, before: set[Path]) -> RunDir:
-    """Return the newest run directory of the drill; `before` has those that existed before.
-
-    Raises UserError when there is none.
-    """
+    """Return the newest run directory of the drill that was not there before. Raises UserError when there is none."""
     runs = [run for run in list_runs(d.runs, d.name) if run.path not in before and run.events.exists()]
     if not runs:
         raise UserError("the drill's run did not begin", fix="`finlm train` with the same options says why")

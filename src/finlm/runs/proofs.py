@@ -117,10 +117,7 @@ def _wait_for_run(train: subprocess.Popen[bytes], runs: Path, former: Set[Path])
 
 
 def _compare_data(run: RunDir) -> Comparison | None:
-    """Run `finlm prepare` again for the run; return a Comparison if the data or tokenizer differ, else None.
-
-    Raises UserError when `finlm prepare` fails.
-    """
+    """Run `finlm prepare` again; return a Comparison if data or tokenizer differ, else None. Raises UserError."""
     command = _finlm_command(["prepare", str(run.recipe.absolute())])
     prepared = subprocess.run(command, env=_code_env(run), capture_output=True, text=True, check=False)
     if prepared.returncode != 0:
@@ -238,10 +235,7 @@ def _train_to_end(recipe: str, options: Sequence[str], runs: Path) -> RunDir:
 
 
 def _training_failure(recipe: str, code: int, runs: Path) -> UserError:
-    """Print the last 4000 characters of the training log, <runs>.log, and return a UserError to raise.
-
-    `code` is the exit code of `finlm train`.
-    """
+    """Print the end of the training log, <runs>.log, and return a UserError for `finlm train`'s exit code."""
     screen.say(runs.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-4000:])
     return UserError(
         f"{recipe} was not trained to its end in {runs}, so there is nothing to compare",
@@ -335,10 +329,7 @@ def _train_and_kill(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to a process and all processes below it, also in other sessions, and wait up to 60 s for their end.
-
-    So none of them can shut down another in order.
-    """
+    """Send SIGKILL to a process and all below it, other sessions too, and wait up to 60 s for their end."""
     every = [*processes.descendants(process.pid), process.pid]
     for pid in every:
         processes.send_signal(pid, signal.SIGKILL)

@@ -138,10 +138,7 @@ def answer_reason(passage: str, question: str, answer: str, finish: str | None, 
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """Yield every number of a text as its digits, so that 1,234.50 and 1234.5 are equal.
-
-    Skips the numbering at the start of a line.
-    """
+    """Yield every number of a text but a line's numbering, without commas and zeros: 1,234.50 is 1234.5."""
     flat = unicodedata.normalize("NFKC", text)
     flat = re.sub(r"(?m)^\s*\(?\d{1,2}[.、)](?!\d)", "", flat)
     for number in _NUMBER.findall(flat):
@@ -194,10 +191,7 @@ class Endpoint:
     """A model at an address; its methods may be called from many threads."""
 
     def __init__(self, settings: SelfQA) -> None:
-        """Prepare requests by the recipe's settings.
-
-        Raises UserError when the key's environment variable is not set.
-        """
+        """Prepare requests by the recipe's settings. Raises UserError when the key's variable is not set."""
         assert settings.endpoint is not None
         self.url = settings.endpoint.rstrip("/") + "/chat/completions"
         self.model = settings.model
@@ -244,10 +238,7 @@ class Endpoint:
         raise NoAnswer(failure)
 
     def _post(self, body: bytes) -> bytes:
-        """Send a request and return at most 16 MiB of the body.
-
-        Raises HTTPError for another status than success, and OSError or HTTPException for a lost connection or timeout.
-        """
+        """Send a request and return at most 16 MiB of the body. Raises HTTPError, OSError or HTTPException."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -286,10 +277,7 @@ class Endpoint:
         raise Refused(words) from None
 
     def _wait_for_turn(self) -> None:
-        """Wait until the rate limit lets the next request go, in the order of the calls.
-
-        Raises NoAnswer once `stopped` is set.
-        """
+        """Wait until the rate limit lets the next request go, in order. Raises NoAnswer once `stopped` is set."""
         with self._lock:
             turn = max(self._next, time.monotonic())
             self._next = turn + self._gap
@@ -298,10 +286,7 @@ class Endpoint:
 
 
 def _read_key(variable: str | None) -> str | None:
-    """Return the key in the named environment variable; None if `variable` is None.
-
-    Raises UserError when the variable is not set or empty.
-    """
+    """Return the key in the named environment variable, None for None. Raises UserError if it is not set."""
     if variable is None:
         return None
     value = os.environ.get(variable, "").strip()

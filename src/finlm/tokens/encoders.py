@@ -263,10 +263,7 @@ def difference(fast: Encode, reference: Encode, texts: Sequence[bytes]) -> str:
 
 
 def _piece_traps(model: Path) -> Iterator[str]:
-    """Yield test texts: every piece among others, and each user-defined or control piece in the middle of text.
-
-    Raises UserError if the tokenizer cannot be read.
-    """
+    """Yield test texts: every piece among others, user-defined and control ones inside text. Raises UserError."""
     if is_json(model):
         loaded = tokenizer_json.load(model)
         added = tokenizer_json.added_tokens(model)
@@ -286,10 +283,7 @@ def _piece_traps(model: Path) -> Iterator[str]:
 
 
 def _settings(model: Path) -> str:
-    """Return gigatoken's settings for a tokenizer, as JSON, without control pieces, so that no text becomes one.
-
-    Raises ValueError for a sentencepiece model with unused pieces.
-    """
+    """Return gigatoken's settings as JSON, without control pieces. ValueError for a model with unused pieces."""
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
     from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json

@@ -232,10 +232,7 @@ def _characters(base: Base, sample: Sample, wanted: int, longest: int, coverage:
 
 
 def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: int, dropped: set[str]) -> None:
-    """Add to `added` the pieces of two or more ideographs, in the order in which BPE merges them.
-
-    Stops at `wanted` pieces in all. A piece has at most `longest` characters and is not in `dropped`.
-    """
+    """Add to `added` pieces of 2 to `longest` ideographs, none `dropped`, in BPE's order, until `wanted`."""
     encoder = base.tokenizer(enlarge(base, added)).model
     words, spelt_by = Counter[str](), dict[str, str]()  # what a letter, or letters merged, stand for
     for run, count in sample.runs.items():
@@ -267,10 +264,7 @@ def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: 
 
 
 def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
-    """Return the new pieces, from id `old` on, that do not encode to themselves: no merges lead to them.
-
-    Sets ignore_merges of the tokenizer to False.
-    """
+    """Return the new pieces, from id `old` on, that do not encode to themselves; sets ignore_merges to False."""
     extended.model.ignore_merges = False  # which would take any piece that is a whole word
     dead = set()
     for number, piece in enumerate(pieces, start=old):

@@ -310,10 +310,7 @@ def _list_candidates(sample: Sample, known: set[str], wanted: int, longest: int,
 
 
 def _learn(runs: Counter[str], wanted: int, longest: int) -> list[str]:
-    """Return about `wanted` pieces of two or more ideographs in the order in which BPE merges them.
-
-    `longest` is the largest number of characters of a piece.
-    """
+    """Return about `wanted` pieces of 2 to `longest` ideographs in the order in which BPE merges them."""
     model = io.BytesIO()
     different = len(set().union(*runs))
     sentencepiece.SentencePieceTrainer.train(

@@ -115,10 +115,7 @@ def _out_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def _report(run_path: Path, error: BaseException) -> str:
-    """Return a report of an out-of-memory error: the line that `finlm train` parses, then the failure in words.
-
-    Declares the GPU kinds of the user's table (gpus.declare_calibrated), whose UserErrors it passes on.
-    """
+    """Return a report of an out-of-memory error: the line that `finlm train` parses, then words."""
     from finlm.plan import gpus, out_of_memory
     from finlm.plan.plan import Plan
     from finlm.recipe.schema import Recipe

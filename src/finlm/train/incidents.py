@@ -409,10 +409,7 @@ class Twins:
         return None
 
     def _measure(self, data_step: int, rank: int) -> torch.Tensor:
-        """Return a number of each weight's gradient for the first micro-batch of `rank`, [weights].
-
-        It is the sum of its bits, int64, or where kernels vary its norm, fp64.
-        """
+        """Return each weight's sum of gradient bits (int64; or norm, fp64) for the first micro-batch of `rank`."""
         summed = self._module(*self._batches.read_first(data_step, rank))
         # Not backward(): the engine's hooks, which would add to its gradients, do not run.
         gradients = torch.autograd.grad(summed, self._weights)

@@ -335,10 +335,7 @@ class Guard:
         self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
 
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
-        """Return (documents, clause about them) of the micro-batch with the highest mean loss; ([], "") off rank 0.
-
-        Collective. A loss that is not finite counts as the highest. Returns at most NAMED_DOCUMENTS documents.
-        """
+        """Return (documents, clause) of the micro-batch with the highest or no finite loss, on rank 0. Collective."""
         losses = torch.stack(self._micro_losses)
         every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]
         distributed.all_gather(every, losses)

@@ -261,10 +261,7 @@ def _shuffled_brands(split: str, seed: int) -> list[str]:
 
 
 def _books(dice: Dice, industry: Industry, revenue: int, shares: int) -> tuple[Books, ...]:
-    """Return random books of a company for each of YEARS, each year following from the year before.
-
-    `revenue` is in 万元 and `shares` in 万股.
-    """
+    """Return a company's random books of YEARS, each following from the year before; in 万元 and 万股."""
     margin = 100 * dice.between(*industry.margin_percent)
     ratio = dice.between(2000, 7600)
     equity = revenue * dice.between(50, 130) // 100

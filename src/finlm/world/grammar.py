@@ -93,10 +93,7 @@ def _bank(readings: Readings) -> Bank:
 
 
 def _compile_phrase(text: str) -> Phrase:
-    """Return (a %s-format of the text, a function that gets its values from the words).
-
-    The function is None for a text without {name}; the text is then returned as given.
-    """
+    """Return (a %s-format of the text, a function that gets its values from the words, None without {name})."""
     pieces = _FIELD.split(text)
     names = pieces[1::2]
     if not names:

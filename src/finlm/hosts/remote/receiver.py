@@ -360,10 +360,7 @@ def _list_open_files() -> set[str]:
 
 
 def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) -> None:
-    """Write RECORD atomically: the files of the request's trees, and their tree hashes from `proofs`, if any.
-
-    Changes `record` in place; what it says of other trees stays.
-    """
+    """Write RECORD atomically: the request's trees with their hashes in place of `record`'s, which changes."""
     for tree in request.trees:
         record.trees[tree.path] = Recorded(proofs[tree.path].tree if proofs else None, sorted(tree.files))
     record.source = request.source

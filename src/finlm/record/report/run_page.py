@@ -229,10 +229,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def _provenance(run: RunDir, manifest: Manifest | None, history: History) -> dict[str, Any]:
-    """Return what the page shows of the run's origin: commands to start it again, hashes, machine and packages.
-
-    Empty values without a manifest.
-    """
+    """Return what the page shows of the run's origin: commands, hashes, machine, packages; empty without a manifest."""
     made = manifest or Manifest()
     code, git, shards, machine = made.finlm, made.finlm.git, made.shards, made.machine
     lines = [f"cd {shlex.quote(made.directory)}"] if made.directory else []

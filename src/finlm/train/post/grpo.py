@@ -66,10 +66,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     kept: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
     def __init__(self, r: Rank, model: torch.nn.Module, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
-        """Read the prompts, and make trl's trainer with a reward function for each of `terms`.
-
-        `given` goes to GRPOTrainer.
-        """
+        """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`."""
         self.rank = r
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
         self.is_generated = False  # whether answers came since the last step
@@ -158,10 +155,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return self._means(torch.cat(list(likeliest.values()))) | self._rise(drawn, list(drawn)) | {"sources": sources}
 
     def _means(self, values: torch.Tensor) -> dict[str, float | Numbers]:
-        """Return mean reward, number of prompts and mean of each term, from values [prompts, terms].
-
-        NaN, where a term has no value for a prompt, is left out.
-        """
+        """Return mean reward, number of prompts and mean of each term, from values [prompts, terms] but NaN."""
         rewards = (values * self.reward_weights).nansum(dim=1)
         terms = dict(zip(self.reward_func_names, values.nanmean(dim=0).tolist(), strict=True))
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
@@ -219,10 +213,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return logps, rest[0] if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss, its advantages weighted as soon as the trainer's log-probabilities are known.
-
-        `inputs` stays as it is: with grpo.iterations the same rows come again.
-        """
+        """Return trl's loss, its advantages weighted; `inputs` stay: with grpo.iterations they come again."""
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
         self.tokens_learnt.append(inputs["completion_mask"].sum())
         try:
@@ -320,10 +311,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return earned
 
     def _reward_answers(self, prompts: list[Prompt], keys: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rewards of an answer to each prompt: [prompts, terms], NaN where a term gives None. Collective.
-
-        `keys`, int64 [prompts], are of the noise that draws each answer; without them it is the likeliest.
-        """
+        """Return the rewards of answers, drawn with `keys`: [prompts, terms], NaN for None. Collective."""
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:
@@ -402,10 +390,7 @@ def trainer_of(form: str) -> type[GroupTrainer]:
 
 
 def _start_path(start: Model) -> str:
-    """Return the directory of the model that the recipe starts from; for a Hub id, that of its revision in the cache.
-
-    trl would take the newest revision.
-    """
+    """Return the directory of the start; for a Hub id that of its revision in the cache (trl takes the newest)."""
     source = str(start.init_from)
     if Path(source).is_dir():
         return source

@@ -29,10 +29,7 @@ class ValueTrainer(GroupTrainer):
     names = GroupTrainer.names | {"value_loss": "value_loss", "value_explained": "value_explained"}
 
     def __init__(self, r: Rank, model: Any, *given: Any, **named: Any) -> None:
-        """Add a value head of zeros to the model, register the hook that computes values, and make GroupTrainer.
-
-        `given` and `named` go to GroupTrainer.
-        """
+        """Add a value head of zeros to the model, register the hook that computes values, and make GroupTrainer."""
         self.ppo = settings_of(r).ppo
         weight = model.lm_head.weight
         head = RewardHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
@@ -45,10 +42,7 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """While tokens are scored, set self.besides to the value of each token but the last: [rows, tokens - 1].
-
-        A forward hook of the model's body.
-        """
+        """Set self.besides to each token's value but the last, [rows, tokens - 1], while tokens are scored (a hook)."""
         if self.is_scoring:
             self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
@@ -83,10 +77,7 @@ class ValueTrainer(GroupTrainer):
         return rows | {"old_per_token_logps": logps}
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss of the answers, without divergence, which the rewards have, plus the value head's loss.
-
-        Collective: notes the metrics of _record().
-        """
+        """Return trl's loss of answers, without divergence (in the rewards), plus the values'. Collective."""
         beta, self.beta = self.beta, 0.0
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
@@ -107,10 +98,7 @@ class ValueTrainer(GroupTrainer):
         return earned
 
     def _whiten(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the values with mean 0 and deviation 1 over the answers' tokens of all ranks, fp32.
-
-        They are 0 where `mask` is. Collective.
-        """
+        """Return the values with mean 0 and deviation 1 over all ranks' tokens, fp32, 0 where `mask` is. Collective."""
         wide = values.double() * mask
         total, squares, count = self.accelerator.reduce(torch.stack((wide.sum(), wide.square().sum(), mask.sum())))
         mean = total / count
@@ -119,10 +107,7 @@ class ValueTrainer(GroupTrainer):
         return whitened.float()
 
     def _record(self, values: torch.Tensor, missed: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the mean value loss of a token, and the share of the returns' variance that the values explain.
-
-        Collective. The share is left out when the variance is 0.
-        """
+        """Note the mean value loss of a token, and the explained share of the returns' variance if any. Collective."""
         wide = returns.double() * mask
         sums = torch.stack((missed.double().sum(), (values - returns).double().square().mul(mask).sum(), mask.sum()))
         sums = self.accelerator.reduce(torch.cat((sums, torch.stack((wide.sum(), wide.square().sum())))))

@@ -102,10 +102,7 @@ class PairTrainer(Recorded):
         return padding_id(self.rank.shards)
 
     def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
-        """Return the rewards of all pairs on the CPU, [pairs, (chosen, rejected)]; each rank scores a share.
-
-        Collective: every rank must call it with the same pairs.
-        """
+        """Return the rewards of all pairs on the CPU: [pairs, (chosen, rejected)]. Collective."""
         return spread(
             self.rank,
             len(pairs),
@@ -243,10 +240,7 @@ class OddsTrainer(PreferenceTrainer):
         return log_odds(self._means(self.model_wrapped, batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        """Return the mean ORPO loss of this rank's pairs, in place of DPO's. Collective.
-
-        Appends accuracy, margin and rewards of all ranks' pairs to trl's metrics.
-        """
+        """Return the mean ORPO loss of this rank's pairs and note metrics of all ranks' pairs. Collective."""
         means = self._means(model, inputs)
         odds = log_odds(means)
         chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)

@@ -306,10 +306,7 @@ def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
 def _call_function(
     function: Callable[..., Any], name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the values of the user's function, a float or None for each answer.
-
-    Raises RuntimeError when it returns another number of values, or any that is neither a finite number nor None.
-    """
+    """Return the user's function's values, a float or None for each answer. Raises RuntimeError for others."""
     values = list(function(prompts=prompts, completions=completions, answers=answer))
     numbers = [value for value in values if value is not None]
     wrong = next((each for each in numbers if not isinstance(each, (int, float)) or not math.isfinite(each)), None)

@@ -216,10 +216,7 @@ def hide_end_tokens(model: Any, eos_id: int) -> None:
 def _summed_loss(
     model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
 ) -> Any:
-    """Return the swapped head's loss for the last hidden states, with every eos hidden from attention (sft.hide_eos).
-
-    Takes the place of model.forward. `bounds` is ignored.
-    """
+    """Return the swapped head's loss with every eos hidden from attention (sft.hide_eos); in place of forward."""
     hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
     return model.lm_head(hidden, labels)
 
@@ -238,10 +235,7 @@ class Sampler:
         self._epochs: dict[int, Ids] = {}
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, of the positions, in their shape.
-
-        Positions are cut into micro-steps, then ranks, as the plan's micro-batches say.
-        """
+        """Return the row ids, int64, of the positions, cut into micro-steps, then ranks, as the plan says."""
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sizes = self.plan.rank_micro_batches
         ends = np.cumsum(sizes)

@@ -120,11 +120,7 @@ def swap_head(model: Any, vocab_size: int) -> None:
 
 
 def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
-    """Run the model and return an object with the labels' log_probs, fp32 [batch, sequence - 1].
-
-    The other fields that trl reads (entropy, mean_logits, is_top1) are zeros and are not recorded. Passes no attention
-    mask: rows are padded on the right, and causal attention never looks there.
-    """
+    """Run the model on rows padded on the right; return the labels' log_probs, fp32 [batch, sequence - 1], as trl."""
     hidden = model.model(input_ids, position_ids=kernels.plain_positions(input_ids), use_cache=False).last_hidden_state
     log_probs: torch.Tensor = model.lm_head(hidden[:, :-1], labels[:, 1:])  # a module's call: ZeRO-3 gathers its weight
     nothing = torch.zeros_like(log_probs)

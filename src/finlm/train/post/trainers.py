@@ -225,10 +225,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.begun = time.monotonic()
 
     def _log(self, step: int) -> tuple[float, int]:
-        """Record the event `step`; return its mean loss over all ranks and the signal that a rank received (0 = none).
-
-        Waits for the device, once a step; all ranks must call it. Records an incident if the step was skipped.
-        """
+        """Record the event `step`; return its mean loss over all ranks and the signal received (0: none)."""
         r, trainer = self.r, self.trainer
         measured = entry.measure_step(r.plan, float(trainer.loss_of_step), trainer.checksum.take(), self.begun)
         loss = sum(measured.losses) / len(measured.losses)
@@ -256,10 +253,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         r.events.record("incident", step=step, what="step skipped", detail=detail)
 
     def _prove(self, step: int) -> None:
-        """Record the event `proof`: token ids and the trained model's loss or reward on them.
-
-        The export must give the same value. All ranks must call it.
-        """
+        """Record the event `proof`: token ids and the trained model's loss or reward on them. Collective."""
         ids = batches.proof_ids(self.r.shards, self.r.recipe)
         self.trainer.model.eval()
         with torch.no_grad():

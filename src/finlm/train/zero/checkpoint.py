@@ -213,10 +213,7 @@ class Checkpoints:
         return None
 
     def _find_common(self, at_most: int | None) -> dict[int, Path]:
-        """Return {step: directory} of the checkpoints that all ranks have, also of the run that this run continues.
-
-        With `at_most`, only scheduled ones of that step or before. Raises UserError when only some ranks have any.
-        """
+        """Return {step: directory} of checkpoints on all ranks (`at_most` as in _find_newest). Raises UserError."""
         # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
         here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
         every = entry.gather_values((host_name(), disk.identities(here.items())))

@@ -97,10 +97,7 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._lazy_init_hp_params_optimizer_state()
 
     def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
-        """Step a group's flat master weights and moments in place; they may be longer than the flat `gradient`.
-
-        The rest is padding. Makes the moments, of zeros, at the first step.
-        """
+        """Step a group's flat weights and moments in place; they may be longer than `gradient`, by padding."""
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
         if not state:
@@ -257,10 +254,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = []
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`; return the event at their end.
-
-        The copies do not block the host.
-        """
+        """Enqueue copies of `sources` to `targets` on `stream` after event `before`; return the event at their end."""
         with self.backend.stream(stream):
             stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):

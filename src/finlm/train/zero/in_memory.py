@@ -81,10 +81,7 @@ class InMemory:
         return distributed.get_rank() == self.members[0]
 
     def _clean(self) -> None:
-        """Remove half-written checkpoints, those without a link, links to lost ones, and those of other, ended runs.
-
-        Other runs are those of the same recipe: what a crashed run left would occupy the host's memory for good.
-        """
+        """Remove half-written or unlinked checkpoints, dead links, and those of ended runs of the same recipe."""
         for path in self.directory.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.directory.glob("step-*"):
@@ -211,10 +208,7 @@ class InMemory:
         return tensor
 
     def _receive_file(self, source: int, path: Path, size: int) -> list[str]:
-        """Write a file that rank `source` sends; return why it could not be written, or [].
-
-        Receives all of it in either case: what nobody receives would hold up the sender until the timeout.
-        """
+        """Write a file from rank `source`, or at least receive all of it; return why it could not be written, or []."""
         problems = list[str]()
         buffer = torch.empty(min(size, BLOCK_BYTES), dtype=torch.uint8)
         try:
@@ -296,10 +290,7 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make(directory: Path, run: RunDir) -> str:
-    """Make the run's directory, and its parent for this user alone; return why it cannot be used, "" if it can.
-
-    The directory names its run from the beginning: another run that cleans up would take it for a forgotten one.
-    """
+    """Make the run's directory, and its parent for this user alone; return why it cannot be used, or ""."""
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
@@ -313,10 +304,7 @@ def _make(directory: Path, run: RunDir) -> str:
 
 
 def _is_superseded(path: Path, run: RunDir) -> bool:
-    """Return whether the checkpoints in memory at `path` are of no use.
-
-    They are when their run was removed, or is another run of this recipe that no rank runs on this host.
-    """
+    """Return whether the checkpoints at `path` are of a removed run, or of this recipe's run without ranks here."""
     try:
         other = RunDir(Path((path / RUN).read_text(encoding="utf-8")))
         if not other.path.exists():

@@ -245,10 +245,7 @@ class Shards:
     """All shards of a checkpoint of ZeRO stages 1 to 3 as one set of whole parameters."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Map a checkpoint's shards and model states into memory.
-
-        Raises FileNotFoundError when a rank's shard is missing.
-        """
+        """Map a checkpoint's shards and model states into memory. Raises FileNotFoundError for a missing shard."""
         names = {int(match[1]): name for name in manifest.files if (match := _SHARD.fullmatch(name))}
         missing = sorted(set(range(manifest.world_size)) - set(names))
         if missing:
@@ -345,10 +342,7 @@ def cut_anew(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[S
 
 
 def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
-    """Return the model states of this rank in the engine's layout, for DeepSpeed to load.
-
-    The weights are those of `shards` in the model's precision; under ZeRO-3, which loads the shards', the engine's.
-    """
+    """Return this rank's model states in the engine's layout: weights of `shards`, under ZeRO-3 the engine's."""
     state = {**shards.model, "dp_world_size": world_size}
     if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
         return state | {"module": engine.module.state_dict()}
@@ -388,10 +382,7 @@ def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) ->
 
 
 def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -> dict[str, torch.Tensor]:
-    """Return this rank's partition of a parameter group at stages 1 and 2: a flat fp32 tensor by KEYS.
-
-    Padding is zero.
-    """
+    """Return this rank's zero-padded partition of a group at stages 1 and 2: a flat fp32 tensor by KEYS."""
     flat = {key: torch.zeros(size, dtype=torch.float32) for key in KEYS}
     for parameter in parameters:
         if parameter._hp_mapping is None:  # none of it is on this rank
