@@ -298,10 +298,7 @@ def for_file(path: Path) -> Settings:
 
 
 def settings_of_all_recipes(root: Path) -> dict[Path, str]:
-    """Return {path: JSON text} of configs/ds/<family>-<stage>.json for every recipe in root/recipes; writes nothing.
-
-    Raises UserError as for_file does.
-    """
+    """Return {path: JSON text} of configs/ds/<family>-<stage>.json for all of root/recipes. Raises UserError."""
     texts = {}
     for path in sorted((root / "recipes").glob("*/*.yaml")):
         settings = for_file(path)

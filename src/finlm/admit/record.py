@@ -220,10 +220,7 @@ def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
 
 @contextmanager
 def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
-    """Yield a dict that fills, during the block, with the storages that autograd saves: {address: bytes}.
-
-    Leaves out the addresses in left_out.
-    """
+    """Yield a dict that fills with the storages that autograd saves, {address: bytes}, but for those in left_out."""
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

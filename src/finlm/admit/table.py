@@ -37,10 +37,7 @@ def page(lang: str) -> str:
 
 
 def gate(names: Sequence[str]) -> None:
-    """Run all cells on these types and write their rows, also of those that fail; print the results to stderr.
-
-    A type that no cell can check gets no row.
-    """
+    """Run all cells on these types, print the results to stderr and write the rows, also of those that fail."""
     from finlm.admit import command, record, runs
 
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
@@ -56,10 +53,7 @@ def gate(names: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cells on the named types, then write both pages and return 0.
-
-    With --check writes no page and returns 1 if one is stale.
-    """
+    """Run the cells on the named types, then write both pages; return 0, with --check 1 if one is stale."""
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)

@@ -114,10 +114,7 @@ class Manifest:
 
     @staticmethod
     def read_if_readable(directory: Path) -> Manifest | None:
-        """Return the manifest as `read` does, or None if manifest.json is missing or not JSON.
-
-        Raises UserError when finlm did not write it.
-        """
+        """Return the manifest as `read` does; None if it is missing or not JSON. Raises UserError if not finlm's."""
         try:
             return Manifest.read(directory)
         except (FileNotFoundError, Unreadable):
@@ -270,10 +267,7 @@ def temporary_path(directory: Path) -> Path:
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into step-N's temporary directory and rename that to `directory`; flush the entries to disk.
-
-    Removes a former step-N.
-    """
+    """Write the manifest into step-N's temporary directory and rename that to `directory`, in place of a former one."""
     saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())
     sync_path(saved)
@@ -312,10 +306,7 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a damaged checkpoint to step-N.damaged, so that it no longer counts, and return the new path.
-
-    Removes an earlier step-N.damaged.
-    """
+    """Rename a damaged checkpoint to step-N.damaged (replacing an earlier one) and return the new path."""
     damaged = directory.with_name(f"{directory.name}.damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     return directory.rename(damaged)

@@ -73,10 +73,7 @@ class RunDir:
 
     @property
     def shards(self) -> Path:
-        """Directory of the prepared data: the symlink `shards` if there is one, else the path in manifest.json.
-
-        Raises FileNotFoundError without either.
-        """
+        """Directory of the prepared data: the symlink `shards`, else manifest.json's path, or FileNotFoundError."""
         link = self.path / "shards"
         return link if link.is_symlink() else Path(files.read_json(self.manifest)["shards"]["path"])
 
@@ -89,10 +86,7 @@ class RunDir:
         files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_finite(fields)})
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the events of events.jsonl in order: all, or those of this kind. Yields nothing if the file is missing.
-
-        Skips lines that are not JSON.
-        """
+        """Yield the events of events.jsonl, or those of this kind, in order; skip lines that are not JSON."""
         for row in files.read_json_lines(self.events):
             if kind is None or row["kind"] == kind:
                 yield row

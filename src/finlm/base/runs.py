@@ -108,10 +108,7 @@ _held: set[Path] = set()  # run directories that this process has locked
 
 @contextmanager
 def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
-    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on if taken.
-
-    When the block raises, removes the directory if it is still empty.
-    """
+    """Make and yield an empty directory runs/<stem>, or <stem>.2 ...; remove it when it raises, if empty."""
     for count in itertools.count(1):
         path = runs / (stem if count == 1 else f"{stem}.{count}")
         try:
@@ -349,10 +346,7 @@ def hold(run: RunDir) -> int | None:
 
 
 def apply_host_env(run_path: Path) -> None:
-    """Set os.environ from the run's env/<host>.env for this host; do nothing if there is none.
-
-    The training entry calls it before importing torch.
-    """
+    """Set os.environ from the run's env/<host>.env for this host, if there is one, before torch is imported."""
     file = run_path / "env" / f"{host_name()}.env"
     if not file.exists():
         return

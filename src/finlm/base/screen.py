@@ -116,10 +116,7 @@ def _stream(number: int) -> TextIO:
 
 
 def console(number: int = _STDERR) -> Console:
-    """Return a rich console on stderr, or on stdout if number is 1.
-
-    Not on a terminal, it has 100 columns, so that logs look alike.
-    """
+    """Return a rich console on stderr, or on stdout if number is 1; with 100 columns when not on a terminal."""
     from rich.console import Console
 
     stream = _Stream(number)

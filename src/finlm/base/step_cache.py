@@ -217,10 +217,7 @@ def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
 
 @contextmanager
 def bar(description: str, total: int, fast_bytes: int) -> Iterator[screen.Advance]:
-    """Show a progress bar over `total` bytes in the block; none for at most fast_bytes, which take about two seconds.
-
-    Yields the function that moves it.
-    """
+    """Show a progress bar of `total` bytes in the block, none for at most fast_bytes; yield what moves it."""
     shown = screen.progress(description, total) if total > fast_bytes else nullcontext(ignore_progress)
     with shown as advance:
         yield advance

@@ -182,10 +182,7 @@ def runs(board: Board, wanted: str) -> Page:
 
 
 def run(board: Board, name: str, lang: str) -> Page:
-    """Return the page of a run: its report's content as of now.
-
-    Raises Missing, and DAMAGED for files that finlm did not write.
-    """
+    """Return the page of a run: its report as of now. Raises Missing, and DAMAGED for files that are not finlm's."""
     found = find_run(board, name)
     read = _history(found.path, _mark(found))
     state = history.state(found, read)
@@ -391,10 +388,7 @@ def find_docs(name: str, lang: str) -> Path | None:
 
 
 def chat(board: Board, name: str) -> Page:
-    """Return the page that chats with a run's model.
-
-    Raises Missing, and UserError without --allow-actions or before the run has exported a model.
-    """
+    """Return the page that chats with a run's model. Raises Missing, and UserError when that cannot be done."""
     found = find_run(board, name)
     if not board.allow_actions:
         raise UserError("this board reads only", fix="`finlm board --allow-actions` loads models and talks to them")

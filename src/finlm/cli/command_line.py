@@ -179,10 +179,7 @@ def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
-    """Return the hosts of data.engine: ray; None for another engine or without a hostfile.
-
-    Raises UserError for a hostfile that cannot be used.
-    """
+    """Return the hosts of data.engine: ray; None for another engine or without a hostfile. Raises UserError."""
     from finlm.recipe import cluster
 
     path = hostfile(options) if recipe.data.engine == "ray" else None
@@ -228,10 +225,7 @@ _OF_MODELS = ("config.json", "plan.json", "manifest.json")  # of a model directo
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Replace short names in the options with paths, in place.
-
-    Raises UserError when a name fits several runs, or nothing.
-    """
+    """Replace short names in the options with paths, in place. Raises UserError when a name fits several or nothing."""
     ways: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
         **dict.fromkeys(("parent", "world"), recipe_file),

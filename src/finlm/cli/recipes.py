@@ -43,10 +43,7 @@ _OF_THE_SERVER = ("fastapi", "uvicorn", "openai")
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """Return the recipe of the command line with its --set values; print its notices to stderr.
-
-    Raises UserError for a recipe or value that cannot be used.
-    """
+    """Return the recipe of the command line with its --set values; print its notices to stderr. Raises UserError."""
     from finlm.recipe import recipe
 
     loaded = recipe.load(options.recipe, options.set)

@@ -89,10 +89,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     context_tokens = parents.context_tokens(tokenizer)
 
     def make(directory: Path) -> dict[str, Any]:
-        """Write shards, tokenizer and chat template into `directory` and return the manifest.
-
-        Raises UserError as _write_shards() does.
-        """
+        """Write shards, tokenizer and chat template into `directory` and return the manifest. Raises UserError."""
         settled = tokenizer, rules, limit, recipe.stage, checked, mask, context_tokens
         like = Task(0, Block("jsonl", Path(), 1, b""), *settled, recipe.grpo.max_new_tokens if recipe.grpo else 0)
         tallies, entries = _write_shards(context, directory, inputs, like, _dtype(encoder.tokenizer))
@@ -279,10 +276,7 @@ def make_mask(kinds: Sequence[str]) -> Mask:
 
 
 def read_preference(row: Any, mask: Mask, needs_both: bool) -> encode.Preference:
-    """Return the row's preference with `mask` applied to all its texts. Raises Refused as encode.read_preference.
-
-    With `needs_both` the row must have both answers.
-    """
+    """Return the row's preference with `mask` applied to its texts, both answers if `needs_both`. Raises Refused."""
     read = encode.read_preference(row, needs_both)
     chosen, rejected = (mask(text) if text else None for text in (read.chosen, read.rejected))
     return read._replace(prompt=_mask_messages(read.prompt, mask), chosen=chosen or None, rejected=rejected or None)

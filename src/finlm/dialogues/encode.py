@@ -186,10 +186,7 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the Encoder for these rules, cached in the process; `rules` is chat and sft as JSON, a line each.
-
-    Raises UserError as Encoder() does.
-    """
+    """Return the Encoder for chat and sft as JSON, a line each; cached in the process. Raises UserError."""
     parts = rules.split("\n")
     return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
 
@@ -224,10 +221,7 @@ def check_template(name: str, encoder: Encoder) -> None:
 
 
 def check_start(chat: Chat, sft: Sft | None, directory: Path) -> None:
-    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it.
-
-    `sft` None stands for the defaults.
-    """
+    """Raise UserError if the model in `directory` has no tokenizer, or the template does not work with it."""
     check_template(chat.template, Encoder(Rules(directory, chat, sft or Sft(), 0)))
 
 

@@ -105,10 +105,7 @@ def rows_left_out(shards: Shards) -> Counter[str]:
 
 
 def count_labels(recipe: Recipe, shards: Shards) -> Seen:
-    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data.
-
-    Raises UserError as train_rows() does.
-    """
+    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data. Raises UserError."""
     rows = dialogues.train_rows(shards, recipe)
     ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
     inputs, labels = rows.read(ids)
@@ -254,10 +251,7 @@ def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
 
 
 def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` rows of the training data, with what is learnt between ⟦ ⟧, green on a terminal.
-
-    Raises UserError as open_tokenizer() does.
-    """
+    """Print the first `count` training rows, what is learnt between ⟦ ⟧, green on a terminal. Raises UserError."""
     library = recipe.sft.tokenizer if recipe.sft else "auto"
     tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
     data = dialogues.train_rows(shards, recipe)

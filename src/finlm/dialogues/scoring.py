@@ -72,10 +72,7 @@ def is_right_answer(rule: str, right: str) -> bool:
 
 
 def names_answer(rule: str, said: str) -> bool:
-    """Return whether an answer concludes with something that the rule can compare.
-
-    `rule` is option, words, number or another, which compares a list.
-    """
+    """Return whether an answer concludes with what the rule (option, words, number, else a list) can compare."""
     if rule == "option":
         return find_letter(said) is not None
     if rule == "words":

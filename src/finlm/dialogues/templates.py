@@ -144,10 +144,7 @@ def find_source(name: str, own: str | None, system: str | None) -> str:
 
 
 def read_template(name: str, own: str | None) -> str:
-    """Return the Jinja source of a known template, of the tokenizer's (`model`, given as `own`) or of a file.
-
-    Raises UserError for a template that does not exist.
-    """
+    """Return the source of a known template, the tokenizer's (`model`: `own`) or a file. Raises UserError."""
     if name == "model":
         if own is None:
             raise UserError(
@@ -245,10 +242,7 @@ _CALLS = "function_call"  # role of a call as text, in LLaMA-Factory's form of S
 
 
 def read_messages(row: Any) -> list[Message] | str:
-    """Return the row's messages, or its text as a str if it is a document.
-
-    Raises Refused with the reason for anything else.
-    """
+    """Return the row's messages, or its text as a str if it is a document. Raises Refused for anything else."""
     if not isinstance(row, dict):
         raise Refused("not an object")
     if isinstance(row.get("messages"), list):
@@ -323,10 +317,7 @@ def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message
 
 
 def check_messages(messages: list[Message], control: tuple[str, ...]) -> list[Message]:
-    """Return the messages unchanged.
-
-    Raises Refused for turns out of order or empty, LeftOut for a control token in a text.
-    """
+    """Return the messages. Raises Refused if out of order or empty, LeftOut for a control token in a text."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise Refused("no turns")

@@ -153,10 +153,7 @@ def gather(
 
 
 def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict[str, HostFacts]:
-    """Return {host: facts} with only the facts that a plan is made from, `memory` and `gpu`.
-
-    A host that could not be asked has only `failed`.
-    """
+    """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked."""
     programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
 

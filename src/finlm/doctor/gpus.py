@@ -75,10 +75,7 @@ def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
 
 
 def visible_devices(gpu: Gpu) -> list[Device] | None:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order and by CUDA's rule; all GPUs if it is unset.
-
-    Returns None for MIG devices, which are not parsed.
-    """
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, all if unset; None for MIG devices."""
     if gpu.visible is None:
         return gpu.devices
     if "MIG-" in gpu.visible:

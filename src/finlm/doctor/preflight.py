@@ -86,10 +86,7 @@ def judge(
 
 
 def _check_hosts(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, known: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults of each host by itself, and of hosts and probes that gave no answer.
-
-    `known` has the facts of the hosts that answered.
-    """
+    """Yield the faults of each host by itself, and of silent hosts and probes; `known` has those that answered."""
     alone = len(plan.hosts) == 1
     for host in cluster.hosts:
         if host.name not in known:
@@ -241,10 +238,7 @@ def _active_ports(facts: HostFacts) -> list[str]:
 
 
 def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults between the hosts, each with a host's name.
-
-    If two names lead to one machine, yields only that.
-    """
+    """Yield the faults between the hosts, each with a host's name; of two names of one machine only that."""
     links_of = {name: host.links for name, host in facts.items() if host.links}
     asked = [host for host in cluster.hosts if host.name in links_of]
     if same := list(_find_same_machines(asked, facts)):

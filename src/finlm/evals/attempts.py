@@ -307,10 +307,7 @@ def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
 def write_best(
     path: Path, asked: Sequence[Asked], said: Sequence[Sequence[tuple[str, int]]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
-    """Write each prompt's right attempt with the highest reward to `path` as a JSON line of messages.
-
-    Returns counts of prompts by outcome.
-    """
+    """Write each prompt's best right attempt to `path` as a JSON line of messages; return counts by outcome."""
     counts: Counter[str] = Counter()
     lines = []
     for prompt, texts, grades in zip(asked, said, graded, strict=True):

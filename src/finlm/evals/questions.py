@@ -115,10 +115,7 @@ class Suite:
 
 
 def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic:
-    """Return the fictional world that `recipe`, by default the run's own recipe, trains on.
-
-    Raises UserError when it trains on none.
-    """
+    """Return the fictional world that `recipe`, else the run's recipe, trains on. Raises UserError without one."""
     file = recipe or (run.recipe if run else None)
     sources = recipes.load(file).recipe.data.sources if file else []
     world = next((source.synthetic for source in sources if source.synthetic), None)

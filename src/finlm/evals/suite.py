@@ -343,10 +343,7 @@ def _interval(bounds: Interval) -> str:
 
 
 def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
-    """Write lm-eval tasks with their questions into a new directory `out` and return it.
-
-    Raises UserError when `out` exists, and for options that lm-eval cannot ask.
-    """
+    """Write lm-eval tasks with their questions into a new directory `out` and return it. Raises UserError."""
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
     if options.mode not in (None, "likelihood") or options.suite in ("cflue", "cflue-tasks"):

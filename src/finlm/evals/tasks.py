@@ -129,10 +129,7 @@ def _read_row(path: Path, number: int, row: Any) -> Question:
 
 
 def ask(opened: Opened, options: Options) -> Result:
-    """Read the tasks, answer them with the model, append answers to the ledger, return their scores.
-
-    Raises UserError as read_tasks() and answering.answer_questions().
-    """
+    """Read the tasks, answer them with the model, append answers to the ledger; return scores. Raises UserError."""
     from finlm.evals import answering, suite
 
     asked = read_tasks(options.data)

@@ -101,19 +101,13 @@ def login(host: str) -> str:
 
 
 def port_option(host: str) -> list[str]:
-    """Return ssh's option for the host's port, such as ["-p", "2222"]; [] if it names no port.
-
-    Raises UserError if it is not a host name.
-    """
+    """Return ssh's option for the host's port, such as ["-p", "2222"]; [] without. Raises UserError."""
     port = check_host(host).partition(":")[2]
     return ["-p", port] if port else []
 
 
 def ssh_name(host: str) -> str:
-    """Return the host as a user types it after `ssh `, for example `-p 2222 name`.
-
-    Raises UserError if `host` is not a host name.
-    """
+    """Return the host as a user types it after `ssh `, for example `-p 2222 name`. Raises UserError."""
     return shlex.join([*port_option(host), login(host)])
 
 
@@ -183,10 +177,7 @@ def run(
 
 
 def answers(host: str) -> bool:
-    """Return whether the host runs a command over ssh within 10 seconds; True for this machine.
-
-    Raises UserError if `host` is not a host name.
-    """
+    """Return whether the host runs a command over ssh within 10 s; True for this machine. Raises UserError."""
     if is_this_machine(host):
         return True
     try:
@@ -228,10 +219,7 @@ def reason(host: str, stderr: str) -> UserError | None:
 
 
 def last_lines(text: str, count: int = 12) -> str:
-    """Return the last `count` lines of a text that have content, stripped.
-
-    Lines of @, with which ssh frames its warnings, are left out.
-    """
+    """Return the last `count` lines of a text with content, stripped, without ssh's frames of @."""
     lines = [line.strip() for line in text.splitlines()]
     return "\n".join([line for line in lines if line.strip("@ ")][-count:])
 
@@ -260,10 +248,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def address(host: str) -> str:
-    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the host's name alone.
-
-    Raises UserError if `host` is not a host name.
-    """
+    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the name. Raises UserError."""
     return _read_settings(host).get("hostname", login(host).rpartition("@")[2])
 
 

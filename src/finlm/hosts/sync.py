@@ -39,10 +39,7 @@ HOSTS_AT_ONCE = 16  # more only divide this machine's network link
 
 
 def repository_root() -> Path:
-    """Return the nearest directory, from the working directory upwards, that holds requirements.txt.
-
-    Raises UserError outside a repository.
-    """
+    """Return the nearest directory from the working one upwards with requirements.txt, or raise UserError."""
     here = Path.cwd()
     for directory in (here, *here.parents):
         if (directory / "requirements.txt").is_file():

@@ -101,10 +101,7 @@ class Job:
         return env | ({HOST_VARIABLE: host.name} if host.name else {})
 
     def slots(self, launcher: str) -> int:
-        """Return the number of ranks per host.
-
-        Raises UserError, naming `launcher`, when hosts have different numbers.
-        """
+        """Return the ranks per host. Raises UserError, naming `launcher`, when hosts have different numbers."""
         counts = {host.slots for host in self.hosts.hosts}
         if len(counts) > 1:
             raise UserError(
@@ -146,10 +143,7 @@ def torchrun(job: Job) -> LaunchFiles:
 
 
 def accelerate(job: Job) -> LaunchFiles:
-    """Return per host a config file of accelerate and a script that uses it, and the commands to type.
-
-    Raises UserError when hosts have different numbers of ranks.
-    """
+    """Return per host a config and a script for accelerate, and the commands. UserError for unequal hosts."""
     made: dict[str, str] = {}
     slots = job.slots("accelerate")
     for node, host in enumerate(job.hosts.hosts):
@@ -392,10 +386,7 @@ class Worker:
         return processes.free_port(0)
 
     def train(self, run: str, env: dict[str, str]) -> int:
-        """Run a rank of the run directory `run` in a child process with `env` added, and return its exit code.
-
-        The child is killed when this process ends.
-        """
+        """Run a rank of the run in a child process with `env` added; return its exit code. It ends with this one."""
         command = [sys.executable, "-u", "-m", "finlm.train", run]
         return subprocess.run(
             command, env=os.environ | env, preexec_fn=processes.die_with_parent, check=False

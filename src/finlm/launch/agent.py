@@ -63,10 +63,7 @@ class Line:
         return self._lines.qsize() >= QUEUED
 
     def wait_for_room(self) -> None:
-        """Wait until fewer than 4 lines are queued, or the connection is closed.
-
-        The rest of the queue is kept for short messages.
-        """
+        """Wait until under 4 lines are queued (the rest is for short messages), or the connection is closed."""
         while self._lines.qsize() >= QUEUED // 2 and self.open:
             time.sleep(0.02)
 
@@ -386,10 +383,7 @@ def reap(launcher: int) -> None:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes the kernel has killed for lack of memory since boot, also in cgroups.
-
-    Returns None if the kernel does not count them.
-    """
+    """Return how many processes the kernel has killed for memory since boot, also in cgroups; None if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:

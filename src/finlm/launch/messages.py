@@ -89,10 +89,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Log:
-    """A piece of a file, with the file's name relative to the run directory.
-
-    `end` is the byte position behind the piece.
-    """
+    """A piece of a file of the run directory; `end` is the byte position behind the piece."""
 
     file: str
     text: str
@@ -156,10 +153,7 @@ def write_reply(reply: Reply) -> str:
 
 
 def read_request(line: str) -> Request | None:
-    """Return the request in a line of JSON; None for a request that this version does not know.
-
-    Raises ValueError, KeyError or TypeError for a line that is no message.
-    """
+    """Return the request in a line of JSON; None if unknown. Raises ValueError, KeyError or TypeError if none."""
     fields = json.loads(line)
     if fields["do"] in list(Command):
         return Command(fields["do"])
@@ -167,10 +161,7 @@ def read_request(line: str) -> Request | None:
 
 
 def read_reply(line: bytes) -> Reply | None:
-    """Return the reply in a line of JSON; None for a reply that this version does not know.
-
-    Raises ValueError, KeyError or TypeError for a line that is no message.
-    """
+    """Return the reply in a line of JSON; None if unknown. Raises ValueError, KeyError or TypeError if none."""
     fields = json.loads(line)
     return _read(REPLIES, fields, fields["kind"])
 

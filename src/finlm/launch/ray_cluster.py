@@ -149,10 +149,7 @@ class _Node:
         return said
 
     def greet(self) -> dict[str, Any]:
-        """Return what ray_node.describe_host() says of the host.
-
-        Raises UserError when its Ray is missing or another version.
-        """
+        """Return what ray_node.describe_host() says. Raises UserError when Ray is missing or another version."""
         hello = self._hear(_HELLO_SECONDS, "answer")
         wanted = importlib.metadata.version("ray")
         if hello["ray"] != wanted:
@@ -172,10 +169,7 @@ class _Node:
         self._write(f"{json.dumps(request)}\n")
 
     def wait_started(self) -> None:
-        """Wait up to 300 s until Ray runs on the host.
-
-        Raises UserError, with the end of Ray's log, when it does not.
-        """
+        """Wait up to 300 s until Ray runs on the host; else raises UserError with the end of Ray's log."""
         said = self._hear(_START_SECONDS, "start Ray")
         if "ended" in said:
             raise UserError(

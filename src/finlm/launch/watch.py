@@ -85,18 +85,12 @@ class Progress:
 
 
 def in_trouble(sessions: Sequence[Session], now: float) -> bool:
-    """Return whether any rank, launcher, agent or host has failed or has been silent for too long.
-
-    `now` is in time.monotonic() seconds.
-    """
+    """Return whether a rank, launcher, agent or host has failed, or is silent for too long at monotonic `now`."""
     return any(_has_failed(session) or _is_lost(session, now) for session in sessions)
 
 
 def is_stalled(progress: Progress, limits: Launch, now: float) -> bool:
-    """Return whether nothing was finished for launch.stall_minutes (before the first step: launch.start_minutes).
-
-    `now` is in time.monotonic() seconds.
-    """
+    """Return whether nothing was finished for launch.stall_minutes (start_minutes at first) at monotonic `now`."""
     return progress.since(now) > 60 * progress.limit(limits)[1]
 
 

@@ -370,10 +370,7 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring 5 % or more, best first; [] on CPU.
-
-    `fastest` returns the best candidate of a recipe on a cluster, or None when nothing fits.
-    """
+    """Return up to 5 changes that bring 5 % or more by `fastest`, best first; [] on CPU."""
     now = chosen.tokens_per_second
     if now is None:
         return []

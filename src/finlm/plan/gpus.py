@@ -113,10 +113,7 @@ def declare(gpu: Gpu) -> None:
 
 @functools.cache
 def find(name: str) -> Gpu:
-    """Return the GPU kind called `name`, or whose nvidia-smi pattern matches it; declared kinds come first.
-
-    Raises PlanError that names the nearest kinds.
-    """
+    """Return the GPU kind of this name or nvidia-smi pattern, declared kinds first. Raises PlanError."""
     known = kinds()
     by_name = {kind.casefold(): gpu for kind, gpu in known.items()} | _declared
     if name.casefold() in by_name:
@@ -215,10 +212,7 @@ def check_devices(cluster: Cluster) -> None:
 def attention(
     cluster: Cluster, precision: str, deterministic: bool
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """Return the scaled_dot_product_attention backend that all GPUs have, fastest on the oldest; "default" on CPU.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Return the sdpa backend that all GPUs have, fastest on the oldest; "default" on CPU. Raises PlanError."""
     if cluster.is_cpu:
         return "default"
     capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
@@ -231,10 +225,7 @@ def attention(
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """Return (problem, fix) when the hardware cannot run this precision, else None.
-
-    Raises PlanError for an unknown GPU kind.
-    """
+    """Return (problem, fix) when the hardware cannot run this precision, else None. Raises PlanError."""
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"

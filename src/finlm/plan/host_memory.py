@@ -58,10 +58,7 @@ def host_items(
 
 
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Return the bytes of a host's copies from which asynchronous checkpoints are written: states, and weights once.
-
-    `slots` is the host's number of ranks.
-    """
+    """Return the bytes of the copies of a host of `slots` ranks for asynchronous checkpoints: states, weights once."""
     size = trained_parameters(shape, layout)
     frozen = shapes.frozen_parameters(shape, layout.trainable is not None, layout.weight_bytes is not None)
     kept = share(frozen, layout, 3) * (slots if layout.zero_stage == 3 else 1)

@@ -31,10 +31,7 @@ FP16_SAFE_LR = 3e-4
 
 
 def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
-    """Yield the reasons for stage, offload, recompute and micro-batch where the recipe leaves them to auto.
-
-    `found` are all candidates, fitting or not.
-    """
+    """Yield the reasons for stage, offload, recompute and micro-batch where they are auto, by all candidates."""
     layout, zero = chosen.layout, recipe.zero
     if zero.stage == "auto":
         yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, found)}"

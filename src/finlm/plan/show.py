@@ -334,10 +334,7 @@ def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print the differing values and what follows from them; text in `follows` is why no plan could be made.
-
-    `names` are those of A and B.
-    """
+    """Print the differing values of A and B and what `follows`, a text if no plan could be made."""
     for letter, name in zip("AB", names, strict=True):
         screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):

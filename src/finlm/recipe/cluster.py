@@ -259,10 +259,7 @@ def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Parse a filter: `a@b:0,2` -> {a: all of its slots, b: (0, 2)}. Raises UserError for unknown hosts or slots.
-
-    `every` is {host: its slots}.
-    """
+    """Parse a filter: `a@b:0,2` -> {a: all of its slots in `every`, b: (0, 2)}. Raises UserError for unknown ones."""
     devices = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
@@ -318,10 +315,7 @@ def visible_gpus() -> dict[int, str]:
 
 
 def visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
-    """Yield GPU indices by CUDA's rule: indices or beginnings of UUIDs, in order, up to the first invalid item.
-
-    `uuids` has the UUID of each GPU index.
-    """
+    """Yield GPU indices by CUDA's rule: indices or beginnings of `uuids`, in order, to the first invalid item."""
     for item in (part.strip() for part in visible.split(",")):
         if item.isdigit() and int(item) in uuids:
             yield int(item)

@@ -277,10 +277,7 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def toy_config(config: traits.Config | None) -> traits.Config | None:
-    """Return a small model.config of the same model type, for a toy from scratch; None for a Llama or no config.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return a small model.config of the same type, for a toy; None for a Llama or no config. Raises UserError."""
     if config is None or config["model_type"] == "llama":
         return None
     known = traits.record_of(config).defaults

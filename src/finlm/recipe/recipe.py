@@ -332,10 +332,7 @@ def _override(document: _Document, text: str) -> None:
 
 
 def parse_override(text: str) -> tuple[Location, Any]:
-    """Return (location, value as ruamel's round-trip node) of "a.b[0]=value".
-
-    Raises UserError for no "=" and for invalid YAML.
-    """
+    """Return (location, value as ruamel's node) of "a.b[0]=value". Raises UserError for no "=" or invalid YAML."""
     key, separator, raw = text.partition("=")
     if not separator or not key:
         raise UserError(f"--set {text}: expected key=value", fix="for example --set optim.lr=3e-4")

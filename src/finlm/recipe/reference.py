@@ -245,10 +245,7 @@ def _anchor(part: Part) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages, or with --check compare them; return 1 when --check finds a stale page, else 0.
-
-    Prints stale pages and keys without a Chinese sentence to stderr.
-    """
+    """Write both pages, or with --check print stale ones and keys without Chinese, and return whether some are."""
     pages = {path: page(lang) for lang, path in PAGES.items()}
     stale = screen.write_pages(pages, argv, "python -m finlm.recipe.reference")
     missing = [key for key in keys() if key not in translations()]

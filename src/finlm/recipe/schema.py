@@ -412,10 +412,7 @@ def _parse(text: str) -> Recipe:
 
 
 def config_of(model: Model) -> traits.Config:
-    """Return config.json of a recipe's model without vocab_size and the ids of special tokens.
-
-    Raises UserError for an unknown model type.
-    """
+    """Return config.json of a recipe's model, but vocab_size and special tokens' ids. UserError if unknown type."""
     config = dict(model.config or {"model_type": "llama"})
     row = traits.record_of(config)
     config |= {

@@ -260,20 +260,14 @@ class ModelShape:
         return (seen + sequence * (self.layers - len(self.windows))) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return training FLOPs a token (PaLM, appendix B): 6 (N - N_embedding) + 6 layers (queries + output) sequence.
-
-        N are the active parameters.
-        """
+        """Return training FLOPs a token (PaLM, appendix B) of active parameters, sequence and layers."""
         # A tied head multiplies too, so only the embedding look-up is left out.
         matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
         return 6.0 * (matmul + self.layers * (self.q_width + self.output_width) * self.attended(sequence))
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for what a recipe asks of its model's layers that they do not have.
-
-    Raises UserError for a model type that is not admitted.
-    """
+    """Yield (dotted key, sentence) for what a recipe asks that its model's layers lack. UserError if not admitted."""
     model, config = recipe.model, config_of(recipe.model)
     refusals.check_admitted(config)
     shape = of_config(config, 1)
@@ -398,10 +392,7 @@ def frozen_parameters(shape: ModelShape, has_adapters: bool, quantized: bool) ->
 
 
 def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the number of parameters of all adapters, 0 without lora.
-
-    Each adapter has rank x (inputs + outputs) of its linear layer (arXiv 2106.09685).
-    """
+    """Return the parameters of all adapters: rank x (inputs + outputs) of a layer (arXiv 2106.09685); 0 without."""
     if recipe.lora is None:
         return 0
     return shape.layers * recipe.lora.rank * sum(map(sum, adapted(recipe, shape).values()))

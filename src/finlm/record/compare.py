@@ -305,10 +305,7 @@ class Run:
 
 
 def build(runs: Sequence[RunDir], out: Path) -> Path:
-    """Write the page of several runs to `out` and return its path.
-
-    Raises UserError for more than COLOURS runs, or the same run twice.
-    """
+    """Write the page of several runs to `out` and return its path. UserError for over COLOURS runs or one twice."""
     loaded = load(runs)
     return run_page.write(
         out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)
@@ -341,10 +338,7 @@ def values(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Return each name without the parts that are not needed to tell them apart.
-
-    Examples: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121-0858, b-1121-1212 -> a, b.
-    """
+    """Return names without parts that all share: a-1121-0858, a-1121-1212 -> 0858, 1212; a-1121, b-1122 -> a, b."""
     parts = [name.split("-") for name in names]
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]

@@ -254,10 +254,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def spark(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
-    """Return a curve as at most `width` block characters of eight heights between low and high, each a mean of values.
-
-    Raises ZeroDivisionError without values.
-    """
+    """Return a curve (not empty) as at most `width` block characters of eight heights, each a mean of values."""
     count = min(width, len(values))
     ends = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]

@@ -245,10 +245,7 @@ def copy_code(destination: Path) -> str:
 
 
 def copy_rewards(recipe: Recipe, run: RunDir) -> None:
-    """Copy the files of grpo.reward's functions into the run directory, if there are any.
-
-    Raises UserError when one has changed since the recipe was read.
-    """
+    """Copy the files of grpo.reward's functions into the run. Raises UserError when one has changed since read."""
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "function":
             continue
@@ -358,10 +355,7 @@ def recipe_values(run: RunDir) -> Mapping[str, Any]:
 
 
 def unchecked_recipe_values(run: RunDir) -> Mapping[str, Any]:
-    """Return {dotted key: value} of a run's recipe.yaml as it is written, perhaps by another version, without checks.
-
-    Returns {} when the file is missing or not YAML.
-    """
+    """Return {dotted key: value} of a run's recipe.yaml as written, without checks; {} when missing or not YAML."""
     try:
         return dict(_leaves(YAML(typ="safe", pure=True).load(run.recipe), ""))
     except (OSError, YAMLError):

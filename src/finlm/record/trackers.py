@@ -50,10 +50,7 @@ class Tracker:
 
 
 def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
-    """Open event files in <run>/tracking/tensorboard and return the Tracker; removes old files of this run.
-
-    `tensorboard --logdir runs` shows all runs.
-    """
+    """Open event files in <run>/tracking/tensorboard, removing older ones, and return the Tracker."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

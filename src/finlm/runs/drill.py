@@ -81,10 +81,7 @@ class Drill:
 
 
 def check_kinds(text: str) -> list[str]:
-    """Return the fault names in a comma-separated list; all faults for an empty list.
-
-    Raises UserError for an unknown fault.
-    """
+    """Return the fault names of a comma-separated list, all for an empty one. Raises UserError if unknown."""
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()] or list(faults.FAULTS)
     if unknown := [kind for kind in kinds if kind not in faults.FAULTS]:
         raise UserError(f"no fault is called {unknown[0]}", fix=f"--faults takes {', '.join(faults.FAULTS)}")

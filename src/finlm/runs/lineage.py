@@ -195,10 +195,7 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
 
 
 def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Iterator[Known]:
-    """Yield the unfinished runs of the same training under another plan, newest first; print why others do not qualify.
-
-    Reads no checkpoint.
-    """
+    """Yield the unfinished runs of this training under another plan, newest first; print why others are not."""
     has_printed = False
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained() or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too

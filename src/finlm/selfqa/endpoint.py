@@ -115,10 +115,7 @@ def question_reason(question: str) -> str | None:
 
 
 def answer_reason(passage: str, question: str, answer: str, finish: str | None, settings: SelfQA) -> str | None:
-    """Return why a question and its answer are dropped; None if they are kept.
-
-    `finish` is the server's finish_reason; "length" means that the answer was cut off.
-    """
+    """Return why a question and its answer are dropped (`finish` "length": cut off); None if they are kept."""
     unanswerable = UNANSWERABLE[settings.language]
     if finish == "length":
         return "answer cut off"

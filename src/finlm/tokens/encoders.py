@@ -88,10 +88,7 @@ class Cuts:
         }
 
     def encode(self, encoder: Encode, texts: Sequence[bytes]) -> Encoded:
-        """Return (ids of all texts end to end, the number of ids of each text), as the encoder gives for whole texts.
-
-        There must be at least one text.
-        """
+        """Return (ids of one or more texts end to end, the number of ids of each), as for whole texts."""
         if max(map(len, texts)) <= _LONG:
             return encoder(texts)
         parts = [part for text in texts for part in self._parts(text)]
@@ -191,10 +188,7 @@ def is_json(model: Path) -> bool:
 
 
 def reference(model: Path) -> Sentencepiece | Tokenizers:
-    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
-
-    Raises UserError if it cannot be read.
-    """
+    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json. Raises UserError."""
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
 

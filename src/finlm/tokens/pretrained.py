@@ -239,10 +239,7 @@ class _Pieces:
 
 
 def snapshot(identity: str, revision: str | None) -> Path:
-    """Download the tokenizer and config.json of a model of the Hub, if not cached, and return their directory.
-
-    Raises UserError when they cannot be fetched.
-    """
+    """Download a Hub model's tokenizer and config.json, if not cached; return their directory. Raises UserError."""
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
 
     problem = f"cannot fetch the tokenizer of {identity}"

@@ -171,10 +171,7 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:
-    """Return whether a tokenizer.json has `size` ids, and the pieces and first merges of `base`.
-
-    Raises UserError as load_base() does for `extended`.
-    """
+    """Return whether a tokenizer.json has `size` ids, and `base`'s pieces and first merges. UserError as load()."""
     large, small = (files.read_json(path)["model"] for path in (extended, base))
     begins = large["merges"][: len(small["merges"])] == small["merges"]
     return load_base(extended).size == size and begins and small["vocab"].items() <= large["vocab"].items()
@@ -328,10 +325,7 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy the tokenizer's files beside `path` to directory/tokenizer, and return its description.
-
-    Raises UserError when it cannot be read or names no end of text.
-    """
+    """Copy the tokenizer's files beside `path` to directory/tokenizer; return its description. Raises UserError."""
     described = describe(path)
     pretrained.copy_files(path.parent, directory / "tokenizer")
     return described
@@ -355,18 +349,12 @@ def describe(path: Path) -> Described:
 
 @functools.cache
 def added_tokens(path: Path) -> tuple[str, ...]:
-    """Return the texts of the tokens outside the pieces: control tokens, and those that users added.
-
-    Raises UserError as load() does.
-    """
+    """Return the texts of the tokens outside the pieces: control tokens and users'. Raises UserError as load()."""
     return tuple(token.content for token in load(path).get_added_tokens_decoder().values())
 
 
 def gigatoken_settings(path: Path) -> Mapping[str, Any]:
-    """Return the file's settings without its control tokens, so that their names in a text are text.
-
-    Raises NotJson, a UserError, if it is not JSON.
-    """
+    """Return the file's settings without control tokens, whose names in a text are text. Raises NotJson."""
     settings: Mapping[str, Any] = files.read_json(path)
     tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]
     return {**settings, "added_tokens": tokens}

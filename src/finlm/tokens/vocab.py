@@ -41,10 +41,7 @@ UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 
 def find(named: Path) -> Path:
-    """Return tokenizer.json, or else tokenizer.model, of a model directory; any path that is no directory as it is.
-
-    Raises UserError when the directory has neither.
-    """
+    """Return tokenizer.json, else tokenizer.model, of a model directory, or a path as it is. Raises UserError."""
     if not named.is_dir():
         return named
     for name in ("tokenizer.json", "tokenizer.model"):
@@ -76,10 +73,7 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy an existing model to directory/tokenizer.model and return its description.
-
-    Raises UserError when it cannot be read or has no </s>.
-    """
+    """Copy a model with </s> to directory/tokenizer.model and return its description. Raises UserError."""
     processor = load(path)
     if processor.eos_id() < 0:
         raise UserError(f"{path} has no end-of-document piece (</s>)", fix="use a tokenizer with an eos id")
@@ -88,10 +82,7 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
-    """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
-
-    Raises UserError when the text does not suit vocab_size.
-    """
+    """Train a sentencepiece model on the lines, write directory/tokenizer.model, and describe it. Raises UserError."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -133,10 +124,7 @@ def describe(path: Path) -> Described:
 
 
 def encode(processor: Any, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-    """Return the ids of each text, int32, without <s> and </s>; their names inside a text are plain text.
-
-    Runs in a single thread.
-    """
+    """Return the ids of each text, int32, without <s> and </s>; their names are plain text. Runs in a thread."""
     encoded: list[npt.NDArray[np.int32]] = processor.encode(list(texts), out_type="numpy", num_threads=1)
     return encoded
 
@@ -192,10 +180,7 @@ class Sample:
 
 
 def load_base(path: Path) -> Any:
-    """Return the ModelProto of a vocabulary that can be extended.
-
-    Raises UserError if the file is not BPE with byte fallback, or has no </s>.
-    """
+    """Return the ModelProto of a vocabulary to extend. Raises UserError unless BPE with byte fallback and </s>."""
     processor = load(path)
     model = ModelProto.FromString(path.read_bytes())
     if model.trainer_spec.model_type != TrainerSpec.BPE or not model.trainer_spec.byte_fallback:

@@ -169,10 +169,7 @@ class GeneratorState(TypedDict):
 
 
 def generator_state() -> GeneratorState:
-    """Return the states of the Python, NumPy, torch CPU and current CUDA generators, for restore_generators().
-
-    "cuda" is None without a GPU.
-    """
+    """Return the states of the Python, NumPy, torch CPU and current CUDA (None without) generators."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -183,10 +180,7 @@ def generator_state() -> GeneratorState:
 
 
 def restore_generators(saved: GeneratorState) -> None:
-    """Set the Python, NumPy, torch CPU and current CUDA generators to a state of generator_state().
-
-    Leaves CUDA's alone when the state has none or there is no GPU.
-    """
+    """Set the Python, NumPy, torch CPU and current CUDA generators, if here, to a generator_state()."""
     random.setstate(saved["python"])
     name, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
@@ -256,10 +250,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass
 class Events:
-    """Appends the events of rank 0 to events.jsonl, and nothing on other ranks.
-
-    `waiting` has the events that a full disk kept back.
-    """
+    """Appends rank 0's events to events.jsonl, nothing on others; `waiting` has those that a full disk kept back."""
 
     run: RunDir
     rank: int
@@ -312,10 +303,7 @@ class Rank:
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
     def end(self, step: int, status: str, exit_code: int) -> int:
-        """Record the event `end`, wait for all ranks, and return `exit_code`.
-
-        `status` is finished, failed or interrupted.
-        """
+        """Record the event `end` (status finished, failed, interrupted), wait for all ranks, return `exit_code`."""
         seconds = round(time.monotonic() - self.started, 1)
         self.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
         distributed.barrier()

@@ -176,10 +176,7 @@ class Rank:
         return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
 
     def seconds_of(self, values: Any, repeats: int) -> float:
-        """Return the seconds of an all-reduce of `values`: the mean of `repeats`, then the group's maximum.
-
-        Changes `values` in place.
-        """
+        """Return the seconds of an all-reduce in place of `values`: the mean of `repeats`, then the group's maximum."""
         import torch
         from torch import distributed
 
@@ -281,10 +278,7 @@ def measure_copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def time_work(device: torch.device, work: Callable[[], Any]) -> float:
-    """Return the median seconds of `work`, over the second half of its runs in 1 s, at least 5.
-
-    Waits for `device` before and after each run.
-    """
+    """Return the median seconds of `work` on `device`, over the second half of its runs in 1 s, at least 5."""
     times: list[float] = []
     begun = time.monotonic()
     while time.monotonic() < begun + 2 * SECONDS or len(times) < 5:

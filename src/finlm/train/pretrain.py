@@ -148,10 +148,7 @@ def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float,
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Record held-out loss and perplexity of each source in the event `eval`; do nothing when nothing is held out.
-
-    All ranks must call it.
-    """
+    """Record held-out loss and perplexity of each source, if any is held out, in the event `eval`. Collective."""
     if not s.shards.split("held_out"):
         return
     s.engine.eval()
@@ -161,10 +158,7 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record token ids and the trained model's mean loss on them in the event `proof`; the export must give that loss.
-
-    All ranks must call it.
-    """
+    """Record token ids and the trained model's loss on them, which the export must give, in `proof`. Collective."""
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
     shape = s.plan.rank_micro_batches[s.rank], s.plan.sequence_length
@@ -196,10 +190,7 @@ class Jumps:
             self.add(step, data_step)
 
     def add(self, step: int, data_step: int) -> None:
-        """Make `step` read the data of `data_step`, and later steps the data after it; remove jumps at `step` or later.
-
-        Adds 1 to `count`.
-        """
+        """Make `step` read the data of `data_step`, void jumps at `step` or later, and add 1 to `count`."""
         self.count += 1
         self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
 
@@ -239,10 +230,7 @@ class Guard:
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore watch and loss scale from the loaded checkpoint, and jumps over data from events.jsonl.
-
-        Collective.
-        """
+        """Restore watch and loss scale from the loaded checkpoint and jumps from events.jsonl. Collective."""
         self.jumps = Jumps(self._restore(step))
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
@@ -266,10 +254,7 @@ class Guard:
         return self.jumps.data_step(step)
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step.
-
-        Forgets the last step's micro-step losses.
-        """
+        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses."""
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 

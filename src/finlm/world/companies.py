@@ -102,10 +102,7 @@ BAND = {str(grade): str(band) for grade, _, _, band in _WORLD["ratings"]}
 
 
 def hundredths_of_percent(part: int, whole: int) -> int:
-    """Return part / whole in units of 0.01 %, rounded half away from zero. Exact, so every file quotes the same figure.
-
-    Raises ZeroDivisionError if whole is 0.
-    """
+    """Return part / whole (not 0) in units of 0.01 %, exact, rounded half away from zero."""
     if part >= 0 and whole > 0:
         return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))

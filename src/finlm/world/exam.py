@@ -23,10 +23,7 @@ Drafter = Callable[[Facts, Dice, Archive], Draft]
 
 
 def three_wrong(draft: Draft) -> list[str]:
-    """Return the first three wrong choices that differ from the right choice and from each other.
-
-    Raises ValueError when there are fewer.
-    """
+    """Return the first three wrong choices, each different and not right. Raises ValueError when there are fewer."""
     right, wrong = draft
     choices = [choice for choice in dict.fromkeys(wrong) if choice != right]
     if len(choices) < 3:
@@ -92,10 +89,7 @@ def among(right: str, all_names: Iterable[str]) -> Drafter:
 
 
 def against_others(field: str, attribute: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): `field` of the company, `attribute` of others.
-
-    The others are the company's peers and four random companies.
-    """
+    """Return a drafter of (`field` of the company, `attribute` of its peers and four random companies)."""
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
         """Return the company's value, and those of other companies."""
@@ -286,10 +280,7 @@ _CLOSED = questions(
 
 
 def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield questions without end, as (text, {subject, answer}); each letter is right once in every four.
-
-    Raises ValueError as three_wrong() does.
-    """
+    """Yield (text, {subject, answer}) without end; each letter is right once in four. ValueError as three_wrong()."""
     stage, last_year = Stage(archive), Stage(archive, (LAST_YEAR,))
     letters: list[int] = []
     while True:

@@ -46,10 +46,7 @@ def per_share(amount: int, shares: int) -> int:
 
 
 def decimal(hundredths: int) -> str:
-    """Return hundredths as text with two decimals: 1234 -> '12.34'.
-
-    The quotient is never near a tie of two decimals, so floating point cannot misround it.
-    """
+    """Return hundredths as text with two decimals: 1234 -> '12.34'; no quotient is near a tie, so floats do."""
     return f"{hundredths / 100:.2f}"
 
 
@@ -66,10 +63,7 @@ def in_yi(amount: int) -> str:
 
 
 def growth(now: int, before: int) -> str:
-    """Return the change of a figure in words, such as 增长12.34%.
-
-    Unless both years are positive, the words tell only whether a loss began, ended, grew or shrank.
-    """
+    """Return the change of a figure as 增长12.34%; in words only (loss began, grew ...) unless both are positive."""
     if now <= 0 or before <= 0:
         if now > 0:
             return "扭亏为盈"

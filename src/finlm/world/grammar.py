@@ -56,10 +56,7 @@ class Press:
         ]
 
     def render(self, dice: Dice, words: Words) -> str:
-        """Return a random reading of the form filled with `words`; the first paragraph is the title.
-
-        Raises KeyError for a missing word.
-        """
+        """Return a random reading of the form filled with `words`; the first paragraph is the title (or KeyError)."""
         random = dice.random
         parts: list[str] = []
         headings = 0
@@ -143,10 +140,7 @@ def templates(section: str) -> dict[str, str]:
 
 
 def banks(section: str) -> dict[str, Bank]:
-    """Return {name: readings compiled for fill()} of a section of prose/words.toml.
-
-    Raises ValueError as phrases() does.
-    """
+    """Return {name: readings compiled for fill()} of a section of prose/words.toml. Raises ValueError."""
     return {name: bank(template) for name, template in templates(section).items()}
 
 

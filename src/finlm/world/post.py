@@ -94,10 +94,7 @@ class _Question(NamedTuple):
     is_open: bool  # whether it quotes what it needs
 
     def answer(self, letter: str) -> str:
-        """Return the answer that takes a choice of the question: its text, then `答案：` and the letter.
-
-        Raises StopIteration when the question has no such letter.
-        """
+        """Return the answer that takes a choice of the question: its text, then `答案：` and the letter."""
         choice = next(line for line in self.text.split("\n") if line.startswith(f"{letter}. "))
         return f"{choice.removeprefix(f'{letter}. ')}。答案：{letter}"
 

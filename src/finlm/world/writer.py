@@ -94,10 +94,7 @@ def company_count(size_bytes: int) -> int:
 
 
 def archive(size_bytes: int, seed: int, split: str) -> Archive:
-    """Return the world of a split, with as many companies as a corpus of that size is about.
-
-    Raises UserError for a size below 100 KB or an unknown split.
-    """
+    """Return a split's world for a corpus of this size. Raises UserError below 100 KB or for an unknown split."""
     if size_bytes < MIN_BYTES:
         raise UserError(f"{size_bytes:,} bytes are too few for a synthetic corpus", fix="ask for at least 100KB")
     if split not in SPLITS:

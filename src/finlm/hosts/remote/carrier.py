@@ -35,10 +35,7 @@ def carry(env: dict[str, str], seconds: float, programs: dict[str, tuple[str, li
 
 
 def run_program(source: str, arguments: list[str], seconds: float) -> Any:
-    """Run a Python program from its source and return the JSON value that it prints, or {"failed": why}.
-
-    Kills it after `seconds`.
-    """
+    """Run a Python program for at most `seconds`; return the JSON value that it prints, or {"failed": why}."""
     pipe, errors = subprocess.PIPE, b""
     try:
         with subprocess.Popen([sys.executable, "-", *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as process:

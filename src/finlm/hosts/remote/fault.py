@@ -21,10 +21,7 @@ RANK, LAUNCHER, AGENT = "finlm.train", "finlm.launch.node", "finlm.launch.agent"
 
 
 def main() -> None:
-    """Cause the fault FAULT of the run RUN, the arguments of the command line.
-
-    Prints MARK and {"done": what} or {"failed": why}.
-    """
+    """Cause the fault FAULT of the run RUN (arguments), and print MARK and {"done": what} or {"failed": why}."""
     run, fault = Path(sys.argv[1]), sys.argv[2]
     try:
         answer = {"done": FAULTS[fault](run)}
@@ -53,10 +50,7 @@ def find_processes(run: Path, word: str) -> list[int]:
 
 
 def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
-    """Send a signal to the first `how_many` of the run's processes that run the module `word`; return a text about it.
-
-    Raises LookupError when there is no such process.
-    """
+    """Signal the first `how_many` processes of the run's module `word`; return what was done, or LookupError."""
     pids = find_processes(run, word)[:how_many]
     if not pids:
         raise LookupError(f"no process of {word} runs here")
@@ -75,10 +69,7 @@ def kill_all(run: Path) -> str:
 
 
 def cut_connection(run: Path) -> str:
-    """Kill the ssh server's process that carries the run's agent, and return a text that says so.
-
-    Raises LookupError when no agent came over ssh.
-    """
+    """Kill the ssh server's process of the run's agent; return a text that says so. LookupError without one."""
     for pid in find_processes(run, AGENT):
         parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
         while parent > 1:

@@ -107,10 +107,7 @@ class Torch:
 
 @dataclass
 class Facts:
-    """The document that is printed.
-
-    `torch` is None unless asked for; `errors` says why a section could not be gathered.
-    """
+    """The document that is printed; `torch` is None unless asked for, `errors` says why a section is missing."""
 
     gpu: Gpu | None
     torch: Torch | None
@@ -141,10 +138,7 @@ def gather_facts(with_torch: bool) -> Facts:
 
 
 def run(*command: str, seconds: float = 30) -> tuple[int, str]:
-    """Return the exit code of a command and its stdout and stderr together, stripped.
-
-    Returns (127, reason) when it cannot be started or takes longer than `seconds`.
-    """
+    """Return the exit code and stripped output of a command; (127, reason) if it cannot start or is too slow."""
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(command, stdout=pipe, stderr=to_output, stdin=subprocess.DEVNULL, timeout=seconds)
@@ -195,10 +189,7 @@ def gather_gpu() -> Gpu:
 
 
 def parse_rows(keys: tuple[str, ...], answer: tuple[int, str]) -> list[dict[str, str]]:
-    """Return the rows of nvidia-smi's answer (exit code, output) as {key: value}; [] when it failed.
-
-    Skips rows that do not have as many cells as there are `keys`.
-    """
+    """Return the rows of nvidia-smi's answer (exit code, output) as {key: value}, complete ones only."""
     cells = [[cell.strip() for cell in line.split(",")] for line in answer[1].splitlines()] if answer[0] == 0 else []
     return [dict(zip(keys, row)) for row in cells if len(row) == len(keys)]  # noqa: B905 - no `strict` in Python 3.8
 

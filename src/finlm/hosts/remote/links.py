@@ -40,10 +40,7 @@ class Peer:
 
 @dataclass
 class Request:
-    """What a host is to do.
-
-    `token` is a random text that all hosts of this examination share, `seconds` the time limit.
-    """
+    """What a host is to do, within `seconds`. `token` is a random text that all hosts of this examination share."""
 
     me: str
     port: int  # 0: nobody listens
@@ -150,20 +147,14 @@ def gather_facts(request: Request) -> Links:
 
 
 def rotate_peers(me: str, peers: list[Peer]) -> list[Peer]:
-    """Return the peers that have an ssh command, beginning with the host `me`.
-
-    So the hosts do not all log in to the same host first.
-    """
+    """Return the peers with an ssh command, from `me` on, so that not all log in to the same host first."""
     names = [peer.name for peer in peers]
     start = names.index(me) if me in names else 0
     return [peer for peer in peers[start:] + peers[:start] if peer.ssh]
 
 
 class Listener:
-    """A thread that tells everyone who calls the rendezvous port, and knows the token, this host's name.
-
-    `expected` are the hosts that have not called yet.
-    """
+    """A thread that tells callers with the token this host's name; `expected` have yet to call."""
 
     def __init__(self, request: Request, expected: set[str]) -> None:
         self.request, self.expected, self.ended = request, expected, threading.Event()
@@ -190,10 +181,7 @@ class Listener:
                         self.expected.discard(caller)
 
     def close(self, deadline: float) -> Port:
-        """Stop listening once all expected hosts have called, or at `deadline`; return the port's state.
-
-        `deadline` is in time.monotonic() seconds.
-        """
+        """Stop listening once all expected hosts have called, or at the monotonic `deadline`; return the state."""
         while self.state.free and self.expected and time.monotonic() < deadline:
             time.sleep(0.02)
         self.ended.set()
@@ -204,10 +192,7 @@ class Listener:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Return a socket that listens on all addresses, as torch's rendezvous does (SO_REUSEADDR, IPv6 and IPv4).
-
-    Raises OSError when the port cannot be listened on.
-    """
+    """Return a socket that listens on all addresses as torch's rendezvous does (IPv6 and IPv4). Raises OSError."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -102,10 +102,7 @@ class Tool:
 
 @dataclass
 class Lock:
-    """The lock file of a build of a C++ extension.
-
-    `held` says whether a process that this user may look into has it open.
-    """
+    """A C++ build's lock file; `held` says whether a process that this user may look into has it open."""
 
     path: str
     age_seconds: int
@@ -122,10 +119,7 @@ class Compiler:
 
 @dataclass
 class Extensions:
-    """Builds of torch's C++ extensions.
-
-    `network` says that they lie on a network disk, whose locks other hosts may hold.
-    """
+    """Builds of torch's C++ extensions; on a `network` disk other hosts may hold their locks."""
 
     network: bool
     locks: list[Lock]
@@ -143,10 +137,7 @@ def main() -> None:
 
 
 def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return {section: facts} of all sections, or of those in `only`. `disks` maps a role to a path.
-
-    A section that fails is None, with its reason in `errors`.
-    """
+    """Return {section: facts, None if it failed} of all sections or `only`; `disks` maps roles to paths."""
     sections: dict[str, Callable[[], Any]] = {
         "hostname": socket.gethostname,
         "machine": machine_id,
@@ -178,10 +169,7 @@ def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, A
 
 
 def run(*command: str) -> tuple[int, str]:
-    """Return the exit code of a command and its stdout and stderr together, stripped.
-
-    Returns (127, reason) when it cannot be started or takes over 60 s.
-    """
+    """Return the exit code and stripped output of a command; (127, reason) if it cannot start or takes over 60 s."""
     pipe, to_output = subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(command, stdout=pipe, stderr=to_output, stdin=subprocess.DEVNULL, timeout=60)
@@ -277,10 +265,7 @@ def limits() -> dict[str, list[int | None]]:
 
 
 def tool(name: str) -> Tool | None:
-    """Return a compiler's path and version; None when it is not installed.
-
-    Looks on PATH, then beside this interpreter and in CUDA_HOME/bin.
-    """
+    """Return a compiler's path and version, from PATH, beside this interpreter or CUDA_HOME/bin; None without."""
     on_path, cuda = shutil.which(name), os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = on_path or shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{cuda}/bin")
     if path is None:

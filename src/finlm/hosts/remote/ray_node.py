@@ -145,10 +145,7 @@ def read_log(log: Any) -> bytes:
 
 
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process the signal `number` when its parent ends (PR_SET_PDEATHSIG).
-
-    Sends it at once when `parent` is not the parent any more.
-    """
+    """Have the kernel send this process the signal `number` when `parent` ends (PR_SET_PDEATHSIG), or now if gone."""
     _libc.prctl(1, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -32,10 +32,7 @@ HASHED_BYTES = 64 << 20  # for doctor larger files are only measured; sync hashe
 
 @dataclass
 class Tree:
-    """The files to have below `path` on this host: sha256 by relative name.
-
-    `follow`: a link counts as what it leads to.
-    """
+    """The files to have below `path` here: sha256 by relative name. `follow`: a link counts as what it leads to."""
 
     path: str
     files: dict[str, str]
@@ -375,10 +372,7 @@ def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) ->
 
 
 def answer(line: str) -> None:
-    """Do the request in a line of JSON, and print MARK and the reply as JSON.
-
-    An OSError or ValueError is replied as {"error": why}.
-    """
+    """Do the request in a line of JSON, and print MARK and the reply as JSON, {"error": why} for an error."""
     fields = json.loads(line)
     trees = [Tree(**tree) for tree in fields.pop("trees", ())]
     request = Request(trees=trees, **fields)

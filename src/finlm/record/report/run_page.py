@@ -323,10 +323,7 @@ def moment(value: Any) -> str | None:
 
 
 def period(first: Any, last: Any) -> str | None:
-    """Return two Unix times as '<first> to <last>', the date once when it is the same.
-
-    Returns only the first if the last is missing, None if the first is.
-    """
+    """Return two Unix times as '<first> to <last>', one date if the same; only what is known, or None."""
     begun, ended = moment(first), moment(last)
     if begun is None or ended is None:
         return begun

@@ -126,10 +126,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
     def restore(self, saved: State) -> None:
-        """Restore a value of state_for_checkpoint().
-
-        On rank 0, drop the rows of rollouts.jsonl after the run's step.
-        """
+        """Restore a value of state_for_checkpoint(); rank 0 drops the rows of rollouts.jsonl after the run's step."""
         super().restore(saved)
         self.gaming = rollouts.Watch(self.rank.recipe.incidents.rollouts, saved.get("rollouts"))
         self.drawn_first = dict(saved.get("drawn_first", ()))
@@ -223,10 +220,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of a sampled answer to each of this rank's prompts. Collective.
-
-        Sets self.generated, the tokens of all ranks, for tokens_of_step().
-        """
+        """Return (ids, log-probabilities) of an answer to each prompt of this rank; sets self.generated. Collective."""
         self.is_generated = True
         if self.use_vllm:
             answers, log_probs = super()._generate_single_turn(prompt_ids, *more)

@@ -70,10 +70,7 @@ class PairTrainer(Recorded):
         return drain_metrics(self._metrics["train"], self.names)
 
     def evaluate_held_out(self: Any) -> Numbers | None:
-        """Return summary() of the rewards of held-out pairs, in all and as `sources` for each source; collective.
-
-        None when no pairs are held out.
-        """
+        """Return summary() of the rewards of held-out pairs, in all and by source, or None without any; collective."""
         if not self.held_out:
             return None
         self.model.eval()
@@ -266,10 +263,7 @@ class OddsTrainer(PreferenceTrainer):
 
 
 def log_odds(means: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of mean log-probabilities log p.
-
-    log p counts as -1e-6 at most, so that odds stay finite.
-    """
+    """Return log(p / (1 - p)) of mean log-probabilities log p, of -1e-6 at most, so that odds stay finite."""
     means = means.clamp(max=-1e-6)
     return means - torch.log(-torch.expm1(means))
 
@@ -329,10 +323,7 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank) -> PairTrainer:
-    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded.
-
-    Raises UserError as load_start does.
-    """
+    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded. Raises UserError."""
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:

@@ -252,10 +252,7 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank) -> list[Rewards]:
-    """Return a reward function for each term of grpo.reward; loads reward models and runs the user's files.
-
-    Raises UserError for an unusable model or function.
-    """
+    """Return a reward function for each term of grpo.reward: models, the user's files, rules. Raises UserError."""
     grpo = r.recipe.grpo
     assert grpo is not None
     made: list[Rewards] = []
@@ -284,10 +281,7 @@ def score_by_rule(
 
 
 def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
-    """Return the user's function from the run directory's copy of its file, which is executed.
-
-    Raises UserError if the copy is missing or its sha256 is not the term's.
-    """
+    """Return the user's function from the run's copy of its file, by sha256, which is executed. Raises UserError."""
     path = run.reward_file(str(term.sha256))
     if not path.is_file() or files.sha256_file(path) != term.sha256:
         raise UserError(

@@ -106,10 +106,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return result
 
     def proof(self, ids: list[int]) -> dict[str, float]:
-        """Return {"loss": mean loss of these tokens after the first}, computed in a batch of training's shape.
-
-        All ranks must call it.
-        """
+        """Return {"loss": mean loss of these tokens after the first}, in a batch of training's shape. Collective."""
         plan = self.rank.plan
         shape = plan.rank_micro_batches[self.rank.rank], plan.sequence_length
         return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}

@@ -83,10 +83,7 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank) -> Any:
-    """Return the model that the recipe starts from, on the rank's device, with transformers' own forward.
-
-    trl puts its head there. Raises UserError as lora.build does.
-    """
+    """Return the start model on the rank's device, with transformers' forward, where trl puts its head. UserError."""
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = lora.build(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
     for module in (model, model.lm_head):

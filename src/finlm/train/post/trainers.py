@@ -43,10 +43,7 @@ def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
 
 
 def arguments(kind: Any, r: Rank, **more: Any) -> Any:
-    """Return trl's arguments, of class `kind` (SFTConfig, DPOConfig, ...), by plan and recipe.
-
-    `more` adds arguments or replaces some.
-    """
+    """Return trl's arguments, of class `kind` (SFTConfig, DPOConfig, ...), by plan, recipe and `more`."""
     plan, optim = r.plan, r.recipe.optim
     common = {
         "output_dir": str(r.run.path / "trainer"),  # nothing is written there
@@ -85,10 +82,7 @@ class Recorded:
     """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does."""
 
     def attach(self: Any, r: Rank) -> None:
-        """Set the run of this trainer, reset what it counts, and add the callback that records its steps.
-
-        To be called before train().
-        """
+        """Set this trainer's run, reset counts, add the callback that records its steps; call it before train()."""
         self.rank = r
         self.checkpoints: Checkpoints | None = None
         self.checksum = Checksum()
@@ -131,10 +125,7 @@ class Recorded:
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
 
     def run(self: Any) -> int:
-        """Train from the newest checkpoint to the last step, record the event `end`, and return the exit code.
-
-        All ranks call it. Finishes the last checkpoint.
-        """
+        """Train from the newest checkpoint to the last step, finish the last one, return the exit code. Collective."""
         self.train()
         step, r = self.state.global_step, self.rank
         status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
@@ -145,10 +136,7 @@ class Recorded:
         """Send nothing: it would wait for a network that clusters do not have."""
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """Return the placeholder of DeepSpeed's optimizer, over parameter groups that bound its peak of memory.
-
-        Other optimizers, set before, are returned as they are.
-        """
+        """Return a placeholder for DeepSpeed's optimizer, in groups of bounded memory; or one set before."""
         if isinstance(self.optimizer, DummyOptim):
             self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))
         return self.optimizer

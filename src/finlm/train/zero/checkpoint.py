@@ -102,10 +102,7 @@ class Checkpoints:
         distributed.barrier()
 
     def save_if_due(self, step: int, at_once: bool) -> None:
-        """Save the state after `step` steps, to disk if `at_once` or its schedule asks for it, else to memory if due.
-
-        All ranks call it after every step.
-        """
+        """Save after `step` steps, to disk if due there or `at_once`, else to memory if due. Collective, each step."""
         self._measure_once()
         if at_once or is_due(step, self.keep.every_steps):
             self.save(step)

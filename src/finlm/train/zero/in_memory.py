@@ -97,10 +97,7 @@ class InMemory:
                     shutil.rmtree(path, ignore_errors=True)
 
     def measure(self, sizes: Sequence[int]) -> None:
-        """Set bytes_here, the bytes of a checkpoint in this host's memory.
-
-        `sizes` has the bytes of every rank's files.
-        """
+        """Set bytes_here, the bytes of a checkpoint in this host's memory; `sizes` has those of each rank's files."""
         here = [*self.members]
         for member, sources in enumerate(entry.gather_values(self.sources)):
             here += sources if member in self.members else []
@@ -118,10 +115,7 @@ class InMemory:
         return step >= self.next_step
 
     def find_problem(self) -> str:
-        """Return why this host's memory has no room for a checkpoint; "" if it has, or if this rank does not lead.
-
-        Not collective.
-        """
+        """Return why this host's memory has no room for a checkpoint; "" if it has or this rank does not lead."""
         free = min(shutil.disk_usage(self.directory).free, available_bytes())
         needed = (self.bytes_here or 0) + (1 << 22)
         if not self.leads or free >= needed:
@@ -228,18 +222,12 @@ class InMemory:
         return problems
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the written checkpoint of this host, and link it into the run's checkpoints. Raises OSError.
-
-        Only the leader calls it.
-        """
+        """Publish the leader's checkpoint and link it into the run's checkpoints. Raises OSError."""
         directory = self.directory / f"step-{manifest.step}"
         disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
-        """Remove the checkpoint `name` (step-N), whole or half-written, and the link to it.
-
-        Only the leader calls it.
-        """
+        """Remove the leader's checkpoint `name` (step-N), whole or half-written, and the link to it."""
         link = self.run.checkpoints / name
         if link.is_symlink():
             link.unlink(missing_ok=True)

@@ -284,10 +284,7 @@ class Shards:
                 start += share
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of a flattened parameter: fp32, CPU.
-
-        `key` is fp32 for the master weight, exp_avg or exp_avg_sq for a moment.
-        """
+        """Return elements [start, start + numel) of a flattened parameter's `key` of KEYS: fp32, CPU."""
         out = torch.empty(numel, dtype=torch.float32)
         at = 0  # of the parameter
         for piece in self.pieces[name]:
