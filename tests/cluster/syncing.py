@@ -26,7 +26,7 @@ from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.hosts import sync
 request = json.loads(sys.argv[1])
-hosts, root = request.pop("hosts"), pathlib.Path(request.pop("root"))
+hosts, root = dict.fromkeys(request.pop("hosts"), pathlib.Path), pathlib.Path(request.pop("root"))
 try:
     results = sync.sync(root, hosts, **request | {"data": [pathlib.Path(p) for p in request.get("data", [])]})
 except UserError as error:

@@ -277,6 +277,7 @@ class RunFailed(UserError):
 
     cause = ""
     is_gone = False
+    is_certain = False
 
     def __init__(
         self,
@@ -287,10 +288,9 @@ class RunFailed(UserError):
         exit_code: int = 1,
         host: str = "",
         is_final: bool = False,
-        is_certain: bool = False,
     ) -> None:
         super().__init__(problem, evidence=evidence, fix=fix)
-        self.exit_code, self.host, self.is_final, self.is_certain = exit_code, host, is_final, is_certain
+        self.exit_code, self.host, self.is_final = exit_code, host, is_final
 
 
 def link(directory: Path, target: Path) -> None:

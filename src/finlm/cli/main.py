@@ -210,7 +210,8 @@ def _sync(options: argparse.Namespace) -> int:
 
     hosts = command_line.to_sync(options)
     if hosts:
-        sync.sync(sync.repository_root(), hosts, accept_new=options.accept_new, dry_run=options.dry_run)
+        same_path = dict.fromkeys(hosts, Path)
+        sync.sync(sync.repository_root(), same_path, accept_new=options.accept_new, dry_run=options.dry_run)
     else:
         screen.say(f"{options.hostfile} names no host, so runs use this machine: nothing to sync")
     return 0

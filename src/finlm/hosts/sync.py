@@ -51,31 +51,30 @@ def repository_root() -> Path:
 
 def sync(
     root: Path,
-    hosts: Sequence[str],
+    hosts: Mapping[str, Callable[[Path], Path]],
     *,
     names: Sequence[str] | None = None,
     data: Sequence[Path] = (),
-    there: Mapping[str, Callable[[Path], Path]] | None = None,
     accept_new: bool = False,
     dry_run: bool = False,
 ) -> list[HostResult]:
     """Make root's code (or only its files and directories `names`) and the data paths equal on every host.
 
-    `there` maps a host to a function from a path here to its path on that host; other hosts use the same path as here.
-    Prints the trees and each result, and returns a HostResult per host in the order given. `dry_run` only counts what
-    would change.
+    `hosts` maps each host to a function from a path here to its path there (Path: the same path). Prints the trees and
+    each result, and returns a HostResult per host in the order given. `dry_run` only counts what would change.
 
     Raises UserError before any host is contacted when a host name or data path is unusable, rsync is missing here, or
     another sync of root is running; and, after all hosts are done, when some of them failed, naming each with its
     reason.
     """
-    wanted = [ssh.check_host(host) for host in dict.fromkeys(hosts)]
+    for host in hosts:
+        ssh.check_host(host)
     with ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
-        is_here = dict(zip(wanted, pool.map(ssh.is_this_machine, wanted), strict=True))
-    results = {name: HostResult(name, "this machine") for name in wanted if is_here[name]}
+        is_here = dict(zip(hosts, pool.map(ssh.is_this_machine, hosts), strict=True))
+    results = {name: HostResult(name, "this machine") for name in hosts if is_here[name]}
     for result in results.values():
         screen.say(str(result))
-    remote = [name for name in wanted if not is_here[name]]
+    remote = [name for name in hosts if not is_here[name]]
     if not remote:
         screen.say("the hostfile names only this machine: nothing to sync")
         return list(results.values())
@@ -88,13 +87,12 @@ def sync(
         for tree in trees:
             size = format_bytes(tree.size_bytes)
             screen.say(f"{tree.path}: {len(tree.files):,} files, {size}, tree {tree.sha256[:12]}")
-        jobs = {name: Job(root, trees, token, accept_new, dry_run) for name in remote}
-        for name, place in (there or {}).items():
-            if name in jobs:
-                moved = tuple(dataclasses.replace(tree, there=place(tree.path)) for tree in trees)
-                jobs[name] = dataclasses.replace(jobs[name], root=place(root), trees=moved)
+        jobs = {}
+        for name in remote:
+            moved = tuple(dataclasses.replace(tree, there=hosts[name](tree.path)) for tree in trees)
+            jobs[name] = Job(hosts[name](root), moved, token, accept_new, dry_run)
         results |= _sync_all_hosts(jobs)
-    return [results[name] for name in wanted]
+    return [results[name] for name in hosts]
 
 
 @contextmanager

@@ -111,12 +111,11 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool
         model = model_path(recipe)
         data = [run.shards, model] if model else [run.shards]
         places = {host.destination: functools.partial(path_on_host, access=host.access) for host in remote}
-        names = [host.destination for host in remote]
         if hosts.hosts[0] in remote and run.events.exists():
             # Rank 0 reads there which data roll-backs left out; a run that continues another, or a new disk, has none.
             run.lent_events.parent.mkdir(exist_ok=True)
             shutil.copyfile(run.events, run.lent_events)
-        results = sync.sync(run.path, names, names=SYNCED, data=data, there=places, accept_new=accept_new)
+        results = sync.sync(run.path, places, names=SYNCED, data=data, accept_new=accept_new)
         status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
     sessions, first, patience = [], 0, recipe.launch.outage_seconds
     for node, host in enumerate(hosts.hosts):

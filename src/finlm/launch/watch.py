@@ -162,12 +162,13 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
-        return RunFailed(
+        failure = RunFailed(
             f"this machine did not run for {progress.slept:.0f} s, so the hosts ended their ranks",
             evidence=f"{words}; launch.outage_seconds is {sessions[0].patience:g}",
             fix=f"start the run on a machine that does not sleep, or raise launch.outage_seconds; {RESUMES}",
-            is_certain=True,
         )
+        failure.is_certain = True
+        return failure
     for session in sessions:
         if session.refused:
             fix = f"mend it on {session.name}; {RESUMES}"
@@ -221,28 +222,17 @@ def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, wo
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
         words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"
     evidence = f"{words}\n{_last_words(log_of(run, session, rank))}"
-    if code >= 0:
-        return RunFailed(
-            f"{where} ended with exit code {code}",
-            evidence=evidence,
-            fix=f"read {run.logs}; {RESUMES}",
-            exit_code=code,
-            host=session.name,
-        )
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    fix, is_certain = f"read {log_of(run, session, rank)}; {RESUMES}", False
-    if code == -signal.SIGKILL:
+    ended, fix = f"ended with exit code {code}", f"read {run.logs}; {RESUMES}"
+    is_sigkill = code == -signal.SIGKILL
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        ended, fix, code = f"was killed by {name}", f"read {log_of(run, session, rank)}; {RESUMES}", 128 - code
+    if is_sigkill:
         counted, fix = _explain_sigkill(run, session)
         evidence = f"{counted}\n{evidence}"
-        is_certain = session.oom_kills is not None
-    return RunFailed(
-        f"{where} was killed by {name}",
-        evidence=evidence,
-        fix=fix,
-        exit_code=128 - code,
-        host=session.name,
-        is_certain=is_certain,
-    )
+    failure = RunFailed(f"{where} {ended}", evidence=evidence, fix=fix, exit_code=code, host=session.name)
+    failure.is_certain = is_sigkill and session.oom_kills is not None
+    return failure
 
 
 def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:

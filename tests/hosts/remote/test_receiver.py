@@ -95,11 +95,11 @@ def test_a_tracked_file_deleted_here_and_a_nested_repository_are_left_out(
 def test_a_second_sync_of_the_same_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sync._lock_root(tmp_path) as token, pytest.raises(UserError, match="another sync"):
         assert (tmp_path / receiver.LOCK).read_text() == token
-        sync.sync(tmp_path, ["192.0.2.1"])
+        sync.sync(tmp_path, {"192.0.2.1": Path})
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(UserError, match="rsync is not installed on this machine"):
-        sync.sync(tmp_path, ["192.0.2.1"])
+        sync.sync(tmp_path, {"192.0.2.1": Path})
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_directorys(
