@@ -6,7 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from finlm.admit import record
 from finlm.plan import host_memory, memory, plan
 from finlm.plan.memory import GIB, Layout
 from finlm.recipe.shape import ModelShape
@@ -87,6 +93,33 @@ def test_activations_are_110_kb_a_token_and_layer_when_compiled() -> None:
     assert memory.layer_activation_bytes(XUANYUAN_6B, BASE) == pytest.approx(109_600, rel=0.01)
     eager = dataclasses.replace(BASE, compiled=False)
     assert memory.layer_activation_bytes(XUANYUAN_6B, eager) > 180_000
+
+
+@pytest.mark.parametrize(
+    ("adapted", "dropout"), [(("q_proj", "v_proj"), 0.1), (("q_proj", "v_proj"), 0.0), (("o_proj", "down_proj"), 0.0)]
+)
+def test_deepspeeds_linear_keeps_the_inputs_of_frozen_matrices_under_zero_3(
+    adapted: tuple[str, ...], dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape(hidden=64, layers=1, heads=4, kv_heads=2, ffn=176, vocab=128, tied=True)
+    names = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 176, "vocab_size": 128}
+    config = LlamaConfig(**names, num_attention_heads=4, num_key_value_heads=2)
+    kept, planned = {}, {}
+    for stage, linear in ((1, functional.linear), (3, zero3_linear_wrap)):
+        torch.manual_seed(0)
+        lora = LoraConfig(r=4, lora_dropout=dropout, target_modules=list(adapted))
+        model = get_peft_model(LlamaForCausalLM(config).bfloat16(), lora, autocast_adapter_dtype=False).train()
+        decoder, states = model.base_model.model.model, torch.randn(1, 32, 64).bfloat16().requires_grad_()
+        monkeypatch.setattr(functional, "linear", linear)
+        positions = decoder.rotary_emb(states, torch.arange(32)[None])
+        with record.collect_saved({part.untyped_storage().data_ptr() for part in model.parameters()}) as saved:
+            decoder.layers[0](states, position_embeddings=positions, attention_mask=None)
+        kept[stage] = sum(saved.values()) / 32
+        layout = dataclasses.replace(
+            BASE, zero_stage=stage, compiled=False, trainable=1, adapted=adapted, has_dropout=dropout > 0, rank=4
+        )
+        planned[stage] = memory.layer_activation_bytes(shape, layout)
+    assert planned[3] - planned[1] == kept[3] - kept[1] > 0
 
 
 def test_each_zero_stage_and_offload_needs_less_device_memory() -> None:

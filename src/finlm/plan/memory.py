@@ -207,17 +207,20 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
     """Return what adapters add to the bytes kept per token: (in attention and norms, in the feed-forward block).
 
     A frozen matrix keeps no input, and a frozen norm, eager, nothing before its scale. An adapter keeps its input and
-    what its matrix A makes of it; with dropout also an input of its own and a mask of one byte.
+    what its matrix A makes of it; with dropout also an input of its own and a mask of one byte. Uncompiled layers under
+    ZeRO-3 use DeepSpeed's linear function, which keeps the input of a frozen matrix too.
     """
+    keeps_all = layout.zero_stage == 3 and not layout.compiled
     hidden, ffn, sides = shape.hidden, shape.ffn, shape.matrices
     adapted = [name for name in sides if name in layout.adapted]
     shared = [READ_A_NORM + READ_THE_OTHER] if shape.is_parallel else [READ_A_NORM, READ_THE_OTHER]
     here, block = (0, 0) if layout.compiled else (-4 * hidden, 0)
     unread = [names for names in shared if layout.has_dropout or not set(names) & set(adapted)]
+    unread = [] if keeps_all else unread
     if layout.recompute == "selective":  # keeps the block's input in any case
         unread = [names for names in unread if names != shared[-1]]
     here -= 2 * hidden * len(unread)
-    if not layout.compiled and (layout.has_dropout or "down_proj" not in adapted):
+    if not layout.compiled and not keeps_all and (layout.has_dropout or "down_proj" not in adapted):
         block -= 2 * ffn
     for name in adapted:
         is_recomputed = layout.compiled and name == "down_proj"  # by train/model/kernels.py's LeanMlp
