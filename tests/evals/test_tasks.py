@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from finlm.base.rundir import RunDir
 from finlm.cli import main
 from finlm.evals import extraction, questions, suite, tasks
 from finlm.inference.open import open_model
+from finlm.record.report import run_page
 
 INSTALLED = all(importlib.util.find_spec(name) for name in tasks.PACKAGES)
 needs_packages = pytest.mark.skipif(not INSTALLED, reason="needs requirements-cflue.lock")
@@ -207,6 +209,10 @@ def test_the_command_asks_scores_and_goes_on(
     assert "COMET" in printed.err and "answers are in" not in printed.err
     *_, event = run.read_events("tasks")
     assert event["scores"] == result["scores"] and event["sha256"] == result["sha256"]
+    page = run_page.build(run).read_text(encoding="utf-8")
+    for name, score in result["scores"].items():
+        cells = [name, result["model"], score["metric"], str(score["rows"]), f"{100 * score['value']:.1f} %"]
+        assert re.sub("</?td[^>]*>", "|", page).count("||".join(cells)) == 1, name
     assert main.main([*command, "--limit", "4"]) == 0
     printed = capsys.readouterr()
     assert "4 of 4 answers are in" in printed.err and "a random 4 of 9" in printed.err

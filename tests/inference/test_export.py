@@ -41,6 +41,8 @@ def exported(finished: tuple[RunDir, str], tmp_path_factory: pytest.TempPathFact
     step = run.complete_checkpoints()[-1][0]
     numbers = {"macro": 0.5, "micro": 0.4, "micro_interval": [0.3, 0.5], "questions": 99}
     run.append_event("suite", suite="exam", mode="chat", shots=0, step=step, **numbers)
+    score = {"metric": "accuracy", "rows": 90, "value": 0.25, "interval": [0.2, 0.3]}
+    run.append_event("tasks", suite="cflue-tasks", mode="chat", step=step, scores={"Fin_TC": score})
     out = run.path.parent / "model"
     assert main.main(["export", str(run.path), str(out), "--shard-size", "500KB"]) == 0
     return run, out
@@ -133,6 +135,7 @@ def test_the_card_says_what_the_run_knows_and_no_licence(exported: tuple[RunDir,
         assert f"| {source} | {row['loss']:,.4f} |" in card
     assert manifest["shards"]["sha256"] in card and manifest["finlm"]["code_sha256"] in card
     assert "| exam | chat, 0-shot | 99 | 50.00 % | 40.00 % | 30.0 to 50.0 |" in card
+    assert "| cflue-tasks | Fin_TC | accuracy | 90 | 0.2500 | 0.2000 to 0.3000 |" in card
     assert "license:" not in card.partition("# quickstart")[0]
     assert "s3cr3t" in run.recipe.read_text() and "gpu-7" in run.recipe.read_text()
     assert "s3cr3t" not in card and "gpu-7" not in card and "tokens_per_step: 1024" in card

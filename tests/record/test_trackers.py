@@ -73,11 +73,13 @@ def test_two_modes_of_a_suite_at_one_step_are_two_curves(run: RunDir) -> None:
         run.append_event(
             "suite", step=20, suite="exam", mode=mode, macro=right, micro=right, loose={"x": [float("nan")]}
         )
-    assert [row["loose"] for row in run.read_events()] == [{"x": [None]}] * 2, "NaN is no JSON, however deep it stands"
+    run.append_event("tasks", step=20, suite="cflue-tasks", mode="chat", scores={"Fin_TC": {"value": 0.75, "rows": 8}})
+    assert [row["loose"] for row in run.read_events("suite")] == [{"x": [None]}] * 2, "NaN is no JSON, however deep it stands"
     assert "NaN" not in run.events.read_text()
     trackers.follow(run, "tensorboard", lambda: True)
     curves = shown(run)
     assert curves["suite/exam/cloze/micro"] == [(20, 0.5)] and curves["suite/exam/chat/micro"] == [(20, 0.25)]
+    assert curves["suite/cflue-tasks/chat/Fin_TC"] == [(20, 0.75)]
 
 
 def test_resumed_and_rolled_back_steps_appear_once_as_they_went_on(run: RunDir) -> None:

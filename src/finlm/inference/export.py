@@ -317,6 +317,7 @@ def card_text(trained: Trained, directory: Path) -> str:
         *_data(trained),
         *_held_out(trained, step),
         *_suites(trained, step),
+        *_tasks(trained, step),
         *_origin(trained),
         "## Recipe",
         "",
@@ -377,6 +378,21 @@ def _suites(trained: Trained, step: int) -> Iterator[str]:
         macro, micro = f"{100 * row['macro']:.2f} %", f"{100 * row['micro']:.2f} %"
         mode = f"{row['mode']}, {row['shots']}-shot"
         yield f"| {row['suite']} | {mode} | {row['questions']:,} | {macro} | {micro} | {low} to {high} |"
+    yield ""
+
+
+def _tasks(trained: Trained, step: int) -> Iterator[str]:
+    """Yield the lines of the card's table of scores of tasks with free answers at this step; none without scores."""
+    rows = [row for row in trained.run.read_events("tasks") if row.get("step") == step]
+    if not rows:
+        return
+    yield from ("## Tasks with free answers", "", "| suite | task | metric | questions | score | 95 % interval |")
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        for name, score in row["scores"].items():
+            low, high = score["interval"]
+            about = f"| {row['suite']} | {name} | {score['metric']} | {score['rows']:,}"
+            yield f"{about} | {score['value']:.4f} | {low:.4f} to {high:.4f} |"
     yield ""
 
 

@@ -63,6 +63,7 @@ class History:
     incidents: list[Row] = field(default_factory=list)
     exports: list[Row] = field(default_factory=list)
     suites: list[Row] = field(default_factory=list)
+    tasks: list[Row] = field(default_factory=list)
     rollbacks: list[Row] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     expectations: list[Row] = field(default_factory=list)
@@ -154,6 +155,7 @@ def read_history(run: RunDir) -> History:
         "incident": history.incidents,
         "export": history.exports,
         "suite": history.suites,
+        "tasks": history.tasks,
         "expect": history.expectations,
     }
     columns_of_steps = list(history.steps.items())
@@ -226,8 +228,8 @@ def _decode_row(line: str) -> Any:
 
 
 def _take_back(history: History, step: float) -> None:
-    """Remove from `history` its steps, evaluations, checkpoints, suites and points after `step`; lower planned_from."""
-    for rows in (history.evals, history.checkpoints, history.suites):
+    """Remove from `history` its steps, evaluations, checkpoints, suites, tasks and points after `step`; lower planned_from."""
+    for rows in (history.evals, history.checkpoints, history.suites, history.tasks):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()
     done = history.steps["step"]

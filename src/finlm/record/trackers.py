@@ -151,7 +151,7 @@ def check(names: Sequence[str]) -> None:
 def metrics(row: Row) -> dict[str, float]:
     """Return the metrics of an events.jsonl row by the names trackers show, such as train/loss or eval/<source>/loss.
 
-    Covers events of kind step, eval, checkpoint and suite; empty for others. Values that are not numbers are left out.
+    Covers events of kind step, eval, checkpoint, suite and tasks; empty for others. Values that are not numbers are left out.
     """
     kind = row["kind"]
     values = {key: value for key, value in row.items() if key not in ("kind", "time", "step", "rows_crc")}
@@ -162,6 +162,9 @@ def metrics(row: Row) -> dict[str, float]:
         groups |= {f"eval/{source}": numbers for source, numbers in (row.get("sources") or {}).items()}
     elif kind == "checkpoint":
         groups["checkpoint"] = {key: row.get(key) for key in ("bytes", "seconds", "stall_seconds")}
+    elif kind == "tasks":
+        scores = {name: score["value"] for name, score in (row.get("scores") or {}).items()}
+        groups[f"suite/{row.get('suite')}/{row.get('mode')}"] = scores
     elif kind == "suite":
         groups[f"suite/{row.get('suite')}/{row.get('mode')}"] = {key: row.get(key) for key in ("macro", "micro")}
     named = ((f"{group}/{key}", value) for group, numbers in groups.items() for key, value in numbers.items())
@@ -176,7 +179,7 @@ def _config(run: RunDir, wanted: Recipe) -> dict[str, Any]:
 
 POLL_SECONDS = 1.0
 END_SECONDS = 60.0  # a tracker's time to send the rest when its run has ended
-KINDS = ("step", "eval", "checkpoint", "suite")
+KINDS = ("step", "eval", "checkpoint", "suite", "tasks")
 
 
 def current(rows: Iterator[Row]) -> list[Row]:
@@ -233,7 +236,7 @@ def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[s
     newest = dict(sent)
     for row in rows:
         kind, step = row["kind"], int(row.get("step") or 0)
-        if (step <= newest.get(kind, -1) and kind != "suite") or step <= tracker.done:
+        if (step <= newest.get(kind, -1) and kind not in ("suite", "tasks")) or step <= tracker.done:
             continue
         newest[kind] = step
         if numbers := metrics(row):

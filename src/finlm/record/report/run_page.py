@@ -63,7 +63,8 @@ def values(run: RunDir, history: History, state: str) -> dict[str, Any]:
         "doctor": read_object(run.doctor),
         "diagnosis": read_object(run.diagnosis).get("findings") or (),
         "facts": _facts(history, plan),
-        "suites": _newest_suites(history),
+        "suites": _newest(history.suites),
+        "tasks": _newest(history.tasks),
         "against": _compare_plan(history, plan),
         "decided": _decisions(plan),
         **_count_data(data),
@@ -88,10 +89,10 @@ def _facts(history: History, plan: Mapping[str, Any]) -> list[str | None]:
     ]
 
 
-def _newest_suites(history: History) -> list[Row]:
+def _newest(results: list[Row]) -> list[Row]:
     """Return the newest event of each combination of suite, mode, number of examples and model."""
     keys = ("suite", "mode", "shots", "model")
-    return list({tuple(row.get(key) for key in keys): row for row in history.suites}.values())
+    return list({tuple(row.get(key) for key in keys): row for row in results}.values())
 
 
 def _compare_plan(history: History, plan: Mapping[str, Any]) -> list[tuple[str | None, ...]]:
