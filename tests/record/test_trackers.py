@@ -74,7 +74,7 @@ def test_two_modes_of_a_suite_at_one_step_are_two_curves(run: RunDir) -> None:
             "suite", step=20, suite="exam", mode=mode, macro=right, micro=right, loose={"x": [float("nan")]}
         )
     run.append_event("tasks", step=20, suite="cflue-tasks", mode="chat", scores={"Fin_TC": {"value": 0.75, "rows": 8}})
-    assert [row["loose"] for row in run.read_events("suite")] == [{"x": [None]}] * 2, "NaN is no JSON, however deep it stands"
+    assert [row["loose"] for row in run.read_events("suite")] == [{"x": [None]}] * 2, "NaN is no JSON"
     assert "NaN" not in run.events.read_text()
     trackers.follow(run, "tensorboard", lambda: True)
     curves = shown(run)

@@ -151,7 +151,7 @@ def check(names: Sequence[str]) -> None:
 def metrics(row: Row) -> dict[str, float]:
     """Return the metrics of an events.jsonl row by the names trackers show, such as train/loss or eval/<source>/loss.
 
-    Covers events of kind step, eval, checkpoint, suite and tasks; empty for others. Values that are not numbers are left out.
+    Covers events of KINDS; empty for others. Values that are not numbers are left out.
     """
     kind = row["kind"]
     values = {key: value for key, value in row.items() if key not in ("kind", "time", "step", "rows_crc")}
