@@ -228,7 +228,7 @@ def _decode_row(line: str) -> Any:
 
 
 def _take_back(history: History, step: float) -> None:
-    """Remove from `history` its steps, points, evaluations, checkpoints and results after `step`; lower planned_from."""
+    """Remove from `history` steps, points, evaluations, checkpoints and results after `step`; lower planned_from."""
     for rows in (history.evals, history.checkpoints, history.suites, history.tasks):
         while rows and (rows[-1].get("step") or 0) > step:
             rows.pop()
