@@ -45,6 +45,7 @@ ENDINGS = [
     "2025-01-01 10:00:00 - worker - ptxas fatal   : Unresolved extern function 'f'\n",
     "/var/spool/job/script: line 3: [: -ge: unary operator expected\nslurmstepd: error: task exited\n",
     "step one\nProcess finished with exit code 3\n",
+    "phase one\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n",
     "[2025-05-04 20:44:05,116] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 28737\n",
     "work\nSubject: Job 21869429: <v32test_0> in cluster <dcc> Exited\n",
     "work\n------------------------------------------------------------\n\nExited with exit code 1.\n",
@@ -458,8 +459,12 @@ BY_RULE = [  # the file of the last frame, its line of code, the exception
     ("/data/work/train.py", "phase = plan['phase']", "KeyError: 'phase'", "code_error"),
     ("/data/work/train.py", "text = sample['body']", "KeyError: 'body'", "dataset_columns_mismatch"),
     ("/data/work/collate_rows.py", "ids[0]", "IndexError: list index out of range", "dataset_columns_mismatch"),
-    ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "tensor_shapes"),
-    ("/data/work/train.py", "assert x.dtype == y.dtype", "AssertionError", "tensors_apart"),
+    ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "code_error"),
+    (LIBRARY, "assert x.dtype == y.dtype", "AssertionError", "check_refused"),
+    (LIBRARY, "assert not p.users, p.summary()", "AssertionError: {'id': 0, 'requires_grad': True}", "check_refused"),
+    (LIBRARY, "plan.phase", "AttributeError: 'NoneType' object has no attribute 'phase'", "unknown"),
+    (LIBRARY, "plan[key]", "KeyError: 'phase'", "unknown"),
+    (LIBRARY, "go()", "RuntimeError: CUDA error: phase not permitted", "unknown"),
     ("/data/work/train.py", "port = os.environ['PEER_PORT']", "KeyError: 'PEER_PORT'", "launch_config_incomplete"),
     (LIBRARY, "go()", "TypeError: 'Plan' object is not callable", "package_versions"),
     (LIBRARY, "raise ValueError(", "ValueError: a draft cannot follow a chunk", "check_refused"),
@@ -487,6 +492,19 @@ def test_a_rule_looks_past_frames_that_only_pass_on_what_another_did(findings: O
     passed = f'  File "{place}", line 9, in __getattr__\n    raise AttributeError(\n'
     (found,) = findings(TRACEBACK + passed + "AttributeError: 'int' object has no attribute 'phase'\n")
     assert found.cause == "code_error" and "train.py:7" in found.title
+
+
+def test_an_error_far_above_an_exception_that_no_signature_knows_comes_after_it(findings: Of) -> None:
+    warned, raised = "srun: error: gpu1: task 3: Killed\n", TRACEBACK + "ValueError: phase\n"
+    near, far = findings(warned + raised), findings(warned + "working\n" * 60 + raised)
+    assert [near[0].cause, far[0].cause] == ["host_memory_insufficient", "code_error"]
+    assert {f.cause for f in near} == {f.cause for f in far}
+
+
+def test_what_a_program_lists_as_possible_reasons_is_no_evidence(findings: Of) -> None:
+    died = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. "
+    listed = "There are some potential root causes. (1) The process is killed by SIGKILL. (2) SIGSEGV or others.\n"
+    assert [f.cause for f in findings(died + listed)] == ["ray_node_lost"]
 
 
 def test_a_rule_never_hides_a_cause_that_a_signature_knows(findings: Of) -> None:

@@ -127,6 +127,7 @@ def tail_lines(log: Log) -> Iterator[tuple[int, int, str]]:
         offset += len(raw) + 1
 
 
+_DUMP = re.compile(r"(?<=Error): \{['\"].*")  # a dictionary printed as a message says nothing in words
 # Frames that pass on what another did: the interpreter's own files, torch's wrappers, a lookup in a module.
 _PASSES_ON = re.compile(
     r"/lib/python3[\d.]*/(?!(?:site|dist)-packages)|torch/(?:nn/modules/(?:module|container)|utils/_contextlib|_ops|"
@@ -155,7 +156,7 @@ class Ending:
     def facts(self, error: str, frames: Sequence[str], source: str) -> dict[str, str] | None:
         """Return what the rule says of an exception: {name: text}; None if the rule does not fit it."""
         telling = next((frame for frame in reversed(frames) if not _PASSES_ON.search(frame)), "".join(frames[-1:]))
-        match = self.error.search(error)
+        match = self.error.search(_DUMP.sub("", error))
         if not match or not self.frame.search(telling) or not self.source.search(source):
             return None
         if self.library is not None and (not telling or self.library != bool(IN_LIBRARY.search(telling))):

@@ -51,6 +51,7 @@ _ERROR = re.compile(
     r"^\[?[EF]\d{3}"
 )
 LAST_LINES = 4
+NEAR_LINES = 40  # so far above an exception that no signature knows, an error line may be what led to it
 CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker shows that it had caught the last
 
 
@@ -215,15 +216,16 @@ def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log:
 def _level(candidate: _Candidate, died: Set[int | None], shown: Sequence[Raised], open_ends: Sequence[Raised]) -> str:
     """Return the pattern's level, or a lower one.
 
-    It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the line is no error
-    and an unexplained exception follows it, or if the exception was caught.
+    It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the line is no error,
+    or stands far above, and an unexplained exception follows it, or if the exception was caught.
     """
     hit, level = candidate.hit, candidate.pattern.level
     if candidate.signature.waits and hit.rank is not None and died - {hit.rank}:
         return "echo"
-    if level in ("cause", "symptom") and candidate.signature.id != "unknown" and not _ERROR.search(hit.text):
-        later = any(raised.hit.source == hit.source and raised.hit.line > hit.line for raised in open_ends)
-        if later and not any(raised.covers(hit) for raised in shown):
+    if level in ("cause", "symptom") and candidate.signature.id != "unknown":
+        later = [r.first for r in open_ends if r.hit.source == hit.source and r.hit.line > hit.line]
+        is_near = later and _ERROR.search(hit.text) and later[0] - hit.line <= NEAR_LINES
+        if later and not is_near and not any(raised.covers(hit) for raised in shown):
             return "remark"
     if candidate.signature.id != "unknown" and any(r.covers(hit) and _is_outlived(r, open_ends) for r in shown):
         return "remark"

@@ -32,6 +32,8 @@ _PREFIX = re.compile(
     )[ ]?""",
     re.VERBOSE,
 )
+# What a program lists as possible reasons is no evidence of any of them.
+_ADVICE = re.compile(r"(?:There are some potential root causes|[Ss]ome common causes include)\b.*")
 _NCCL_HOST = re.compile(r"^(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\]")
 _RANK = re.compile(r"\[Rank (\d+)\]|\brank(?:\s*:\s*|=)(\d+)")
 _DATE = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
@@ -41,7 +43,7 @@ FRAME = re.compile(r'^\s*File (?:"[^"]+", line \d+(?:,? in .+)?|[^"\s]\S*:\d+, i
 # A frame of an installed package, or of a program that is run from a clone of its repository.
 IN_LIBRARY = re.compile(
     r"-packages/|/(?:llamafactory|llmtuner|swift|axolotl|verl|openrlhf|torchtune|megatron|nemo\w*|deepspeed|transformers|"
-    r"accelerate|peft|trl|vllm[\w-]*|mindspeed\w*|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan)/",
+    r"accelerate|peft|trl|vllm[\w-]*|mindspeed\w*|sglang|lmdeploy|xtuner|fastchat|unsloth\w*|colossalai|lightning\w*|fairseq|gpt-neox|torchtitan|mlx_lm)/",
     re.IGNORECASE,
 )
 _BOX = re.compile(r"^\s*[│┃|]\s*(?:❱\s*)?\d*\s*[│┃|]")  # of rich's tracebacks
@@ -68,7 +70,7 @@ def clean(text: str) -> tuple[str, dict[str, str]]:
             break
         said.update({key: value for key, value in match.groupdict().items() if value})
         text = text[match.end() :]
-    return text, said
+    return _ADVICE.sub("", text) if " causes" in text else text, said
 
 
 def speaker(text: str, said: dict[str, str]) -> tuple[str, int | None]:
