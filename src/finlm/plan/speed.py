@@ -56,6 +56,7 @@ ADAPTER_MOVED = {
     False: (8, 4),
 }  # times an adapter's outputs and inputs are read or written; compiled, eager
 DROPPED_MOVED = {True: 7, False: 5}  # times its inputs are for dropout
+EXPERT_MOVED = 10  # times an expert's inputs are read or written to sort, weigh and join them: one model, one H200
 BANDWIDTH = 0.75  # share of the memory's bandwidth that such kernels reach
 LAYER_LAUNCH = {True: 0.52e-3, False: 1.6e-3}  # seconds of the host a layer, forward and backward: compiled, eager
 MICRO_STEP_LAUNCH = 5.2e-3  # beside the layers: embedding, loss, engine, data
@@ -194,6 +195,8 @@ def _moved_bytes(shape: ModelShape, layout: Layout) -> float:
     factor = COMPILED_BYTES if layout.compiled else EAGER_BYTES
     moved = shape.layers * tokens * e * forward * (3 + again) * factor
     moved += shape.layers * tokens * e * _adapters_moved(shape, layout)
+    routed = (shape.layers - shape.dense) * shape.experts[1] * shape.hidden
+    moved += routed * tokens * e * EXPERT_MOVED * (3 + (layout.recompute == "full"))
     if layout.weight_bytes is not None:  # forward, backward, recomputation: 4 bits to a matrix
         moved += shape.layers * NF4_MOVED * shape.layer_parameters * (2 + (layout.recompute != "none"))
     if layout.precision == "fp8":
