@@ -76,6 +76,7 @@ class Ranks:
             # DeepSpeed compiles its CPU Adam with the ninja of this environment; threads would not survive a fork.
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PATH": path, "OMP_NUM_THREADS": "1"}
+            env["CXX"] = str(HERE / "g++")
             command = [sys.executable, __file__]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
