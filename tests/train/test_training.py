@@ -52,9 +52,12 @@ def expected(finished: tuple[RunDir, str]) -> list[float]:
 def test_every_zero_stage_offload_and_recompute_gives_the_same_loss(
     make_run: Any, ranks: Ranks, expected: list[float], overrides: tuple[str, ...]
 ) -> None:
-    assert expected[-1] < expected[0] - 0.3
-    losses = [row["loss"] for row in ranks.train(make_run(*overrides))]
-    assert losses == pytest.approx(expected, abs=1e-3)
+    """In ten of the twenty steps, the last six at full rate; an evaluation and a checkpoint are among them."""
+    assert expected[9] < expected[0] - 0.2
+    run = make_run(*overrides, "checkpoint.every_steps=5", "eval.every_steps=5")
+    assert ranks.codes(run, "stopped", 10) == [-9, -9], logs(run)
+    assert [row["loss"] for row in run.read_events("step")] == pytest.approx(expected[:10], abs=1e-3)
+    assert [step for step, _ in run.complete_checkpoints()] == [5]
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
