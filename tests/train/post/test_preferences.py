@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, OlmoeConfig, OlmoeForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from finlm.base.rundir import RunDir
@@ -113,6 +113,30 @@ def test_zero_3_on_one_rank_gives_the_same_dpo(whole: RunDir, made: Any, ranks: 
     assert [row["rows_crc"] for row in rows] == values(whole, "rows_crc") and len(set(values(whole, "rows_crc"))) == 8
     assert [row["loss"] for row in rows] == pytest.approx(values(whole, "loss"), abs=1e-4)
     assert [row["margin"] for row in rows] == pytest.approx(values(whole, "margin"), abs=1e-3)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "grpo"])
+def test_a_mixture_of_experts_keeps_its_config_and_the_routers_loss_is_not_added(
+    stage: str, made: Any, model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """trl adds router_aux_loss_coef times that loss, and switched output_router_logits on in the config it exports."""
+    config = OlmoeConfig(
+        **{"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 100.0},
+    )
+    shutil.copytree(model, tmp_path / "start")
+    OlmoeForCausalLM(config).save_pretrained(tmp_path / "start")
+    few = (f"model.init_from={tmp_path / 'start'}", "train.steps=3", "checkpoint.every_steps=3")
+    if stage == "sft":
+        rows = dialogues.write(tmp_path / "rows.jsonl", dialogues.sample(40))
+        run = dialogues.run(tmp_path, dialogues.sft(tmp_path, tmp_path / "start", rows, *few[1:]), ranks=1)
+    else:
+        run = made(stage, *few, ranks=1)
+    assert all(abs(row["loss"]) < 20 for row in ranks.train(run)), (
+        "the router's loss would count 100 times"
+    )
+    trained = load_trained(run.complete_checkpoints()[-1][1]).model.config
+    assert (trained.output_router_logits, trained.router_aux_loss_coef) == (False, 100.0)
 
 
 def test_dpo_of_adapters_has_the_start_as_its_reference(made: Any, ranks: Ranks) -> None:

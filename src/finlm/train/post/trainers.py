@@ -8,6 +8,7 @@ loses information are replaced: checkpoints and resuming (train.checkpoint, posi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -75,11 +76,22 @@ def arguments(kind: Any, r: Rank, **more: Any) -> Any:
         "remove_unused_columns": False,
         "dataloader_num_workers": 0,
     }
+    if "router_aux_loss_coef" in {field.name for field in dataclasses.fields(kind)}:
+        common["router_aux_loss_coef"] = 0.0  # null would add the router's own loss, which pretraining does not add
     return kind(**common | more)
 
 
 class Recorded:
     """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does."""
+
+    def __init__(self: Any, *, model: Any, **given: Any) -> None:
+        """Make trl's trainer of the model; keep the model's config as it is, where trl writes its router's keys."""
+        config = model.config.get_text_config()
+        keys = ("output_router_logits", "router_aux_loss_coef")
+        before = {key: getattr(config, key) for key in keys if hasattr(config, key)}
+        super().__init__(model=model, **given)
+        for key, value in before.items():
+            setattr(config, key, value)
 
     def attach(self: Any, r: Rank) -> None:
         """Set this trainer's run, reset counts, add the callback that records its steps; call it before train()."""
