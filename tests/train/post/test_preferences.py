@@ -132,9 +132,7 @@ def test_a_mixture_of_experts_keeps_its_config_and_the_routers_loss_is_not_added
         run = dialogues.run(tmp_path, dialogues.sft(tmp_path, tmp_path / "start", rows, *few[1:]), ranks=1)
     else:
         run = made(stage, *few, ranks=1)
-    assert all(abs(row["loss"]) < 20 for row in ranks.train(run)), (
-        "the router's loss would count 100 times"
-    )
+    assert all(abs(row["loss"]) < 20 for row in ranks.train(run)), "the router's loss would count 100 times"
     trained = load_trained(run.complete_checkpoints()[-1][1]).model.config
     assert (trained.output_router_logits, trained.router_aux_loss_coef) == (False, 100.0)
 

@@ -47,7 +47,7 @@ class PairTrainer(Recorded):
     def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
         self.rank = r
         self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
-        super().__init__(model=model, **given)  # type: ignore[call-arg]  # trl's, which is next in line
+        super().__init__(model=model, **given)
         self.attach(r)
 
     @cached_property
