@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -33,65 +32,7 @@ from finlm.recipe.schema import Optim, Recipe
 NEVER = 1_000_000_000  # steps_per_print: events.jsonl has the numbers
 
 
-class Offload(TypedDict, total=False):
-    """DeepSpeed's section offload_optimizer or offload_param."""
-
-    device: str
-    pin_memory: bool
-    nvme_path: str | None
-    buffer_count: int
-    buffer_size: int
-    max_in_cpu: int
-
-
-class Zero(TypedDict, total=False):
-    """DeepSpeed's zero_optimization."""
-
-    stage: int
-    contiguous_gradients: bool
-    overlap_comm: bool
-    reduce_scatter: bool
-    reduce_bucket_size: int
-    allgather_partitions: bool
-    allgather_bucket_size: int
-    sub_group_size: int
-    stage3_prefetch_bucket_size: int
-    stage3_param_persistence_threshold: int
-    stage3_max_live_parameters: int
-    stage3_max_reuse_distance: int
-    stage3_gather_16bit_weights_on_model_save: bool
-    memory_efficient_linear: bool
-    offload_optimizer: Offload
-    offload_param: Offload
-    zero_hpz_partition_size: int
-    zero_quantized_weights: bool
-    zero_quantized_gradients: bool
-
-
-class Named(TypedDict):
-    """The type and parameters of an optimizer or a scheduler."""
-
-    type: str
-    params: dict[str, float | int | str | bool | list[float]]
-
-
-class Settings(TypedDict, total=False):
-    """DeepSpeed's JSON, as far as finlm sets it."""
-
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
-    gradient_accumulation_steps: int
-    gradient_clipping: float
-    zero_optimization: Zero
-    optimizer: Named
-    scheduler: Named
-    bf16: dict[str, bool]
-    fp16: dict[str, bool | int | float]
-    data_types: dict[str, str]
-    aio: dict[str, int | bool]
-    steps_per_print: int
-    wall_clock_breakdown: bool
-    timers: dict[str, dict[str, bool]]
+Settings = dict[str, object]  # of DeepSpeed's JSON, or of a section of it
 
 
 def deepspeed(recipe: Recipe, plan: Plan) -> Settings:
@@ -158,10 +99,7 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     zero = recipe.zero
     slots = {host.slots for host in plan.hosts}
     if plan.world_size % zero.hpz_partition_size:
-        yield (
-            "zero.hpz_partition_size",
-            f"{zero.hpz_partition_size} does not divide the {plan.world_size} ranks",
-        )
+        yield ("zero.hpz_partition_size", f"{zero.hpz_partition_size} does not divide the {plan.world_size} ranks")
     if zero.quantized_weights and plan.device == "cpu":
         yield "zero.quantized_weights", "needs GPUs (DeepSpeed: This op had not been implemented on CPU backend)"
     if zero.quantized_gradients and len(plan.hosts) == 1:
@@ -173,10 +111,10 @@ def _zero_plus_plus(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
         )
 
 
-def _zero(recipe: Recipe, plan: Plan) -> Zero:
+def _zero(recipe: Recipe, plan: Plan) -> Settings:
     """Return zero_optimization: at stage 0 only the stage, else buckets, offload and ZeRO++."""
     sizes = memory.bucket_sizes(plan.zero_stage, plan.offload_optimizer, shape.of(recipe, plan.vocab_size))
-    zero: Zero = {"stage": plan.zero_stage}
+    zero: Settings = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return zero
     zero |= {
@@ -205,7 +143,7 @@ def _zero(recipe: Recipe, plan: Plan) -> Zero:
         # torch 2.11 it asks for a weight's number, so that every layer is compiled anew: a second each.
         zero["memory_efficient_linear"] = False
     if plan.offload_param != "none":
-        buffer: Offload = {
+        buffer: Settings = {
             "buffer_count": host_memory.NVME_PARAM_BUFFERS,
             "buffer_size": _nvme_buffer(recipe, plan),
             "max_in_cpu": sizes.live,
@@ -220,13 +158,10 @@ def _zero(recipe: Recipe, plan: Plan) -> Zero:
     return zero
 
 
-def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Offload) -> Offload:
+def _offload(recipe: Recipe, plan: Plan, device: str, buffers: Settings) -> Settings:
     """Return the section for offload to `device` (cpu or nvme); `buffers` and the NVMe path are added for nvme only."""
-    offload: Offload = {"device": device, "pin_memory": plan.device == "cuda"}
-    if device == "nvme":
-        offload |= {"nvme_path": recipe.zero.nvme_path}
-        offload |= buffers
-    return offload
+    offload: Settings = {"device": device, "pin_memory": plan.device == "cuda"}
+    return offload | {"nvme_path": recipe.zero.nvme_path} | buffers if device == "nvme" else offload
 
 
 def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
@@ -237,10 +172,10 @@ def _nvme_buffer(recipe: Recipe, plan: Plan) -> int:
     return -(-largest // plan.world_size // unit) * unit
 
 
-def _optimizer(recipe: Recipe, plan: Plan) -> Named:
+def _optimizer(recipe: Recipe, plan: Plan) -> Settings:
     """Return the optimizer section: Adam or AdamW with the recipe's values; torch's fused one if the GPU steps."""
     optim = recipe.optim
-    params: dict[str, float | int | str | bool | list[float]] = {
+    params: Settings = {
         "lr": optim.lr,
         "betas": list(optim.betas),
         "eps": optim.eps,
@@ -255,14 +190,14 @@ def _optimizer(recipe: Recipe, plan: Plan) -> Named:
     return {"type": "AdamW" if optim.optimizer == "adamw" else "Adam", "params": params}
 
 
-def _scheduler(recipe: Recipe, plan: Plan) -> Named | None:
+def _scheduler(recipe: Recipe, plan: Plan) -> Settings | None:
     """Return the scheduler section, whose rates lr_at computes; None for a constant rate without warm-up."""
     optim = recipe.optim
     steps = optim.decay_steps or plan.steps
     if optim.schedule == "constant":
         if optim.warmup_steps == 0:
             return None
-        params: dict[str, float] = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
+        params: Settings = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
         name = "WarmupLR"
     elif optim.schedule == "linear":
         name = "WarmupDecayLR"
@@ -273,7 +208,7 @@ def _scheduler(recipe: Recipe, plan: Plan) -> Named | None:
     return {"type": name, "params": {**params, "warmup_num_steps": optim.warmup_steps, "warmup_type": optim.warmup}}
 
 
-def _fp16(recipe: Recipe) -> dict[str, bool | int | float]:
+def _fp16(recipe: Recipe) -> Settings:
     """Return the fp16 section: the recipe's loss scale settings."""
     fp16 = recipe.train.fp16
     return {

@@ -217,8 +217,8 @@ def test_padding_is_not_penalised_as_repetition(run: RunDir) -> None:
     with torch.inference_mode():
         likeliest = int(opened.model(torch.tensor(rows[:1])).logits[0, -1].argmax())
     opened = Opened(**(vars(opened) | {"eos_ids": (likeliest,)}))
-    together = answering._generate(opened, rows, style)
-    assert together == [answering._generate(opened, [row], style)[0] for row in rows]
+    together = answering._generate(opened, rows, style, questions.decided_letter)
+    assert together == [answering._generate(opened, [row], style, questions.decided_letter)[0] for row in rows]
     assert together[0] == opened.tokenizer.decode([likeliest]), "the end of an answer, with which rows are padded"
 
 

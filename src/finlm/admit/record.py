@@ -59,7 +59,7 @@ NAMED = {
     **{"prefix_dense_intermediate_size": "p"},
 }
 NAMED_LATENT = {
-    **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"},
+    **{"kv_lora_rank": "l", "q_lora_rank": "c", "qk_nope_head_dim": "n", "qk_rope_head_dim": "r", "v_head_dim": "w"}
 }
 EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "a", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")

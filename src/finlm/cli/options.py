@@ -113,9 +113,7 @@ def _add_hosts(add: _Add) -> None:
     option("logs", nargs="+", metavar="LOG", help="log file, run directory, or - for standard input")
     option("--json", action="store_true", help="print the findings as JSON on stdout")
     option(
-        "--ask",
-        metavar="ENDPOINT",
-        help="OpenAI-compatible endpoint to ask about an unknown cause; secrets are masked",
+        "--ask", metavar="ENDPOINT", help="OpenAI-compatible endpoint to ask about an unknown cause; secrets are masked"
     )
 
 
@@ -322,9 +320,7 @@ def _add_board(add: _Add) -> None:
     option("--port", type=_whole_number(0, most=65535), default=8080, help=port)
     option("--token-file", type=Path, metavar="FILE", help="file that holds the token; default: a new one")
     option(
-        "--allow-actions",
-        action="store_true",
-        help="allow forking recipes and chatting with models; needs the token",
+        "--allow-actions", action="store_true", help="allow forking recipes and chatting with models; needs the token"
     )
 
 

@@ -376,11 +376,7 @@ def _check_first(like: Task, block: Block, item: Input, most: int) -> tuple[int,
 
 
 def _make_manifest(
-    recipe: Recipe,
-    directory: Path,
-    tallies: Sequence[Tally],
-    entries: Sequence[ShardEntry],
-    encoder: encode.Encoder,
+    recipe: Recipe, directory: Path, tallies: Sequence[Tally], entries: Sequence[ShardEntry], encoder: encode.Encoder
 ) -> dict[str, Any]:
     """Write documents.json into `directory` and return the content of the step's manifest."""
     tokenizer = encoder.tokenizer

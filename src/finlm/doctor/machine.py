@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -272,7 +273,7 @@ def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[Host
     """
     rows: dict[str, Callable[[HostFacts], str | None]] = {
         "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,
-        **{name: _version_reader(name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},
+        **{name: partial(_version, name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},
     }
     if plan.device == "cuda":
         rows |= {
@@ -296,14 +297,9 @@ def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[Host
         yield name, ("versions", "error", "\n".join(lines), fix)
 
 
-def _version_reader(name: str) -> Callable[[HostFacts], str | None]:
-    """Return a function that reads a package's version from facts, without a suffix such as +cu130; None if unknown."""
-
-    def version(host: HostFacts) -> str | None:
-        installed = (host.packages or {}).get(name)
-        return installed.partition("+")[0] if installed else None
-
-    return version
+def _version(name: str, host: HostFacts) -> str | None:
+    """Return a package's version on a host, without a suffix such as +cu130; None if unknown."""
+    return ((host.packages or {}).get(name) or "").partition("+")[0] or None
 
 
 def _nccl_wheel(host: HostFacts) -> str | None:

@@ -115,7 +115,8 @@ def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> 
     """Return {host: JSON request for train/measure.py}: backend, rendezvous, ranks, time limits and environment."""
     several = len(cluster.hosts) > 1
     cards = preflight.host_env(facts) if several else {}
-    ranks = _first_ranks(cluster)
+    firsts = itertools.accumulate((host.slots for host in cluster.hosts), initial=0)
+    ranks = {host.name: first for host, first in zip(cluster.hosts, firsts, strict=False)}
     points = list(ranks.values()) if several else list(range(cluster.world_size))
     links = facts[cluster.hosts[0].name].links
     same = {
@@ -133,12 +134,6 @@ def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> 
         env = {"OMP_NUM_THREADS": "1"} | cards.get(host.name, {}) | devices | recipe.env | host.access.env
         requests[host.name] = same | {"first_rank": ranks[host.name], "slots": host.slots, "env": env}
     return requests
-
-
-def _first_ranks(cluster: Cluster) -> dict[str, int]:
-    """Return {host: its first rank}."""
-    firsts = itertools.accumulate((host.slots for host in cluster.hosts), initial=0)
-    return {host.name: first for host, first in zip(cluster.hosts, firsts, strict=False)}
 
 
 def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:

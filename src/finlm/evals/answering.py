@@ -131,17 +131,10 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
         stem = texts[0].removesuffix(answers[0])
         stem_ids, *ids = opened.tokenizer([stem, *texts], add_special_tokens=not is_chat, verbose=False)["input_ids"]
         cut = max(0, max(map(len, ids)) - opened.context)
-        prompts.append(
-            Prompt(
-                question,
-                "\n".join(texts),
-                0,
-                tuple(tuple(own[cut:]) for own in ids),
-                # The last token of the stem may be another one before each answer.
-                begin=max(1, len(common_prefix([tuple(stem_ids), *map(tuple, ids)])) - cut),
-                characters=tuple(map(len, answers)),
-            )
-        )
+        # The last token of the stem may be another one before each answer.
+        begin = max(1, len(common_prefix([tuple(stem_ids), *map(tuple, ids)])) - cut)
+        four = tuple(tuple(own[cut:]) for own in ids)
+        prompts.append(Prompt(question, "\n".join(texts), 0, four, begin, characters=tuple(map(len, answers))))
     return prompts
 
 
@@ -433,10 +426,7 @@ class _Decided(StoppingCriteria):  # type: ignore[misc]
 
 
 def _generate(
-    opened: Opened,
-    rows: Sequence[tuple[int, ...]],
-    style: Style,
-    decided: Callable[[str], str | None] = sets.decided_letter,
+    opened: Opened, rows: Sequence[tuple[int, ...]], style: Style, decided: Callable[[str], str | None]
 ) -> list[str]:
     """Return the greedy continuation of each row of ids as text; padding does not count in the repetition penalty."""
     stop = StoppingCriteriaList([_Decided(opened, max(map(len, rows)), len(rows), decided)])

@@ -139,13 +139,12 @@ def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict
     count = len(graded[0])
     sizes = sorted({*(2**power for power in range(count.bit_length()) if 2**power <= count), count})
     right = [sum(attempt.is_right for attempt in attempts) for attempts in graded]
-    passed = {k: [pass_at(k, count, number) for number in right] for k in sizes}
-    majority = {k: [float(is_majority_right(attempts[:k])) for attempts in graded] for k in sizes}
-    estimates = (
-        {k: Estimate(float(np.mean(values)), bootstrap(values)) for k, values in each.items()}
-        for each in (passed, majority)
-    )
-    return next(estimates), next(estimates)
+
+    def estimate(values: list[float]) -> Estimate:
+        return Estimate(float(np.mean(values)), bootstrap(values))
+
+    passed = {k: estimate([pass_at(k, count, number) for number in right]) for k in sizes}
+    return passed, {k: estimate([float(is_majority_right(each[:k])) for each in graded]) for k in sizes}
 
 
 def pass_at(k: int, count: int, right: int) -> float:

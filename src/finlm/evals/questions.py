@@ -138,27 +138,23 @@ def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Su
         from finlm.evals import tasks
 
         return tasks.read_tasks(data)
+    asked = "test" if name == "financeiq" else "val"
     if name in OF_WORLD:
         assert world is not None
         questions, examples = _make_questions(name, world)
     elif data is None:
+        holds = CFLUE_FILE if name == "cflue" else f"dev/*.csv and {asked}/*.csv"
         raise UserError(
             f"--suite {name} needs its files",
             evidence="they are under licences of their own and not part of this repository",
-            fix=f"give the folder with --data DIR: {_holds(name)} ({FETCH[name]})",
+            fix=f"give the folder with --data DIR: {holds} ({FETCH[name]})",
         )
     elif name == "cflue":
         questions, examples = tuple(_read_cflue(data / CFLUE_FILE)), {}
     else:
-        asked = "test" if name == "financeiq" else "val"
         questions, examples = tuple(_read_folder(data, asked, name)), _group_by_subject(_read_folder(data, "dev", name))
     sha256 = digest(questions)
     return Suite(name, questions, examples, sha256, _is_released(name, questions, sha256))
-
-
-def _holds(name: str) -> str:
-    """Return which files of the folder are read for a suite, in words."""
-    return CFLUE_FILE if name == "cflue" else f"dev/*.csv and {'test' if name == 'financeiq' else 'val'}/*.csv"
 
 
 def digest(questions: tuple[Question, ...]) -> str:

@@ -192,10 +192,7 @@ def check_options(options: Options) -> None:
             fix="--world goes with exam and recall, --data with the other suites",
         )
     if options.suite in ("cflue", "cflue-tasks") and (options.mode not in (None, "chat") or options.shots):
-        raise UserError(
-            "CFLUE asks assistants, without examples",
-            fix="ask with --mode chat and without --shots",
-        )
+        raise UserError("CFLUE asks assistants, without examples", fix="ask with --mode chat and without --shots")
     if options.mode == "published" and options.suite != "financeiq":
         raise UserError(
             f"--mode published is the way of FinanceIQ's own code, and {options.suite} is another suite",
@@ -302,9 +299,8 @@ def show(result: Result | tasks.Result) -> None:
     screen.heading(f"{result.suite}, {result.mode}, {result.shots} examples: {result.model}")
     screen.table(("subject", "questions", "accuracy", "95 % interval"), rows)
     if result.weighted_f1 is not None:
-        screen.show(
-            f"weighted F1 {100 * result.weighted_f1:.2f} %, over the answers as classes, as CFLUE's table has it"
-        )
+        f1 = f"weighted F1 {100 * result.weighted_f1:.2f} %"
+        screen.show(f"{f1}, over the answers as classes, as CFLUE's table has it")
     screen.show("chosen: " + ", ".join(f"{letter} {count:,}" for letter, count in result.letters.items()))
     if result.likelihood_per == "character":
         screen.show(
@@ -364,7 +360,11 @@ def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
             files.write_text(directory / f"{number:02}.jsonl", lines)
             place = (out / f"{number:02}.jsonl").absolute()
             _write_yaml(directory / f"{number:02}.yaml", _task(f"{group}_{number:02}", f"{group}: {subject}", place))
-        _write_yaml(directory / f"{group}.yaml", _group(group, len(by_subject)))
+        names = [f"{group}_{number:02}" for number in range(len(by_subject))]
+        whole = {"group": group, "task": names, "metadata": {"version": 1}}
+        _write_yaml(
+            directory / f"{group}.yaml", whole | {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
+        )
     return out
 
 
@@ -383,16 +383,6 @@ def _task(name: str, alias: str, rows: Path) -> dict[str, object]:
         "doc_to_target": "{{answer}}",
         "target_delimiter": "",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"version": 1},
-    }
-
-
-def _group(name: str, subjects: int) -> dict[str, object]:
-    """Return the lm-eval configuration of the group over all subjects."""
-    return {
-        "group": name,
-        "task": [f"{name}_{number:02}" for number in range(subjects)],
-        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
         "metadata": {"version": 1},
     }
 

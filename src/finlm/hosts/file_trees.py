@@ -69,10 +69,10 @@ def code_tree(root: Path) -> SyncTree:
     else:
         below = _files_below(root, links_to_folders=False, skip=("__pycache__", ".git"))
         names = [name for name in below if name.split("/")[0] not in receiver.UNTOUCHED]
-    nested = [name for name in names if _is_folder(root, name)]
+    nested = {name for name in names if (path := root / receiver.local(name)).is_dir() and not path.is_symlink()}
     for name in nested:
         screen.say(f"{root / name}: a repository of its own, not copied")
-    return _hash_tree(root, [name for name in names if name not in set(nested)], follow_links=False)
+    return _hash_tree(root, [name for name in names if name not in nested], follow_links=False)
 
 
 def named_tree(root: Path, names: list[str]) -> SyncTree:
@@ -153,12 +153,6 @@ def _files_below(root: Path, *, links_to_folders: bool = True, skip: tuple[str, 
             yield receiver.text((Path(folder) / name).relative_to(root))
 
 
-def _is_folder(root: Path, name: str) -> bool:
-    """Return whether `name` below `root` is a directory and not a link."""
-    path = root / receiver.local(name)
-    return path.is_dir() and not path.is_symlink()
-
-
 Role = Literal["code", "data", "model"]
 RUNS = ("src/", "requirements")  # what ranks run; an edited recipe or hostfile takes effect from this machine alone
 ANY = "any"  # instead of a fingerprint: the file must be there, and is not here to compare with
@@ -216,9 +210,7 @@ def _list_below(path: Path) -> list[str]:
 
 def _fingerprint_tree(role: Role, path: Path, names: list[str], *, follow: bool) -> CheckedTree:
     """Return a CheckedTree of these files below `path` with their fingerprints on this machine."""
-    path = path.absolute()
-    fingerprints = receiver.fingerprints(str(path), names, follow)
-    return CheckedTree(role, path, fingerprints, follow)
+    return CheckedTree(role, path.absolute(), receiver.fingerprints(str(path.absolute()), names, follow), follow)
 
 
 def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[str]:

@@ -149,9 +149,7 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
         model = load_weights(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation=attention)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(
-            f"transformers cannot load {path}",
-            evidence=" ".join(str(error).split())[:300],
-            fix=fix,
+            f"transformers cannot load {path}", evidence=" ".join(str(error).split())[:300], fix=fix
         ) from None
     name = f"{run.path.name}/{path.name}" if run else path.resolve().name
     step = max((step for step, _ in run.complete_checkpoints()), default=None) if run else None

@@ -14,8 +14,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from finlm.base import checkpoints, screen
 from finlm.base.checkpoints import Manifest
@@ -84,7 +83,9 @@ class Copier:
         while not self.cancelled.is_set():
             is_last = self.no_more.is_set()  # asked first: no event comes after it
             for row in next(events):
-                if row["kind"] in ("checkpoint", "rollback") or self._begins_on_disk(row):
+                # One in memory, a link, needs no copy.
+                begins_on_disk = row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
+                if begins_on_disk or row["kind"] in ("checkpoint", "rollback"):
                     due, not_before = row["step"], 0.0
                     if row["kind"] == "rollback":
                         self._remove(due)
@@ -101,10 +102,6 @@ class Copier:
             if is_last:
                 return
             self.cancelled.wait(POLL_SECONDS)
-
-    def _begins_on_disk(self, row: Mapping[str, Any]) -> bool:
-        """Return whether an event is a start from a checkpoint on disk; a checkpoint in memory needs no copy."""
-        return row["kind"] == "start" and not self.run.checkpoint(row["step"]).is_symlink()
 
     def _copy(self, step: int) -> None:
         """Gather the checkpoint of a step on this machine, and append a `copied` event unless it was whole before.

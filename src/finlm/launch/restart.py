@@ -97,13 +97,14 @@ def run_ranks(
                 screen.say("a damaged checkpoint was set aside: started again from the one before it")
                 continue
             taken = {} if failure.is_final else _read_memory_use(run, logged)
-            smaller = _choose_next_plan(run, plan, recipe, hosts, taken)
-            if smaller is not None:
+            former = len(run.former_plans)
+            is_replaceable = taken and former < out_of_memory.MOST
+            if is_replaceable and (smaller := out_of_memory.next_plan(recipe, hosts, plan, taken, former)):
                 _bring_checkpoint(run, plan, smaller, hosts, accept_new)
                 _replace_plan(run, plan, smaller, recipe, max(0, _describe_failure(run, "", seen, 0).step - 1))
                 plan, restarts = smaller, Restarts(run, recipe, hosts)
                 continue
-            if taken and len(run.former_plans) >= out_of_memory.MOST:
+            if taken and not is_replaceable:
                 failure.evidence = f"planned again {out_of_memory.MOST} times before\n{failure.evidence}"
             restarts.wait_after(failure, plan, seen)
         except UserError as error:
@@ -132,8 +133,11 @@ class Restarts:
             _raise_if_host_can_be_left(self.run, plan, self.hosts, failure, failure.host)
         if problem:
             failure.evidence = f"{problem}\n{failure.evidence}"
-            if BAD_HOST in problem:
-                failure.fix += f"\n{_fix_bad_host_text(self.run, self.hosts, failure.host)}"
+            if BAD_HOST in problem and _host_answers(self.hosts, failure.host):
+                part = "go on without it while it answers and can give its part of the checkpoint"
+                failure.fix += f"\n{part}: --exclude {failure.host}"
+            elif BAD_HOST in problem:
+                failure.fix += f"\n{checkpoint_parts.way_out(self.run, [failure.host])}"
             raise failure
         self._wait(failure.problem, failure.host)
 
@@ -233,13 +237,6 @@ def _host_answers(hosts: Cluster, name: str) -> bool:
     return ssh.answers(next(host.destination for host in hosts.hosts if host.name == name))
 
 
-def _fix_bad_host_text(run: RunDir, hosts: Cluster, name: str) -> str:
-    """Return the fix for a bad host, as text; its part of the checkpoint can be fetched only while it answers."""
-    if not _host_answers(hosts, name):
-        return checkpoint_parts.way_out(run, [name])
-    return f"go on without it while it answers and can give its part of the checkpoint: --exclude {name}"
-
-
 def _used_up(restarts: int) -> str:
     """Return the text "launch.restarts is N: used up"."""
     return f"launch.restarts is {restarts}: used up"
@@ -274,20 +271,6 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
         if taken := out_of_memory.read(files.read_from(path, logged.get(path, 0))):
             by_host[path.name.rsplit(".", 2)[0]] = taken
     return by_host
-
-
-def _choose_next_plan(
-    run: RunDir, plan: Plan, recipe: Recipe, hosts: Cluster, taken: Mapping[str, Taken]
-) -> Plan | None:
-    """Return the next plan that fits after running out of memory.
-
-    Returns None when `taken` is empty (memory did not run out), the recipe allows no other plan, or the run has already
-    replaced out_of_memory.MOST plans.
-    """
-    former = len(run.former_plans)
-    if not taken or former >= out_of_memory.MOST:
-        return None
-    return out_of_memory.next_plan(recipe, hosts, plan, taken, former)
 
 
 def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new: bool) -> None:

@@ -130,14 +130,8 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
     """Start every agent and wait for its greeting; late logs of a former launch arrive now. Raises UserError."""
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
-        access = session.host.access
-        session.start(
-            run,
-            path_on_host(run.path, access),
-            ssh.python_on_host(access),
-            wanted if session.node == 0 else None,
-            accept_new,
-        )
+        there, python = path_on_host(run.path, session.host.access), ssh.python_on_host(session.host.access)
+        session.start(run, there, python, wanted if session.node == 0 else None, accept_new)
     for session in sessions:
         session.wait_hello()
     port = sessions[0].wait_hello().port

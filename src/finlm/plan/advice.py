@@ -212,39 +212,23 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if advice.epoch_tokens:
         per = advice.epoch_tokens / plan.parameters
-        rows.append(
-            (
-                "data",
-                f"1 epoch of this corpus = {format_count(advice.epoch_tokens)} tokens = {format_rate(per)} tokens per "
-                f"parameter; the run takes {advice.epochs:.3g} epochs",
-            )
-        )
+        epoch = f"1 epoch of this corpus = {format_count(advice.epoch_tokens)} tokens = {format_rate(per)} tokens per"
+        rows.append(("data", f"{epoch} parameter; the run takes {advice.epochs:.3g} epochs"))
     if advice.finish is not None and plan.tokens_per_second and advice.night_steps is not None:
         night = advice.night_steps * plan.tokens_per_step
         rows.append(("end", f"started now: {advice.finish}"))
         if plan.days and plan.days > 1.5:
-            share = advice.night_steps / plan.steps
-            rows.append(
-                (
-                    "a night",
-                    f"{NIGHT_HOURS} hours do {advice.night_steps:,} steps = {format_count(night)} tokens,"
-                    f" {share:.2g} of the run",
-                )
-            )
+            done = f"{NIGHT_HOURS} hours do {advice.night_steps:,} steps = {format_count(night)} tokens"
+            rows.append(("a night", f"{done}, {advice.night_steps / plan.steps:.2g} of the run"))
     if advice.gpu_hours is not None:
         cost = "" if advice.cost is None else f", {advice.cost:,.2f} at {advice.price_per_gpu_hour:g} an hour"
         rows.append(("GPU-hours", f"{advice.gpu_hours:,.{0 if advice.gpu_hours >= 100 else 2}f}{cost}"))
     rows.append(("checkpoint", _describe_checkpoint(advice, plan)))
     if advice.memory_interval_seconds is not None:
         size, every = format_bytes(advice.memory_bytes), format_duration(advice.memory_interval_seconds)
-        between = format_duration(seconds_between(plan.world_size))
-        rows.append(
-            (
-                "in memory",
-                f"a checkpoint every {every}, in {size} of each host's memory (auto: what loses least at the measured "
-                f"stall and one failure in {between})",
-            )
-        )
+        rate = f"the measured stall and one failure in {format_duration(seconds_between(plan.world_size))}"
+        kept = f"a checkpoint every {every}, in {size} of each host's memory"
+        rows.append(("in memory", f"{kept} (auto: what loses least at {rate})"))
     return rows
 
 

@@ -131,11 +131,6 @@ def is_compiled(recipe: Recipe, cluster: Cluster) -> bool:
     return is_worth if recipe.train.compile == "auto" else recipe.train.compile
 
 
-def has_varlen_attention(cluster: Cluster, precision: str) -> bool:
-    """Return whether every GPU can limit attention to documents by bounds (train/batches.py); True on CPU."""
-    return cluster.is_cpu or (precision != "fp32" and all(gpus.find(host.gpu or "").has_bf16 for host in cluster.hosts))
-
-
 def relax_recipe(recipe: Recipe) -> Recipe:
     """Return a copy of the recipe with auto for everything that the planner may choose."""
     zero, train = recipe.zero.model_copy(update=AUTO), recipe.train.model_copy(update={"recompute": "auto"})
@@ -187,7 +182,9 @@ def candidates(
     Left to auto, parameters are not offloaded alone. Raises PlanError as given_micro_batches does.
     """
     choices, fp32_gradients = allowed_choices(recipe), recipe.train.grad_accum_dtype == "fp32" and precision != "fp32"
-    has_varlen = has_varlen_attention(cluster, precision)
+    has_varlen = cluster.is_cpu or (  # attention within documents by their bounds (train/batches.py)
+        precision != "fp32" and all(gpus.find(host.gpu or "").has_bf16 for host in cluster.hosts)
+    )
     for stage, optimizer, param, recompute in itertools.product(
         choices.stages, choices.offload_optimizer, choices.offload_param, choices.recompute
     ):

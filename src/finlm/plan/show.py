@@ -65,14 +65,11 @@ def print_advice(consulted: Consulted, made: Plan) -> None:
     if len(consulted.options) > 1:
         screen.heading("the best candidates")
         for one in consulted.options:
-            settings = (
-                f"ZeRO-{one.zero_stage}, offload {one.offload_optimizer}/{one.offload_param}, recompute"
-                f" {one.recompute}, {one.micro_batch} rows x {one.gradient_accumulation_steps}"
-            )
-            screen.show(
-                f"  {settings:<58} {format_bytes(one.gpu_bytes):>10} {one.tokens_per_second or 0:>11,.0f} tokens/s"
-                f"   {one.verdict}"
-            )
+            rows_of_rank = f"{one.micro_batch} rows x {one.gradient_accumulation_steps}"
+            offload = f"offload {one.offload_optimizer}/{one.offload_param}"
+            settings = f"ZeRO-{one.zero_stage}, {offload}, recompute {one.recompute}, {rows_of_rank}"
+            speed = f"{one.tokens_per_second or 0:>11,.0f} tokens/s"
+            screen.show(f"  {settings:<58} {format_bytes(one.gpu_bytes):>10} {speed}   {one.verdict}")
     if consulted.changes:
         screen.heading("what would make it faster")
         for change in consulted.changes:
@@ -105,6 +102,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
     if unequal:
         factors = f"{micro_steps} micro-steps x {sum(made.rank_micro_batches)} rows of all ranks"
     factors += f" x {made.sequence_length} tokens"
+    length = f"{made.steps:,} steps = {format_count(tokens)} tokens = {format_rate(tokens / made.parameters)}"
     rows = [
         ("hosts", hosts),
         ("model", f"{format_count(made.parameters)} parameters, vocabulary {made.vocab_size:,}"),
@@ -112,11 +110,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
         ("ZeRO", f"stage {made.zero_stage}, offload {_offload(made)}"),
         ("batch", f"{made.tokens_per_step:,} tokens = {factors}"),
         ("recompute", made.recompute),
-        (
-            "length",
-            f"{made.steps:,} steps = {format_count(tokens)} tokens = "
-            f"{format_rate(tokens / made.parameters)} per parameter",
-        ),
+        ("length", f"{length} per parameter"),
     ]
     if made.generation_rows:
         answers = f"{made.generation_rows} of a rank's {made.micro_batch * micro_steps} at once"
@@ -183,11 +177,8 @@ def consult(
     if chosen is None or cluster.is_cpu:
         return Consulted(said, [], [])
     free = planner.list_candidates(search.relax_recipe(recipe), cluster, shape)
-    return Consulted(
-        said,
-        best_options(free, chosen),
-        advice.faster_changes(recipe, cluster, chosen, lambda other, hosts: planner.fastest(other, hosts, shape)),
-    )
+    changes = advice.faster_changes(recipe, cluster, chosen, lambda it, hosts: planner.fastest(it, hosts, shape))
+    return Consulted(said, best_options(free, chosen), changes)
 
 
 MOST = 5

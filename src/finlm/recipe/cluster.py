@@ -244,18 +244,12 @@ def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[
     if include and exclude:
         raise UserError("--include and --exclude exclude each other", fix="give one of them")
     every = {name: tuple(range(count)) for name, count in slots.items()}
-    if include:
-        wanted = _parse_filter(include, every)
-        return {
-            name: tuple(number for number in every[name] if number in wanted[name]) for name in slots if name in wanted
-        }
-    if exclude:
-        dropped = _parse_filter(exclude, every)
-        left = {name: tuple(n for n in numbers if n not in dropped.get(name, ())) for name, numbers in every.items()}
-        every = {name: numbers for name, numbers in left.items() if numbers}
-        if not every:
-            raise UserError(f"--exclude {exclude} leaves no host", evidence=f"the hostfile names {', '.join(slots)}")
-    return every
+    wanted = _parse_filter(include, every) if include else every
+    dropped = _parse_filter(exclude, every) if exclude else {}
+    kept = {name: set(numbers) - {*dropped.get(name, ())} for name, numbers in wanted.items()}
+    if not any(kept.values()):
+        raise UserError(f"--exclude {exclude} leaves no host", evidence=f"the hostfile names {', '.join(slots)}")
+    return {name: tuple(sorted(kept[name])) for name in slots if kept.get(name)}
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -185,8 +185,7 @@ class Train(Section):
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile of each layer; auto = on GPUs.")
     deterministic: bool = Field(
-        False,
-        description="Make two runs on GPUs bit-equal, at a cost (docs/determinism.md); CPU runs always are.",
+        False, description="Make two runs on GPUs bit-equal, at a cost (docs/determinism.md); CPU runs always are."
     )
     cpu_ranks: Positive = Field(2, description="Number of ranks on a machine without GPUs.")
 
@@ -310,8 +309,7 @@ class Launch(Section):
         "notice the end of an outage late: with 60 an outage of 25 seconds passes, with 150 one of 60.",
     )
     grace_seconds: Annotated[float, Field(ge=0)] = Field(
-        60.0,
-        description="Time that ranks get after SIGTERM or SIGINT to finish their step and write a checkpoint.",
+        60.0, description="Time that ranks get after SIGTERM or SIGINT to finish their step and write a checkpoint."
     )
     restarts: Annotated[Int, Field(ge=0)] = Field(
         8,
@@ -400,9 +398,7 @@ class Recipe(Section):
         except ValidationError as error:
             keys = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
             raise UserError(
-                f"cannot read {path}",
-                evidence="\n".join(keys),
-                fix="use the version that made it: the run's code/",
+                f"cannot read {path}", evidence="\n".join(keys), fix="use the version that made it: the run's code/"
             ) from None
 
 

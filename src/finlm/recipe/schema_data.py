@@ -50,11 +50,7 @@ def _list(value: Any) -> Any:
 
 
 Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_list)]
-Masks = Annotated[
-    tuple[Literal["id_card", "phone", "bank_card"], ...],
-    Strict(False),
-    BeforeValidator(_list),
-]
+Masks = Annotated[tuple[Literal["id_card", "phone", "bank_card"], ...], Strict(False), BeforeValidator(_list)]
 
 
 class Perplexity(Section):

@@ -233,8 +233,7 @@ class Expect(Section):
     )
     loss: Losses = Field(default_factory=dict, description="Training loss by optimizer step.")
     before: dict[str, Number] = Field(
-        default_factory=dict,
-        description="Held-out loss by source before the first step, thus of the start model.",
+        default_factory=dict, description="Held-out loss by source before the first step, thus of the start model."
     )
     held_out: dict[str, Number] = Field(
         default_factory=dict, description="Held-out loss of the last evaluation by source; `all` is the total."

@@ -276,10 +276,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     elif shape.head_size % 2:
         yield "model.heads", f"head size {shape.head_size} is odd; RoPE rotates pairs"
     if shape.has_sinks and recipe.sft is not None and recipe.sft.hide_eos:
-        yield (
-            "sft.hide_eos",
-            "tokens are hidden by a mask, and attention with sinks takes none here",
-        )
+        yield ("sft.hide_eos", "tokens are hidden by a mask, and attention with sinks takes none here")
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,38 +348,28 @@ def _names(names: Sequence[str]) -> list[str]:
 
 def _outcomes(runs: Sequence[Run]) -> list[tuple[str | None, ...]]:
     """Return rows of (measure, each run's value as text or None); leaves out rows without any value."""
-    lines: list[tuple[str, Callable[[Run], str | None]]] = [
-        ("Steps", lambda run: run_page.count(run.history.last("step"))),
-        ("Tokens", lambda run: run_page.short(sum(run.history.values("tokens")) or None)),
-        ("Training loss, last", lambda run: run_page.digits(run.history.last("loss"))),
-        (
-            "Held-out loss at start",
-            lambda run: run_page.digits(histories.first_and_last(run.history.evals)[0].get("loss")),
-        ),
-        (
-            "Held-out loss at end",
-            lambda run: run_page.digits(histories.first_and_last(run.history.evals)[1].get("loss")),
-        ),
-        *((f"… {name}", partial(_source_loss, name)) for name in _sources(runs)),
-        ("Tokens a second, median", lambda run: run_page.short(run.history.median("tokens_per_second"))),
-        ("MFU, median", lambda run: run_page.percent(run.history.median("mfu"))),
-        ("Peak memory of a rank", lambda run: run_page.size(max(run.history.values("memory_bytes"), default=None))),
-        ("Wall time", lambda run: run_page.duration(run.history.wall_seconds)),
-        ("Incidents", lambda run: run_page.count(len(run.history.incidents))),
-    ]
-    rows = [(label, *(show(run) for run in runs)) for label, show in lines]
+    held_out = [{name: points[-1][1] for name, points in run.history.held_out().items()} for run in runs]
+    sources = list(dict.fromkeys(name for losses in held_out for name in losses))
+    columns: list[dict[str, str | None]] = []
+    for run, losses in zip(runs, held_out, strict=True):
+        first, last = histories.first_and_last(run.history.evals)
+        columns.append(
+            {
+                "Steps": run_page.count(run.history.last("step")),
+                "Tokens": run_page.short(sum(run.history.values("tokens")) or None),
+                "Training loss, last": run_page.digits(run.history.last("loss")),
+                "Held-out loss at start": run_page.digits(first.get("loss")),
+                "Held-out loss at end": run_page.digits(last.get("loss")),
+                **{f"… {name}": run_page.digits(losses.get(name)) for name in sources},
+                "Tokens a second, median": run_page.short(run.history.median("tokens_per_second")),
+                "MFU, median": run_page.percent(run.history.median("mfu")),
+                "Peak memory of a rank": run_page.size(max(run.history.values("memory_bytes"), default=None)),
+                "Wall time": run_page.duration(run.history.wall_seconds),
+                "Incidents": run_page.count(len(run.history.incidents)),
+            }
+        )
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
     return [row for row in rows if any(row[1:])]
-
-
-def _sources(runs: Sequence[Run]) -> list[str]:
-    """Return the names of all sources with held-out losses, in order of first appearance."""
-    return list(dict.fromkeys(name for run in runs for name in run.history.held_out()))
-
-
-def _source_loss(name: str, run: Run) -> str | None:
-    """Return a run's last held-out loss of the source as text, None if the run has none."""
-    points = run.history.held_out().get(name)
-    return run_page.digits(points[-1][1]) if points else None
 
 
 def charts(runs: Sequence[Run]) -> Iterator[Chart]:

@@ -13,6 +13,7 @@ prompts, model or sampling start anew in the same ledger.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -151,10 +152,11 @@ def _ask_passages(
     under_way: set[Future[Asked]] = set()
     failed_in_a_row = 0
     workers = settings.concurrency if settings.endpoint else 1
+    most = math.inf if settings.max_cost is None else settings.max_cost
     with ThreadPoolExecutor(workers) as pool, screen.progress("self-qa", len(missing)) as advance:
         try:
             while True:
-                while len(under_way) < workers and not _is_too_dear(settings, spent):
+                while len(under_way) < workers and cost(settings, spent) < most:
                     passage = next(waiting, None)
                     if passage is None:
                         break
@@ -224,10 +226,6 @@ def cost(settings: SelfQA, tokens: Counter[str]) -> float:
     return (
         tokens["prompt_tokens"] * settings.input_price + tokens["completion_tokens"] * settings.output_price
     ) / 1_000_000
-
-
-def _is_too_dear(settings: SelfQA, spent: Counter[str]) -> bool:
-    return settings.max_cost is not None and cost(settings, spent) >= settings.max_cost
 
 
 def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retries: int) -> Path:

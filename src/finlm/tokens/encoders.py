@@ -30,30 +30,9 @@ _LONG = 2**20  # bytes of a text, above which it is cut
 _BESIDE = 256  # bytes on both sides of a line's end that are encoded to see whether a cut there changes an id
 _MOST_GROWTH = 192 * 2**20  # bytes of memory a process, before gigatoken is built anew
 TRAPS = (
-    *(
-        "",
-        " ",
-        "  ",
-        "   a",
-        " 前导空格",
-        "尾随空格  ",
-        "a  b   c    d",
-        "\u2581",
-        "\u2581\u2581前",
-        "a\u2581b",
-        "\u3000全角",
-    ),
-    *(
-        "换行\n\n换行\r\n\t制表",
-        "\0零\0",
-        "\ufffd\ufeff",
-        "😀👨‍👩‍👧‍👦🇨🇳",
-        "𠮷𡈽㐂",
-        "ﷺ",
-        "e\u0301 é",
-        "สวัสดี",
-        "\U0010ffff",
-    ),
+    *("", " ", "  ", "   a", " 前导空格", "尾随空格  ", "a  b   c    d", "\u2581", "\u2581\u2581前"),
+    *("a\u2581b", "\u3000全角", "换行\n\n换行\r\n\t制表", "\0零\0", "\ufffd\ufeff", "😀👨‍👩‍👧‍👦🇨🇳"),
+    *("𠮷𡈽㐂", "ﷺ", "e\u0301 é", "สวัสดี", "\U0010ffff"),
     *("<s>", "</s>", "<unk>", "<0x0A>", "a</s>b<s>c", "< s >", "<<s>>", "<pad>", "[INST]", "<|im_start|>user"),
     *("3.14159", "1,234,567.89元", "-0.5%", "２０２４年", "600000.SH", "EBITDA", "A股/H股", "（一）", "——", "…………"),
     *("公司" * 3000, "x" * 5000, "净利润同比增长12.3%，" * 200, " " * 1000 + "末", "\n" * 500, "😀" * 300),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.tokens import pretrained
-from finlm.tokens.vocab import CHINESE, Described, Sample, candidate_characters
+from finlm.tokens.vocab import CHINESE, Described, Sample, candidate_characters, count_unchanged, too_large
 
 if TYPE_CHECKING:
     import tokenizers
@@ -109,8 +109,6 @@ def extend(
             fix=f"set it to {size + 64}, or to less",
         )
     sample = Sample.of(lines)
-    if not sample.runs:
-        raise UserError("the sample holds no Chinese to extend the tokenizer with", fix="correct data.sources")
     wanted, dropped = size - base.size, set[str]()
     while True:  # without what turned out not to be reached
         added = _characters(base, sample, wanted, longest, character_coverage, dropped)
@@ -122,12 +120,8 @@ def extend(
             break
         dropped |= dead
     if len(added.pieces) != wanted:
-        raise UserError(
-            f"tokenizer.extend_to {size:,} is too large for this text",
-            evidence=f"{base.size:,} old ids, {len(added.pieces):,} new pieces found",
-            fix=f"set tokenizer.extend_to to at most {base.size + len(added.pieces)}, or add text: "
-            "tokenizer.sample_bytes, data.sources",
-        )
+        found = len(added.pieces)
+        raise too_large(size, base.size + found, f"{base.size:,} old ids, {found:,} new pieces found")
     _write(base, made, directory / "tokenizer")
     texts = [_text(piece) for piece in added.pieces]
     return describe(directory / "tokenizer" / NAME) | {
@@ -155,19 +149,11 @@ def enlarge(base: Base, added: Added) -> dict[str, Any]:
 
 
 def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
-    """Check that both tokenizers give the same ids for the old tokens and the texts, without their Chinese.
-
-    Returns the number of texts compared. Raises RuntimeError if the ids differ, which is a bug here.
-    """
+    """Check that both tokenizers give the same ids for the old tokens and the texts (vocab.count_unchanged)."""
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
-    count = 0
-    for text in itertools.chain(tokens, added_tokens(old), texts):
-        plain = CHINESE.sub("", text)
-        if before.encode(plain, add_special_tokens=False).ids != after.encode(plain, add_special_tokens=False).ids:
-            raise RuntimeError(f"the extended tokenizer encodes {plain[:200]!r} in another way than the old one")
-        count += 1
-    return count
+    encoders = (lambda text, it=it: it.encode(text, add_special_tokens=False).ids for it in (before, after))
+    return count_unchanged(*encoders, itertools.chain(tokens, added_tokens(old), texts))
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:

@@ -21,7 +21,7 @@ import itertools
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,11 +163,13 @@ class Sample:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Sample:
-        """Return the counts of the lines. Takes 2.5 bytes of memory for each byte of 20 MB, less for more text."""
+        """Return the counts of the lines, in 2.5 bytes or less for each byte. Raises UserError without any Chinese."""
         sample = cls(Counter(), Counter())
         for line in lines:
             sample.runs.update(_RUN.findall(line))
             sample.marks.update(_MARK.findall(line))
+        if not sample.runs:
+            raise UserError("the sample holds no Chinese to extend the tokenizer with", fix="correct data.sources")
         return sample
 
     def characters(self) -> list[tuple[str, int]]:
@@ -208,19 +210,12 @@ def extend(
     if size <= old:
         raise UserError(f"tokenizer.extend_to {size:,} adds nothing to {old:,} pieces", fix=f"set more than {old}")
     sample = Sample.of(lines)
-    if not sample.runs:
-        raise UserError("the sample holds no Chinese to extend the tokenizer with", fix="correct data.sources")
     known = {piece.piece for piece in base.pieces}
     chosen, dead = _keep_living(
         base, _list_candidates(sample, known, size - old, longest, character_coverage), size - old
     )
     if len(chosen) < size - old:
-        raise UserError(
-            f"tokenizer.extend_to {size:,} is too large for this text",
-            evidence=f"{old:,} old pieces, {len(chosen):,} new ones found",
-            fix=f"set tokenizer.extend_to to at most {old + len(chosen)}, or add text: tokenizer.sample_bytes, "
-            "data.sources",
-        )
+        raise too_large(size, old + len(chosen), f"{old:,} old pieces, {len(chosen):,} new ones found")
     model = append_pieces(base, chosen)
     (directory / "tokenizer.model").write_bytes(model.SerializeToString())
     seen = {character for character, _ in sample.characters()}
@@ -231,6 +226,12 @@ def extend(
         "not_in_sample": sum(len(piece) == 1 and piece not in seen for piece in chosen),
         "dead_pieces_dropped": len(dead),
     }
+
+
+def too_large(size: int, most: int, evidence: str) -> UserError:
+    """Return the UserError for a tokenizer.extend_to above what the sample's text has pieces for."""
+    fix = f"set tokenizer.extend_to to at most {most}, or add text: tokenizer.sample_bytes, data.sources"
+    return UserError(f"tokenizer.extend_to {size:,} is too large for this text", evidence=evidence, fix=fix)
 
 
 def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
@@ -247,15 +248,17 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
 
 
 def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Check that both processors give the same ids for old's pieces and the texts, all without their Chinese.
-
-    Returns the number of texts compared. Raises RuntimeError if the ids differ, which is a bug here.
-    """
+    """Check that both processors give the same ids for old's pieces and the texts (count_unchanged)."""
     pieces = (old.id_to_piece(number).replace("▁", " ") for number in range(old.vocab_size()))
+    return count_unchanged(old.encode, new.encode, itertools.chain(pieces, texts))
+
+
+def count_unchanged(old: Callable[[str], Any], new: Callable[[str], Any], texts: Iterable[str]) -> int:
+    """Return the number of texts. Raises RuntimeError if old and new give one of them, less its Chinese, other ids."""
     count = 0
-    for text in itertools.chain(pieces, texts):
+    for text in texts:
         plain = CHINESE.sub("", text)
-        if old.encode(plain) != new.encode(plain):
+        if old(plain) != new(plain):
             raise RuntimeError(f"the extended tokenizer encodes {plain[:200]!r} in another way than the old one")
         count += 1
     return count

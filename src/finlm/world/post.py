@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,14 +106,9 @@ def _questions(archive: Archive, dice: Dice) -> Iterator[_Question]:
         yield _Question(text.rpartition("\n")[0], str(meta["answer"]), meta["subject"] != CLOSED_BOOK)
 
 
-def _exam_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield dialogues, without end, of an open-book question and its answer."""
-    return (_dialogue((q.text, q.answer(q.right))) for q in _questions(archive, dice) if q.is_open)
-
-
-def _recall_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield dialogues, without end, of a closed-book question and its answer."""
-    return (_dialogue((q.text, q.answer(q.right))) for q in _questions(archive, dice) if not q.is_open)
+def _exam_chat(archive: Archive, dice: Dice, *, is_open: bool) -> Iterator[Sized]:
+    """Yield dialogues, without end, of an open-book or a closed-book question and its answer."""
+    return (_dialogue((q.text, q.answer(q.right))) for q in _questions(archive, dice) if q.is_open == is_open)
 
 
 def _law_chat(archive: Archive, dice: Dice) -> Iterator[Sized]:
@@ -178,8 +174,8 @@ def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
 
 
 _KINDS: dict[str, Callable[[Archive, Dice], Iterator[Sized]]] = {
-    "exam_chat": _exam_chat,
-    "recall_chat": _recall_chat,
+    "exam_chat": partial(_exam_chat, is_open=True),
+    "recall_chat": partial(_exam_chat, is_open=False),
     "law_chat": _law_chat,
     "reading_chat": _reading_chat,
     "exam_pairs": _pairs,

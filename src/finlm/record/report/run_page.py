@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,24 +289,10 @@ def show(value: Any, how: Callable[[Any], str]) -> str | None:
         return None
 
 
-def count(value: Any) -> str | None:
-    """Return 1234567 as '1,234,567'; None as show() does."""
-    return show(value, lambda v: f"{v:,.0f}")
-
-
-def short(value: Any) -> str | None:
-    """Return 2048000 as '2.05M'; None as show does."""
-    return show(value, screen.format_count)
-
-
-def size(value: Any) -> str | None:
-    """Return bytes with a unit; None as show does."""
-    return show(value, units.format_bytes)
-
-
-def duration(value: Any) -> str | None:
-    """Return seconds with a unit; None as show does."""
-    return show(value, units.format_duration)
+count = partial(show, how=lambda value: f"{value:,.0f}")  # 1,234,567
+short = partial(show, how=screen.format_count)  # 2.05M
+size = partial(show, how=units.format_bytes)
+duration = partial(show, how=units.format_duration)
 
 
 def digits(value: Any, places: int = 4) -> str | None:
@@ -375,8 +362,8 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
         undefined=ChainableUndefined,
         finalize=lambda value: MISSING if value is None or isinstance(value, Undefined) else value,
     )
-    shown = (count, short, size, duration, digits, percent, moment, interval, highest)
-    pages.filters |= {each.__name__: each for each in shown}
+    pages.filters |= {"count": count, "short": short, "size": size, "digits": digits, "percent": percent}
+    pages.filters |= {"moment": moment, "interval": interval, "highest": highest}
     pages.filters["duration"] = lambda value: say_units(duration(value), lang)
     pages.filters["in_units"] = lambda rows: [[say_units(cell, lang) for cell in row] for row in rows]
     pages.globals |= {"first_and_last": history.first_and_last, "fall": history.fall}

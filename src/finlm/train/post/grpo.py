@@ -351,10 +351,7 @@ def make(r: Rank) -> GroupTrainer:
 
 
 def score_answers_alone() -> None:
-    """Make trl's head skip the tokens of prompts on CPUs too, as it does on GPUs: half of a step's work there.
-
-    Replaces trl.trainer.utils._use_triton, which decides nothing else there (trl 1.16).
-    """
+    """Make trl's head skip the tokens of prompts on CPUs too: _use_triton decides nothing else there (trl 1.16)."""
     trl_utils._use_triton = lambda device: True
 
 

@@ -205,8 +205,12 @@ class Watch:
                 if len(first := self._first.setdefault(key, [])) < STEPS:
                     first.append(float(row[key]))
                 self._last[key] = [*self._last.get(key, ()), float(row[key])][-STEPS:]
-        yield from self._tell(Incident("answers grow longer", self._words("answer_tokens", "tokens")), self._is_long())
-        yield from self._tell(Incident("entropy collapses", self._words("entropy", "nats a token")), self._is_narrow())
+        before, now = self._medians("answer_tokens")
+        long = Incident("answers grow longer", self._words("answer_tokens", "tokens"))
+        yield from self._tell(long, now > self.settings.length * before)
+        before, now = self._medians("entropy")
+        narrow = Incident("entropy collapses", self._words("entropy", "nats a token"))
+        yield from self._tell(narrow, now < self.settings.entropy * before)
         repeats = self._exceeds("repetition", self.settings.repetition)
         yield from self._tell(Incident("answers repeat themselves", self._words("repetition", "of the text")), repeats)
         silent = self._exceeds("unanswered", self.settings.unanswered)
@@ -214,14 +218,6 @@ class Watch:
         apart = float(row.get("mismatch") or 0.0)
         detail = f"{apart:.3g} nats a token apart, {row.get('mismatch_largest', apart):.3g} at most"
         yield from self._tell(Incident("rollout and trainer part", detail), apart > self.settings.mismatch)
-
-    def _is_long(self) -> bool:
-        first, last = self._medians("answer_tokens")
-        return last > self.settings.length * first
-
-    def _is_narrow(self) -> bool:
-        first, last = self._medians("entropy")
-        return last < self.settings.entropy * first
 
     def _exceeds(self, key: str, limit: float) -> bool:
         first, last = self._medians(key)
