@@ -14,7 +14,7 @@ import pytest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.cli import main
-from finlm.evals import extraction, questions, suite, tasks
+from finlm.evals import questions, suite, tasks
 from finlm.inference.open import open_model
 from finlm.record.report import run_page
 
@@ -22,7 +22,7 @@ INSTALLED = all(importlib.util.find_spec(name) for name in tasks.PACKAGES)
 needs_packages = pytest.mark.skipif(not INSTALLED, reason="needs requirements-cflue.lock")
 
 TEMPLATE = "{% for message in messages %}Human: {{ message.content }} {% endfor %}Assistant:"
-CAUSES = dict.fromkeys(extraction._CAUSES.values(), "") | {"reason_type": "旱灾", "result_product": "大豆"}
+CAUSES = dict.fromkeys(tasks._CAUSES.values(), "") | {"reason_type": "旱灾", "result_product": "大豆"}
 EVENTS = [{"role": "买方", "argument": "甲公司"}, {"role": "金额", "argument": "3亿元"}]
 MOODS = {"钢铁": "正向", "水泥": "负向"}
 
@@ -94,7 +94,7 @@ def test_labels_are_right_where_cflues_code_says_so(part: str, right: str, said:
     ],
 )
 def test_moods_of_industries_are_read_in_every_form(said: str, found: dict[str, str]) -> None:
-    assert extraction._first_moods(extraction._read_industries(said)) == found
+    assert tasks._first_moods(tasks._read_industries(said)) == found
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_moods_of_industries_are_read_in_every_form(said: str, found: dict[str, 
 )
 def test_extractions_score_as_in_cflues_code(part: str, right: Any, said: str, value: float) -> None:
     label = right if isinstance(right, str) else json.dumps(right, ensure_ascii=False)
-    assert extraction.score_extraction(part, label, said) == pytest.approx(value)
+    assert tasks.score_extraction(part, label, said) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ instruction of application.json to an assistant as it is, decodes greedily witho
 
 - Fin_TC, classification: the share of right labels;
 - Fin_MT, translation, each way: BLEU of sacrebleu over words of jieba (Chinese) or nltk (English);
-- Fin_RE, extraction: the mean F1 of (key, value) pairs, read by rules for each kind of row;
+- Fin_RE, extraction: the mean F1 of (key, value) pairs, read by its rules for each kind of row, misreadings included;
 - Fin_RC, reading comprehension, and Fin_TG, generation: the mean ROUGE-L of the package rouge over words of jieba.
 
 All scores are shares from 0 to 1, BLEU too. COMET, which that table has beside BLEU, is a model of 3.5 billion
@@ -14,12 +14,15 @@ parameters and is not computed here. Heavy modules are imported late: what is mi
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +30,6 @@ import numpy as np
 
 from finlm.base import files, screen
 from finlm.base.errors import UserError
-from finlm.evals import extraction
 from finlm.evals.questions import FETCH, Interval, Question, Suite, bootstrap, digest
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ METRICS |= {"Fin_RC": "ROUGE-L", "Fin_TG": "ROUGE-L"}
 _TASKS = {"金融文本分类": "Fin_TC", "金融文本抽取": "Fin_RE", "金融咨询": "Fin_RC", "金融文本生成": "Fin_TG"}
 _TRANSLATIONS = {"金融英中翻译": ENGLISH, "金融中英翻译": CHINESE}  # sub-tasks of 金融翻译
 _DRAWS = 1_000
+_EVENT, _CAUSE, ENTITY, _INDUSTRY = "金融事件抽取", "金融事件因果关系抽取", "金融事件主体抽取", "行业情感信息抽取"
+_CAUSES = {
+    f"{side}{name}": f"{key}_{kind}"
+    for side, key in (("原因", "reason"), ("结果", "result"))
+    for name, kind in (("类型", "type"), ("产品", "product"), ("地区", "region"), ("行业", "industry"))
+}
+_MARKS = (",", "，", "。", ".", "、", ";", "；", ":", "：", " ")
 
 
 @dataclass(frozen=True)
@@ -118,13 +127,12 @@ def _read_row(path: Path, number: int, row: Any) -> Question:
         right = right if isinstance(right, str) else json.dumps(right, ensure_ascii=False)
         if not part or not text.strip() or not right.strip():
             raise ValueError("no sub_task, instruction or output")
-        if task == "Fin_RE" and part != extraction.ENTITY:
-            extraction.read_label(part, right)
+        if task == "Fin_RE" and part != ENTITY:
+            read_label(part, right)
     except (KeyError, TypeError, ValueError, SyntaxError, AttributeError, IndexError) as error:
         evidence = f"KeyError: {error}" if isinstance(error, KeyError) else repr(error)
-        raise UserError(
-            f"{path}: row {number} is no task of CFLUE", evidence=evidence, fix="correct the row or take it out"
-        ) from None
+        problem, fix = f"{path}: row {number} is no task of CFLUE", "correct the row or take it out"
+        raise UserError(problem, evidence=evidence, fix=fix) from None
     return Question(f"{task}, {part}", text, (), right)
 
 
@@ -158,8 +166,7 @@ def score(asked: Sequence[Question], said: Sequence[str], *, of_parts: bool = Fa
     groups: dict[str, list[tuple[Question, str]]] = {}
     for pair in zip(asked, said, strict=True):
         groups.setdefault(pair[0].subject if of_parts else _task(pair[0]), []).append(pair)
-    order = list(METRICS)
-    names = sorted(groups, key=lambda name: (order.index(name.partition(", ")[0]), name))
+    names = sorted(groups, key=lambda name: (list(METRICS).index(name.partition(", ")[0]), name))
     return {name: _measure(groups[name]) for name in names}
 
 
@@ -183,15 +190,9 @@ def _split_scores(asked: Sequence[Question], said: Sequence[str], shares: Mappin
         score([asked[place] for place in places], [said[place] for place in places])
         for places in (sorted(shares), [place for place in range(len(asked)) if place not in shares])
     )
-    return {
-        task: Contained(
-            inside[task].rows if task in inside else 0,
-            inside[task].value if task in inside else None,
-            outside[task].value if task in outside else None,
-        )
-        for task in METRICS
-        if task in inside or task in outside
-    }
+    counts = {task: inside[task].rows if task in inside else 0 for task in METRICS if task in inside or task in outside}
+    values = {task: [part[task].value if task in part else None for part in (inside, outside)] for task in counts}
+    return {task: Contained(count, *values[task]) for task, count in counts.items()}
 
 
 def score_answer(question: Question, said: str) -> float:
@@ -199,9 +200,7 @@ def score_answer(question: Question, said: str) -> float:
     task, _, part = question.subject.partition(", ")
     if task == "Fin_TC":
         return float(is_right_label(part, question.answer, said))
-    return (
-        extraction.score_extraction(part, question.answer, said) if task == "Fin_RE" else rouge_l(question.answer, said)
-    )
+    return score_extraction(part, question.answer, said) if task == "Fin_RE" else rouge_l(question.answer, said)
 
 
 def is_right_label(part: str, right: str, said: str) -> bool:
@@ -212,6 +211,169 @@ def is_right_label(part: str, right: str, said: str) -> bool:
         return right == ("否" if "不合规" in said or "不符合" in said else "是")
     quoted = re.findall("'([^']*)'", said)
     return quoted == [right] if quoted else right in said and not any(mark in said for mark in ",，、")
+
+
+def score_extraction(part: str, right: str, said: str) -> float:
+    """Return the F1 of an answer to an extraction, as CFLUE's code reads it; 0 for a sub-task that it does not know."""
+    if part == ENTITY:
+        return float(right in said)
+    if part == _CAUSE:
+        return _score_causes(read_label(part, right), said)
+    if part == _EVENT:
+        return _pair_f1(read_label(part, right), _read_events(said))
+    if part == _INDUSTRY:
+        return _pair_f1(_first_moods(read_label(part, right)), _first_moods(_read_industries(said)))
+    return 0.0
+
+
+def read_label(part: str, right: str) -> dict[str, str]:
+    """Return the right answer of an extraction as {key: value}; of causes the first, as that code compares it alone.
+
+    Raises KeyError, TypeError, ValueError, SyntaxError or IndexError if it is not of the sub-task's form.
+    """
+    label = ast.literal_eval(right) if part in (_EVENT, _CAUSE, _INDUSTRY) else {}
+    if part == _EVENT:
+        label = {row["role"]: row["argument"] for row in label}
+    elif part == _CAUSE:
+        label = {key: label[0][key] for key in _CAUSES.values()}
+    if not all(isinstance(text, str) for pair in label.items() for text in pair):
+        raise TypeError("a key or value that is no text")
+    return dict(label)
+
+
+def _score_causes(right: Mapping[str, str], said: str) -> float:
+    """Return the F1 of eight named fields: precision is the share of right ones, recall the share of named ones.
+
+    A field is right when it says that nothing is there (无, 未提及) and nothing is, or when the text from its name to
+    the end of its line, line end included, is the right one. So that code counts, although a colon then makes it wrong.
+    """
+    named = hits = 0
+    for name, key in _CAUSES.items():
+        if match := re.search(f"{name}(.*?)(\n|$)", said):
+            value = "".join(part for part in match.groups() if part not in _MARKS)
+            named += 1
+            hits += right[key] in value if re.search("未提及|无|None", value) else right[key] == value
+    return 2 * hits * named / 8 / (hits + named) if hits + named else 0.0
+
+
+def _pair_f1(right: Mapping[str, str], said: Mapping[str, str]) -> float:
+    """Return the F1 of the pairs of `said` against those of `right`."""
+    hits = len(right.items() & said.items())
+    return 2 * hits / (len(right) + len(said)) if hits else 0.0
+
+
+def _first_moods(moods: Mapping[str, str]) -> dict[str, str]:
+    """Return {industry: the first of 正, 负, 中, 无 in its text}, without industries that have none."""
+    return {name: match[0] for name, text in moods.items() if (match := re.search("[正负中无]", text))}
+
+
+def _simplify(said: str) -> str:
+    """Return the text with narrow punctuation, without spaces and without commas at line ends."""
+    return said.translate(str.maketrans("：，；。", ":,;.", " ")).replace(",\n", "\n")
+
+
+def _trim(text: str) -> str:
+    """Return the text without line ends, full stops and semicolons around it, then without spaces around the rest."""
+    return text.strip("\n.;").strip()
+
+
+def _read_events(said: str) -> dict[str, str]:
+    """Return {role: argument} of an answer in lines "role: argument", or "key1: role", "value1: argument"."""
+    text = _simplify(said)
+    if "value" in text:
+        found = re.findall(r"key\d:(.*)\s*value\d?:?\s*(.*)", text)
+    else:
+        found = re.findall("(.*):(.*)", text)
+        found = found[: next((place for place, (role, _) in enumerate(found) if "key" in role), None)]
+    return {_trim(role): _trim(argument) for role, argument in found}
+
+
+def _separators(text: str) -> list[str]:
+    """Return the separators 、 : ; , and line end that the text has, the rarest first."""
+    counts = Counter(letter for letter in text if letter in "、:;,\n")
+    return sorted((mark for mark in "、:;,\n" if counts[mark]), key=lambda mark: counts[mark])
+
+
+def _as_pairs(parts: Iterable[str], mark: str) -> dict[str, str]:
+    """Return {before: behind} the mark in each part. Raises ValueError for a part that has not one mark."""
+    return dict(tuple(part.split(mark)) for part in parts)  # type: ignore[misc]
+
+
+def _scan_moods(text: str, between: str = r"[:\s]+", letter: str = r"\w") -> dict[str, str]:
+    """Return {name: mood} wherever the text has a name, `between`, one of 正, 负, 中, 无 or | and a further letter."""
+    return dict(re.findall(f"({letter}+){between}([正|负|中|无]){letter}+", text))
+
+
+def _read_industries(said: str) -> dict[str, str]:
+    """Return {industry: text of its mood} of an answer, in any of the forms that CFLUE's code reads."""
+    text = _simplify(said)
+    if match := re.match("行业:(.*)情感分类:(.*)", text, re.DOTALL):
+        found = _join_industries(*(part.strip("\n.;") for part in match.groups()))
+    elif "抽取结果" in text:
+        match = re.match("抽取结果.*?:(.*)", text, re.DOTALL)
+        found = _read_announced(_trim(match[1])) if match else _scan_moods(text)
+    else:
+        match = re.match("^.*结果.*?:(.*)", text, re.DOTALL)
+        found = _split_twice(_trim(match[1]) if match else text)
+    return found or _scan_moods(text, r"[:\s]*")
+
+
+def _join_industries(names: str, moods: str) -> dict[str, str]:
+    """Return {industry: mood} of a list of industries and a list of moods, each in a row of its own."""
+    marks, name_marks = _separators(moods), _separators(names)
+    listed = names.split(name_marks[0]) if name_marks else None
+    if not marks:
+        return dict.fromkeys(listed or [names], moods)
+    given = moods.split(marks[0])
+    if len(marks) > 1:
+        return _or_scan(lambda: _as_pairs(given, ":"), moods)
+    if listed is None:
+        return _scan_moods(moods)
+    for pattern in (".*[为是](.*)", ".*（(.*)）"):
+        said = [re.search(pattern, mood, re.DOTALL) for mood in given]
+        if all(said):
+            return dict(zip(listed, (match[1] for match in said if match), strict=False))
+    return dict(zip(listed, [*given, *["无"] * len(listed)], strict=False))
+
+
+def _read_announced(text: str) -> dict[str, str]:
+    """Return {industry: mood} of what follows "抽取结果:": pairs, or a list of industries with or without its moods."""
+    if match := re.match("(.*)情感分类结果:(.*)", text, re.DOTALL):
+        marks = _separators(match[2])
+        names = text[: text.rindex("情感分类结果")].strip()
+        return dict(zip_longest(names.split(marks[0]), match[2].split(marks[0]), fillvalue="无")) if marks else {}
+    marks = _separators(text)
+    parts = text.split(marks[0]) if marks else [text]
+    if len(marks) < 2:
+        return dict.fromkeys(parts, "无")
+    return _or_scan(lambda: _as_pairs(parts, marks[1]), text)
+
+
+def _split_twice(text: str) -> dict[str, str]:
+    """Return {name: mood} of pairs, split by the rarest separator and each by the next rarest, or the other way."""
+    marks = _separators(text)
+    if not marks:
+        return {}
+    parts = [_trim(part) for part in text.split(marks[0])]
+    try:
+        if len(marks) == 1:
+            name, mood = parts[len(parts) % 2 :]
+            return {name: mood}
+        return _as_pairs(parts, marks[1])
+    except ValueError:
+        try:
+            return _as_pairs((part for part in text.split(marks[1]) if marks[0] in part), marks[0])
+        except (ValueError, IndexError):
+            lines = "\n".join(_trim(line) for line in text.split("\n") if line)
+            return _scan_moods(lines, letter="[\u4e00-\u9fa5]")
+
+
+def _or_scan(read: Callable[[], dict[str, str]], text: str) -> dict[str, str]:
+    """Return what `read` returns, or the moods that a scan of the text finds when it raises ValueError."""
+    try:
+        return read()
+    except ValueError:
+        return _scan_moods(text)
 
 
 def cut_chinese(text: str) -> str:
@@ -282,10 +444,7 @@ def show(result: Result) -> None:
         screen.show(f"a random {asked:,} of {result.rows:,} questions (--limit)")
     screen.show(f"what the released set is, is not known here; the hash of this one is {result.sha256[:16]}")
     for task, found in (result.contamination or {}).items():
-        inside, outside = (
-            "none" if value is None else f"{100 * value:.2f}" for value in (found.score_contained, found.score_others)
-        )
-        total = result.scores[task].rows
-        screen.show(
-            f"{task}: {found.contained:,} of {total:,} stand in the training data: {inside}; the others: {outside}"
-        )
+        both = found.score_contained, found.score_others
+        inside, outside = ("none" if value is None else f"{100 * value:.2f}" for value in both)
+        known = f"{found.contained:,} of {result.scores[task].rows:,} stand in the training data"
+        screen.show(f"{task}: {known}: {inside}; the others: {outside}")

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from finlm.base import screen
@@ -62,9 +62,9 @@ class Injury:
         return not self.what.startswith(NOT_DONE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drill:
-    """The settings of a drill.
+    """The settings of a drill; then its training's process, and the run directories that were there `before`.
 
     `train` is the command that trains, `name` the recipe's. `kinds` are names of faults. `seconds` is the length of the
     drill, `every` the seconds between two faults. With `seed` 0 the faults come in turn, else they are drawn at random.
@@ -78,6 +78,8 @@ class Drill:
     seconds: float
     every: float
     seed: int = 0
+    process: subprocess.Popen[bytes] = field(init=False)
+    before: set[Path] = field(init=False)
 
 
 def check_kinds(text: str) -> list[str]:
@@ -95,42 +97,42 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     the run ends early. Raises UserError when the run ends early or a host does not answer, and KeyboardInterrupt or
     SystemExit when a signal interrupts it.
     """
-    before = {run.path for run in list_runs(d.runs, d.name)}
+    d.before = {run.path for run in list_runs(d.runs, d.name)}
     injuries, began = list[Injury](), 0.0
     former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else the training goes on alone
-    with subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+    with subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as d.process:
         try:
-            began = _wait_for_step(d, process, before, 0.0)
-            _cause_faults(d, process, before, began, injuries)
+            began = _wait_for_step(d, 0.0)
+            _cause_faults(d, began, injuries)
         finally:
             stopped = time.time()
-            _end_training(process)
+            _end_training(d.process)
             signal.signal(signal.SIGTERM, former)
             if began:
-                show(injuries, _measure(_find_run(d, before), injuries, began, stopped))
+                show(injuries, _measure(_find_run(d), injuries, began, stopped))
 
 
-def _cause_faults(
-    d: Drill, process: subprocess.Popen[bytes], before: set[Path], began: float, injuries: list[Injury]
-) -> None:
+def _cause_faults(d: Drill, began: float, injuries: list[Injury]) -> None:
     """Cause a fault every d.every seconds until d.seconds after `began`, print it, and append it to `injuries`.
 
-    Waits for a checkpoint before each fault, and for the run's recovery after it, also of the last fault. `before` has
-    the run directories that existed before the drill. Raises UserError when the training ends.
+    Waits for a checkpoint before each fault, and for the run's recovery after it, also of the last fault. Raises
+    UserError when the training ends.
     """
     chance, end, due = random.Random(d.seed), began + d.seconds, began
     while time.time() < end:
         due += d.every
         kind = d.kinds[len(injuries) % len(d.kinds)] if not d.seed else chance.choice(d.kinds)
-        _wait_until(process, min(due, end))
+        while time.time() < min(due, end):
+            _check_alive(d.process)
+            time.sleep(POLL_SECONDS)
         if time.time() >= end:
             break
-        if not _wait_for_checkpoint(d, process, before, injuries[-1].time if injuries else began, end):
+        if not _wait_for_checkpoint(d, injuries[-1].time if injuries else began, end):
             break
-        injuries.append(_injure(_find_run(d, before), chance.choice(d.hosts.hosts), kind))
+        injuries.append(_injure(_find_run(d), chance.choice(d.hosts.hosts), kind))
         last = injuries[-1]
         screen.say(f"drill: step {last.step:,}: {kind} on {last.host}: {last.what}")
-        _wait_for_step(d, process, before, injuries[-1].time)
+        _wait_for_step(d, injuries[-1].time)
 
 
 def _end_training(process: subprocess.Popen[bytes]) -> None:
@@ -146,9 +148,9 @@ def _end_training(process: subprocess.Popen[bytes]) -> None:
                 raise
 
 
-def _find_run(d: Drill, before: set[Path]) -> RunDir:
+def _find_run(d: Drill) -> RunDir:
     """Return the newest run directory of the drill that was not there before. Raises UserError when there is none."""
-    runs = [run for run in list_runs(d.runs, d.name) if run.path not in before and run.events.exists()]
+    runs = [run for run in list_runs(d.runs, d.name) if run.path not in d.before and run.events.exists()]
     if not runs:
         raise UserError("the drill's run did not begin", fix="`finlm train` with the same options says why")
     return runs[0]
@@ -164,23 +166,16 @@ def _check_alive(process: subprocess.Popen[bytes]) -> None:
         )
 
 
-def _wait_until(process: subprocess.Popen[bytes], moment: float) -> None:
-    """Wait until the time `moment` (unix seconds). Raises UserError when the training ends before."""
-    while time.time() < moment:
-        _check_alive(process)
-        time.sleep(POLL_SECONDS)
-
-
-def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float) -> float:
+def _wait_for_step(d: Drill, since: float) -> float:
     """Wait for a step that is finished after the fault at `since`, and return its time; all times are unix seconds.
 
     The step must come after the ranks' restart or, when the fault causes no restart, d.every seconds after the fault.
     With since=0 any step counts. Raises UserError when the training ends before.
     """
     while True:
-        _check_alive(process)
+        _check_alive(d.process)
         try:
-            rows = list(_find_run(d, before).read_events())
+            rows = list(_find_run(d).read_events())
         except UserError:
             rows = []
         starts = [row["time"] for row in rows if row["kind"] == "start" and row["time"] > since]
@@ -191,20 +186,18 @@ def _wait_for_step(d: Drill, process: subprocess.Popen[bytes], before: set[Path]
         time.sleep(POLL_SECONDS)
 
 
-def _wait_for_checkpoint(
-    d: Drill, process: subprocess.Popen[bytes], before: set[Path], since: float, end: float
-) -> bool:
+def _wait_for_checkpoint(d: Drill, since: float, end: float) -> bool:
     """Wait for a checkpoint after `since` from which the run can resume; return whether there is one before `end`.
 
     Both are unix seconds. It is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only
     a copied one. Raises UserError when the training ends before.
     """
     while time.time() < end:
-        rows = list(_find_run(d, before).read_events())
+        rows = list(_find_run(d).read_events())
         on_disk = "copied" if any(row["kind"] == "copied" for row in rows) else "checkpoint"
         if any(row["time"] > since and row["kind"] in ("in_memory", on_disk) for row in rows):
             return True
-        _check_alive(process)
+        _check_alive(d.process)
         time.sleep(POLL_SECONDS)
     return False
 

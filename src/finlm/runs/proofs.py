@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from finlm.base import files, processes, screen
 from finlm.base.checkpoints import Manifest
@@ -262,28 +262,17 @@ def compare_finished(reference: RunDir, other: RunDir, killed: Sequence[tuple[st
     return Verdict(last, kills, rows, losses, tuple(files))
 
 
-class _Step(NamedTuple):
-    """The CRC of the rows that a step read, and its loss."""
-
-    rows_crc: int
-    loss: float
-
-
-def _steps(run: RunDir) -> dict[int, _Step]:
-    """Return {step: its rows and loss}; of a repeated step, those recorded last."""
-    return {row["step"]: _Step(row["rows_crc"], row["loss"]) for row in run.read_events("step")}
-
-
-def _command(recipe: str, options: Sequence[str], runs: Path) -> list[str]:
-    """Return the command line of `finlm train` of the recipe, with `options`, below `runs`."""
-    return _finlm_command(["train", recipe, *options, "--runs", str(runs)])
+def _steps(run: RunDir) -> dict[int, tuple[int, float]]:
+    """Return {step: (CRC of its rows, loss)}; of a repeated step, those recorded last."""
+    return {row["step"]: (row["rows_crc"], row["loss"]) for row in run.read_events("step")}
 
 
 def _train(recipe: str, options: Sequence[str], runs: Path) -> int:
     """Run `finlm train` to its end and return the exit code. Its output is appended to <runs>.log."""
     runs.mkdir(parents=True, exist_ok=True)
     with (runs.with_suffix(".log")).open("ab") as log:
-        return subprocess.run(_command(recipe, options, runs), stdout=log, stderr=log, check=False).returncode
+        command = _finlm_command(["train", recipe, *options, "--runs", str(runs)])
+        return subprocess.run(command, stdout=log, stderr=log, check=False).returncode
 
 
 def _train_and_kill(
@@ -298,8 +287,9 @@ def _train_and_kill(
     runs.mkdir(parents=True, exist_ok=True)
     former = _last_step(runs)
     wanted = min(steps - 1, former + chance.randint(1, max(1, steps // 4)))
+    command = _finlm_command(["train", recipe, *options, "--runs", str(runs)])
     with (runs.with_suffix(".log")).open("ab") as log:
-        process = subprocess.Popen(_command(recipe, options, runs), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     until, began, reached = time.monotonic() + PATIENCE_SECONDS, time.time(), 0
     try:
         while process.poll() is None:

@@ -12,7 +12,7 @@ the critic of PPO; sentences were more accurate there (report, section on RLHF).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ class PairTrainer(Recorded):
         if not self.held_out:
             return None
         self.model.eval()
-        rewards_of = {name: self._score_pairs(pairs) for name, pairs in self.held_out.items()}
+        rewards_of = {name: self._score_pairs(pairs, self.scores) for name, pairs in self.held_out.items()}
         self.model.train()
         sources = {name: summary(rewards) for name, rewards in rewards_of.items()}
         return summary(torch.cat(list(rewards_of.values()))) | {"sources": sources}
@@ -98,14 +98,10 @@ class PairTrainer(Recorded):
         """The id of the token that pads batches."""
         return padding_id(self.rank.shards)
 
-    def _score_pairs(self, pairs: list[Pair]) -> torch.Tensor:
-        """Return the rewards of all pairs on the CPU: [pairs, (chosen, rejected)]. Collective."""
-        return spread(
-            self.rank,
-            len(pairs),
-            self.rank.plan.micro_batch,
-            lambda numbers: self.scores(self.batch([pairs[number] for number in numbers])),
-        )
+    def _score_pairs(self, pairs: list[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Return scores(batch) of all pairs on the CPU: [pairs, (chosen, rejected)]. Collective."""
+        size = self.rank.plan.micro_batch
+        return spread(self.rank, len(pairs), size, lambda numbers: scores(self.batch([pairs[n] for n in numbers])))
 
     def _numbers(self, step: int) -> Any:
         """Return the indices of a step's pairs: int64 [micro_steps, pairs of rank 0, of rank 1, ...]."""
@@ -202,12 +198,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)
         with adapters():
             for pairs in (self.pairs, *self.held_out.values()):
-                logps = spread(
-                    self.rank,
-                    len(pairs),
-                    self.rank.plan.micro_batch,
-                    lambda numbers, of=pairs: self._logps(model, self.batch([of[n] for n in numbers])),  # type: ignore[misc]
-                )
+                logps = self._score_pairs(pairs, partial(self._logps, model))
                 for pair, (chosen, rejected) in zip(pairs, logps.tolist(), strict=True):
                     pair |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         self.model.train()
