@@ -24,7 +24,7 @@ from helpers import QUICKSTART
 def test_a_training_that_hangs_or_fails_before_it_is_killed_is_no_training_that_has_ended(
     program: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proofs, "_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(proofs, "_finlm_command", lambda *_: [sys.executable, "-c", program])
     monkeypatch.setattr(proofs, "PATIENCE_SECONDS", 0.5 if "sleep" in program else 60.0)
     with pytest.raises(UserError, match=words):
         proofs._train_and_kill("r.yaml", (), tmp_path / "killed", random.Random(0), 100, while_saving=False)

@@ -70,27 +70,25 @@ class Opened:
         return torch.device(self.model.device)
 
 
-def open_model(path: Path, device: torch.device | None = None) -> Opened:
-    """Open the model of a checkpoint, run, export or Hugging Face directory, in evaluation mode.
+def open_model(path: Path) -> Opened:
+    """Open the model of a checkpoint, run, export or Hugging Face directory, on a GPU if any, in evaluation mode.
 
-    `device` is by default a GPU if there is one, else the CPU. Checks the files' hashes where finlm wrote them. Raises
-    UserError when there is no model, when it is damaged or cannot be loaded, or when it is a reward model; RuntimeError
-    when a checkpoint's weights do not fit the model.
+    Checks the files' hashes where finlm wrote them. Raises UserError when there is no model, when it is damaged or
+    cannot be loaded, or when it is a reward model; RuntimeError when a checkpoint's weights do not fit the model.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = run_of(path)
     if (path / "plan.json").is_file():
         newest = RunDir(path)
         path = newest.export if (newest.export / "config.json").is_file() else newest_checkpoint(newest)
     if path.parent.name == "checkpoints":
-        return _open_checkpoint(path, device)
+        return _open_checkpoint(path)
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds no model",
             evidence=f"{'no config.json in it' if path.is_dir() else 'no such directory'}",
             fix="give runs/<run>, runs/<run>/checkpoints/step-N, or a model directory in Hugging Face format",
         )
-    return _open_directory(path, device, run)
+    return _open_directory(path, run)
 
 
 def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: Any) -> list[list[int]]:
@@ -113,8 +111,8 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: An
     return written
 
 
-def _open_checkpoint(path: Path, device: torch.device) -> Opened:
-    """Open a run's checkpoint on the device. Raises UserError for a reward model, or as load_trained does."""
+def _open_checkpoint(path: Path) -> Opened:
+    """Open a run's checkpoint. Raises UserError for a reward model, or as load_trained does."""
     loaded = load_trained(path)
     if loaded.recipe.stage == "reward":
         raise _reward_model_error(path)
@@ -122,8 +120,7 @@ def _open_checkpoint(path: Path, device: torch.device) -> Opened:
     tokenizer = start.run_tokenizer(loaded.shards, loaded.recipe.tokenizer.add_bos, length)
     manifest = files.read_json(path / "manifest.json")
     name, fingerprint = f"{loaded.run.path.name}/{path.name}", [manifest, str(loaded.model.dtype)]
-    model = _move_to_device(loaded.model, device)
-    return _make_opened(model, tokenizer, name, fingerprint, loaded.run, int(manifest["step"]))
+    return _make_opened(_move_to_device(loaded.model), tokenizer, name, fingerprint, loaded.run, int(manifest["step"]))
 
 
 def _reward_model_error(path: Path) -> UserError:
@@ -134,8 +131,8 @@ def _reward_model_error(path: Path) -> UserError:
     )
 
 
-def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Opened:
-    """Open a Hugging Face directory on the device. Raises UserError when it cannot be loaded or is a reward model.
+def _open_directory(path: Path, run: RunDir | None) -> Opened:
+    """Open a Hugging Face directory. Raises UserError when it cannot be loaded or is a reward model.
 
     With `run`, the directory is its export, and the step is that of the run's newest checkpoint.
     """
@@ -154,11 +151,12 @@ def _open_directory(path: Path, device: torch.device, run: RunDir | None) -> Ope
     name = f"{run.path.name}/{path.name}" if run else path.resolve().name
     step = max((step for step, _ in run.complete_checkpoints()), default=None) if run else None
     fingerprint = [_fingerprint(path), str(model.dtype)]
-    return _make_opened(_move_to_device(model, device), tokenizer, name, fingerprint, run, step)
+    return _make_opened(_move_to_device(model), tokenizer, name, fingerprint, run, step)
 
 
-def _move_to_device(model: Any, device: torch.device) -> Any:
-    """Return the model on its device in evaluation mode, in fp32 on a CPU that computes half precisions slowly."""
+def _move_to_device(model: Any) -> Any:
+    """Return the model on a GPU, or the CPU without one, in evaluation mode; in fp32 on a CPU whose halves are slow."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slow_halves = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return model.to(device, torch.float32 if slow_halves else model.dtype).eval()
 

@@ -397,7 +397,7 @@ def place_of(stack: Stack) -> str:
     return f"{innermost[0].rpartition('/')[2]}:{innermost[1]} in {innermost[2]}"
 
 
-def format_stack(stack: Stack, frames: int = 8) -> str:
-    """Return the innermost `frames` frames of a stack as text, one per line."""
-    lines = [f"  {'/'.join(file.split('/')[-2:])}:{line} in {name}" for file, line, name in stack[:frames]]
+def format_stack(stack: Stack) -> str:
+    """Return the innermost 8 frames of a stack as text, one per line."""
+    lines = [f"  {'/'.join(file.split('/')[-2:])}:{line} in {name}" for file, line, name in stack[:8]]
     return "\n".join(lines) or "  it printed no stack"

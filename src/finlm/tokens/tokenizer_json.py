@@ -152,8 +152,13 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
     """Check that both tokenizers give the same ids for the old tokens and the texts (vocab.count_unchanged)."""
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
-    encoders = (lambda text, it=it: it.encode(text, add_special_tokens=False).ids for it in (before, after))
-    return count_unchanged(*encoders, itertools.chain(tokens, added_tokens(old), texts))
+
+    def encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    every = itertools.chain(tokens, added_tokens(old), texts)
+    return count_unchanged(functools.partial(encode, before), functools.partial(encode, after), every)
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:

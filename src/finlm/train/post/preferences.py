@@ -98,7 +98,7 @@ class PairTrainer(Recorded):
         """The id of the token that pads batches."""
         return padding_id(self.rank.shards)
 
-    def _score_pairs(self, pairs: list[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def _score_pairs(self, pairs: Sequence[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Return scores(batch) of all pairs on the CPU: [pairs, (chosen, rejected)]. Collective."""
         size = self.rank.plan.micro_batch
         return spread(self.rank, len(pairs), size, lambda numbers: scores(self.batch([pairs[n] for n in numbers])))
