@@ -178,10 +178,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
-    """Return the bytes that latent attention keeps per token of a layer, at 16 bits.
-
-    Unpadded values keep the keys' elements without RoPE alive too; padded values have a padded output and a cut copy.
-    """
+    """Return latent attention's bytes kept per token and layer: unpadded, keys without RoPE too; padded, a cut copy."""
     q, out = shape.q_width, shape.output_width
     beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
     attended = 8 * q + 2 * out if shape.pads_values else 4 * q + 2 * (q - beside) + 4 * out
