@@ -40,6 +40,7 @@ def nan_loss(rank: int, micro_steps: list[int]) -> None:
 def without_inductor() -> None:
     """Importing torch's code generator fails."""
     sys.modules["torch._inductor.compile_fx"] = None  # type: ignore[assignment]
+    vars(sys.modules.get("torch._inductor", sys)).pop("compile_fx", None)
 
 
 def flipped_bit(rank: int, first: int, path: str) -> None:

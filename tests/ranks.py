@@ -52,8 +52,9 @@ class Ranks:
 
         fault: the name of a function in faults.py and its arguments; every rank calls it before it begins.
         """
-        stage = getattr(recipe.load(run.recipe).recipe, "stage", "pretrain")
-        request = {"run": str(run.path), "world_size": Plan.read(run.plan).world_size, "stage": stage, "fault": fault}
+        stage, plan = getattr(recipe.load(run.recipe).recipe, "stage", "pretrain"), Plan.read(run.plan)
+        modules = [f"finlm.train.{STAGES[stage]}", *(["torch._inductor.compile_fx"] if plan.compiled else [])]
+        request = {"run": str(run.path), "world_size": plan.world_size, "modules": modules, "fault": fault}
         return list(self._ask(request, run.logs))
 
     def run_program(self, program: Path, arguments: Sequence[str], directory: Path) -> tuple[int, str]:
@@ -76,7 +77,7 @@ class Ranks:
             # DeepSpeed compiles its CPU Adam with the ninja of this environment; threads would not survive a fork.
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PATH": path, "OMP_NUM_THREADS": "1"}
-            env["CXX"] = str(HERE / "g++")
+            env |= {"CXX": str(HERE / "g++"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             command = [sys.executable, __file__]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
@@ -123,7 +124,8 @@ def serve() -> None:
         if "program" in request:
             answer = fork_program(**request)
         else:
-            importlib.import_module(f"finlm.train.{STAGES[request['stage']]}")
+            for name in request["modules"]:
+                importlib.import_module(name)
             answer = fork_ranks(request["world_size"], ["finlm.train", request["run"]], request.get("fault", ()))
         print(json.dumps(answer), file=answers, flush=True)
 

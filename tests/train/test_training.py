@@ -75,8 +75,7 @@ def test_a_streamed_optimizer_has_the_bits_of_one_that_stays(
     assert len(set(found[0][0][0].values())) == 8, "every step changed the state"
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+@pytest.mark.parametrize(("count", "optimizer"), [(1, "adamw"), (2, "adam")])
 def test_compiled_layers_sums_and_optimizer_train_as_the_plain_ones(
     make_run: Any, ranks: Ranks, tmp_path: Path, count: int, optimizer: str
 ) -> None:

@@ -356,10 +356,12 @@ def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
         "fp16": ("zero.stage=1",),
         "offload": ("zero.stage=2", "zero.offload_optimizer=cpu"),
         "stream": ("zero.stage=1", "zero.offload_optimizer=stream"),
-        "compiled": ("zero.stage=1", "train.compile=true"),
-        "fp16 compiled": ("zero.stage=2", "train.compile=true"),
+        "compiled": ("zero.stage=1", "train.compile=true", "batch.micro_batch=2"),
+        "fp16 compiled": ("zero.stage=2", "train.compile=true", "batch.micro_batch=2"),
     }[kind]
-    run = planned(tiny, tmp_path / "whole", *overrides, "train.steps=8")
+    # A compiled rank takes 12 CPU s; the shapes of test_training's are compiled already.
+    count = 1 if "compiled" in kind else 2
+    run = planned(tiny, tmp_path / "whole", *overrides, "train.steps=8", ranks=count)
     is_fp16 = kind.startswith("fp16")
     if is_fp16:  # the planner refuses it on a CPU
         files.write_json(run.plan, files.read_json(run.plan) | {"precision": "fp16"})
@@ -367,10 +369,10 @@ def test_other_precisions_and_an_optimizer_on_the_host_resume_bit_identical(
         files.write_json(run.ds_config, files.read_json(run.ds_config) | {"fp16": scaling})
     # Several groups, as every large model has.
     fault = ("fp16",) if is_fp16 else ("small_groups_and_fingerprints", 300_000, str(tmp_path / "hashes"))
-    assert ranks.codes(run, *fault) == [0, 0]
+    assert ranks.codes(run, *fault) == [0] * count
     resumed = copy_at(run, tmp_path)
     os.truncate(resumed.events, 0)
-    assert ranks.codes(resumed, *fault) == [0, 0]
+    assert ranks.codes(resumed, *fault) == [0] * count
     expected, found = ([(*row, steps(each)[row[0]]["loss_scale"]) for row in curve(each)] for each in (run, resumed))
     assert found == expected[6:]
     assert Manifest.read(run.checkpoint(8)).files == Manifest.read(resumed.checkpoint(8)).files
