@@ -13,7 +13,7 @@ for package in torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-{c
   nvidia-{cudnn-cu13,cufft,cufile,curand,cusolver,cusparse,cusparselt-cu13,nccl-cu13,nvjitlink,nvshmem-cu13,nvtx}; do
   without+=(--no-emit-package "$package")
 done
-resolve requirements.txt requirements-tracking.txt requirements-gguf.txt requirements-serve.txt requirements-ray.txt requirements-s3.txt requirements-cflue.txt -o "$together" # one version of each, whatever is installed
-for profile in requirements requirements-tracking requirements-gguf requirements-serve requirements-ray requirements-s3 requirements-cflue; do
+resolve requirements.txt requirements-tracking.txt requirements-gguf.txt requirements-serve.txt requirements-ray.txt requirements-s3.txt requirements-cflue.txt requirements-linear.txt -o "$together" # one version of each, whatever is installed
+for profile in requirements requirements-tracking requirements-gguf requirements-serve requirements-ray requirements-s3 requirements-cflue requirements-linear; do
   { echo "# Made by scripts/lock.sh from $profile.txt."; resolve "$profile.txt" -c "$together" "${without[@]}"; } >"$profile.lock"
 done

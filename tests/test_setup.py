@@ -111,7 +111,10 @@ def pinned(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "profile",
-    ["requirements", *(f"requirements-{extra}" for extra in ("tracking", "gguf", "serve", "ray", "s3", "cflue"))],
+    [
+        "requirements",
+        *(f"requirements-{extra}" for extra in ("tracking", "gguf", "serve", "ray", "s3", "cflue", "linear")),
+    ],
 )
 def test_the_lock_holds_every_pin_with_hashes_and_nothing_of_torch(profile: str) -> None:
     locked, wanted = pinned(ROOT / f"{profile}.lock"), pinned(ROOT / f"{profile}.txt")

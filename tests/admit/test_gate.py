@@ -159,7 +159,7 @@ def test_what_a_layer_keeps_is_measured_for_the_type(model_type: str, blind: dic
         ("bloom", "config.json has no"),
         ("phi", "has a head with a bias"),
         ("granitemoe", "feed-forward block is not called mlp"),
-        ("qwen3_next", "which do not know where a document of a packed row ends"),
+        ("olmo_hybrid", "which do not know where a document of a packed row ends"),
         ("mimo_v2_flash", "layers of several kinds"),
         ("gemma4_assistant", "has no default configuration"),
     ],

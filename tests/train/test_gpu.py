@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
 import shutil
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.models import traits
 from finlm.rows.shards import IGNORED
 from finlm.train import __main__, batches
-from finlm.train.model import generation, kernels
+from finlm.train.model import delta_net, generation, kernels
 from finlm.train.model.generation import Drawing, Limits
 
 from helpers import ROOT
@@ -141,14 +143,21 @@ def test_documents_of_a_row_do_not_see_each_other(compiled: bool) -> None:
     assert all(ours[name] <= 1.25 * theirs[name] + 1e-4 for name in ours)
 
 
-COMPILED = ("deepseek_v3", "glm4_moe", "minicpm3")  # inductor takes 10 s a type
+COMPILED = ("deepseek_v3", "glm4_moe", "minicpm3", "qwen3_5_text", "qwen3_next")  # inductor takes 10 s a type
 CASES = [(name, False) for name in sorted(traits.shipped())] + [(name, True) for name in COMPILED]
 
 
 @pytest.mark.parametrize(("model_type", "compiled"), CASES)
-def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled: bool) -> None:
+def test_documents_of_every_type_do_not_see_each_other(
+    model_type: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     at = case(model_type)
+    theirs = sys.modules[type(at.plain).__module__]  # linear attention in torch, whatever packages are here
+    for name in {"torch_chunk_gated_delta_rule", "causal_conv1d_fn"} & vars(theirs).keys():
+        monkeypatch.setattr(theirs, name, inspect.unwrap(getattr(theirs, name)))
+    if at.row.linear:
+        pytest.importorskip("fla")
     inputs, labels = (each.cuda() for each in cells.batch())
     numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in cells.LENGTHS])
     exact, plain_bf16 = at.plain.cuda(), cells.build(at.small, "eager", at.plain).cuda().bfloat16()
@@ -178,6 +187,41 @@ def test_documents_of_every_type_do_not_see_each_other(model_type: str, compiled
     rounding = 0.1 if has_router else 0.01  # a router's choice between two near experts may flip
     assert ours[0] <= 2 * usual[0] + 2e-3 and ours[1] <= 1.5 * usual[1] + rounding
     assert leaking[1] > 2 * ours[1]  # the check tells rounding from documents that see each other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(2, 4, 128, 128), (2, 2, 64, 128), (1, 4, 16, 32)])  # heads, value heads, sizes
+def test_the_delta_rule_of_kernels_is_that_of_torch(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    pytest.importorskip("fla")
+    heads, value_heads, size, value_size = sizes
+    lengths = [1, 63, 64, 65, 700, 2, 129]
+    tokens = sum(lengths)
+    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    bounds = torch.from_numpy(batches.document_bounds(numbers)).cuda()
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(tokens, heads, size)] * 2 + [(tokens, value_heads, value_size)] + [(tokens, value_heads)] * 2
+    q, k, v, a, b = (torch.randn(shape, generator=generator) for shape in shapes)
+    decay = -torch.nn.functional.softplus(a)
+    drawn = [part.to(dtype).cuda() for part in (q, k, v, b.sigmoid())]
+    drawn.insert(3, decay.cuda())  # which is always in fp32
+    weight = torch.randn(v.shape, generator=generator).cuda()
+
+    def passed(rule: Any, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [part.detach().clone().requires_grad_() for part in parts]
+        out = rule(*parts)
+        names = ("output", "by q", "by k", "by v", "by decay", "by beta")
+        return dict(zip(names, (out, *torch.autograd.grad((out.float() * weight).sum(), parts)), strict=True))
+
+    exact = passed(lambda *parts: delta_net._by_document(*parts, bounds), [part.float() for part in drawn])
+    found = passed(lambda *parts: delta_net.delta_rule(*parts, bounds)[0], drawn)
+    off = {name: float((found[name].float() - exact[name]).norm() / exact[name].norm()) for name in exact}
+    print(sizes, dtype, torch.cuda.get_device_name(), off)
+    assert all(share < 0.02 for share in off.values()), off  # fp32 multiplies in tf32
+    torch.cuda.set_sync_debug_mode("error")  # the host never waits for the GPU
+    try:
+        passed(lambda *parts: delta_net.delta_rule(*parts, bounds)[0], drawn)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

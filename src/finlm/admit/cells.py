@@ -226,7 +226,7 @@ def check_parameters(case: Case) -> str:
     real = sum(parameter.numel() for parameter in model.parameters())
     if planned.parameters != real:
         return f"{planned.parameters:,} parameters planned, {real:,} in transformers' model"
-    attending = [layer.self_attn for layer in model.model.layers]
+    attending = list(kernels.attention_modules(model.model))
     windows = [it.sliding_window for it in attending if getattr(it, "is_sliding", getattr(it, "sliding_window", None))]
     if any(hasattr(each, "sliding_window") for each in attending) and list(planned.windows) != windows:
         return f"{len(planned.windows)} layers with a window planned, {len(windows)} in transformers' model"
@@ -265,6 +265,7 @@ def _kept(config: Any, times: int) -> int:
         setattr(config, key, value)
     config.num_hidden_layers = layers * times
     model = causal_class(config)._from_config(config, attn_implementation=attention_of(config), dtype=torch.bfloat16)
+    kernels.swap_loss(model, VOCABULARY)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     inputs = batch()[0][:1].expand(ROWS, -1).contiguous()
     model.eval()  # a dropout of 0 keeps a mask, which no compiled layer does
@@ -362,6 +363,8 @@ def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan:
 SMALL_HIDDEN, FFN, HEADS, HEAD, SMALL_LAYERS, WINDOW, ORIGINAL = 64, 128, 4, 32, 3, 8, 64
 SMALL_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 SMALL_EXPERTS |= {"prefix_dense_intermediate_size": 96} | dict.fromkeys(traits.CHOSEN, 2)
+SMALL_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SMALL_LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
@@ -389,6 +392,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
     if known.get("rotary_dim") and known.get("head_dim"):
         values["rotary_dim"] = values["head_dim"] * int(known["rotary_dim"]) // int(known["head_dim"])
     values |= {key: size for key, size in SMALL_EXPERTS.items() if known.get(key) and hasattr(kind, key)}
+    values |= SMALL_LINEAR if known.get("linear_num_key_heads") else {}
     values |= {key: 4 for key in EXPERTS if config.get(key)}
     values |= {key: size for key, size in GROUPS.items() if (known.get("n_group") or 1) > 1}
     if known.get("kv_lora_rank"):

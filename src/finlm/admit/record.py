@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +24,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.recipe import shape
 from finlm.recipe.models import traits
 from finlm.recipe.models.traits import CHOSEN, EXPERTS, NORM_EPS, SCALES, SHARED, Config, TypeRecord, evaluate
 
+LINEAR = {  # sizes of linear attention, as SIZES
+    **{"linear_num_key_heads": 3, "linear_key_head_dim": 26, "linear_num_value_heads": 9, "linear_value_head_dim": 34},
+    "linear_conv_kernel_dim": 5,
+}
 # Keys that may be absent from config.json, whose defaults a row notes.
 FIELDS = (
     *("head_dim", "num_key_value_heads", "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias"),
@@ -42,7 +42,7 @@ FIELDS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size"),
     *(*traits.DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
-    *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
+    *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", *LINEAR),
 )
 
 # Keys that a class may read and fill in from none.
@@ -63,6 +63,7 @@ NAMED_LATENT = {
 }
 EXPRESSIONS = ("h", "q", "k", "f", "2*f", "q+2*k", "d", "e", "m", "2*m", "s", "p", "a", "1")
 OF_LATENT = ("l", "c", "l+r", "a*n+a*w", "a*w")
+OF_LINEAR = ("2*q", "2*i+o", "2*i+2*o", "2*b", "o", "b", "u", "t")
 
 
 def record(model_type: str) -> TypeRecord:
@@ -80,7 +81,8 @@ def record(model_type: str) -> TypeRecord:
         try:
             config = small_config(model_type, **changes)
             layer, outer, switches = _structure(config)
-            dense = _dense(model_type, {*layer, *(name for tensors in switches.values() for name in tensors)})
+            names = {*layer, *(name for tensors in switches.values() for name in tensors)}
+            dense, linear = _other_layers(model_type, names)
             buffers = _buffers(config)
             measured = _measure(config)
             break
@@ -100,6 +102,7 @@ def record(model_type: str) -> TypeRecord:
         switches,
         _defaults(model_type, config),
         dense,
+        linear,
         buffers,
         _pattern(model_type),
         rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -315,6 +318,8 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     values |= {key: CHOSEN_SMALL for key in CHOSEN if key in known} | {key: SHARE for key in SHARED if key in known}
     values |= GROUPS if known.get("n_group") else {}
     values |= traits.with_dense(known, 0, layers)
+    if traits.LINEAR in (known.get("layer_types") or ()):
+        values |= LINEAR | {"layer_types": ["full_attention"] * layers}
     if "kv_lora_rank" in known:
         values |= {key: LATENT[symbol] for key, symbol in NAMED_LATENT.items()} | {"num_key_value_heads": SIZES["a"]}
         values.pop("head_dim", None)
@@ -322,20 +327,23 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
     return kind(**{**values, **_rope(kind()), **changes})
 
 
-def _dense(model_type: str, names: Set[str]) -> dict[str, list[str] | None]:
-    """Return how the tensors of layers without experts differ from others'; None for those of `names` that they lack.
+def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[str] | None]]:
+    """Yield how the tensors of layers without experts differ from others', then how those of linear attention do.
 
-    Returns {} if all layers are alike. Raises UserError as _tensors() does.
+    Each is {} if there are no such layers; None stands for those of `names` that they lack. Raises UserError as
+    _tensors() does.
     """
-    if not (changes := traits.with_dense(CONFIG_MAPPING[model_type]().to_dict(), 2, 2)):
-        return {}
-    config = small_config(model_type, **changes)
-    for key, value in own_keys(config).items():
-        if isinstance(value, bool) and key != "tie_word_embeddings":
-            setattr(config, key, False)
-    found, _ = _tensors(config, _symbols(config))
-    block: dict[str, list[str] | None] = {name: sizes for name, sizes in found.items() if name.startswith("mlp.")}
-    return block | {name: None for name in sorted(names) if name.startswith("mlp.") and name not in found}
+    known = CONFIG_MAPPING[model_type]().to_dict()
+    linear = {"layer_types": [traits.LINEAR] * 2} if traits.LINEAR in (known.get("layer_types") or ()) else {}
+    of_linear = "self_attn.", "linear_attn."
+    for changes, within in ((traits.with_dense(known, 2, 2), ("mlp.",)), (linear, of_linear)):
+        config = small_config(model_type, **changes)
+        for key, value in own_keys(config).items():
+            if isinstance(value, bool) and key != "tie_word_embeddings":
+                setattr(config, key, False)
+        found = _tensors(config, _symbols(config))[0] if changes else {}
+        lost = {name: None for name in sorted(names) if changes and name.startswith(within) and name not in found}
+        yield {name: sizes for name, sizes in found.items() if name.startswith(within)} | lost
 
 
 def _buffers(config: Any) -> list[str]:
@@ -354,6 +362,7 @@ def _symbols(config: Any) -> dict[str, int]:
         head, groups, more = LATENT["n"] + LATENT["r"], SIZES["a"], LATENT
     if any(getattr(config, key, None) for key in SHARED):
         more = more | {"s": SHARE * SIZES["m" if hasattr(config, "moe_intermediate_size") else "f"]}
+    more = more | traits.linear_symbols(config.to_dict())
     return SIZES | more | {"d": head, "g": groups, "q": SIZES["a"] * head, "k": groups * head}
 
 
@@ -384,7 +393,7 @@ def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]]
 
 def _size(number: int, symbols: dict[str, int], name: str) -> str:
     """Return the first of EXPRESSIONS whose value is this number. Raises UserError, naming the tensor, if none is."""
-    known: tuple[str, ...] = EXPRESSIONS + OF_LATENT if "l" in symbols else EXPRESSIONS
+    known = OF_LINEAR * ("i" in symbols) + EXPRESSIONS + OF_LATENT * ("l" in symbols)
     for expression in known:
         if evaluate(expression, symbols) == number:
             return expression
@@ -430,10 +439,3 @@ def _pattern(model_type: str) -> int:
     if full != [number for number in range(1, LAYERS + 1) if number % math.gcd(*full) == 0]:
         return -1
     return full[0]
-
-
-def write(rows: dict[str, TypeRecord], path: Path) -> None:
-    """Write the table of rows as JSON to `path`, a row a line; make its folder."""
-    lines = [f" {json.dumps(name)}: {json.dumps(asdict(rows[name]))}" for name in sorted(rows)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

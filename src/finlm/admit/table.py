@@ -7,12 +7,13 @@ without a type it writes the pages from the rows, `--check` says whether these a
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from finlm.base import screen
+from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
 
@@ -38,7 +39,7 @@ def page(lang: str) -> str:
 
 def gate(names: Sequence[str]) -> None:
     """Run all cells on these types, print the results to stderr and write the rows, also of those that fail."""
-    from finlm.admit import command, record, runs
+    from finlm.admit import command, runs
 
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
         for name in names:
@@ -49,7 +50,14 @@ def gate(names: Sequence[str]) -> None:
                 screen.say(f"{name}: {error.problem}")
                 continue
             screen.say(f"{name}: {'passed' if not any(found.values()) else {k: v for k, v in found.items() if v}}")
-            record.write(traits.shipped() | {name: dataclasses.replace(row, cells=found)}, traits.RECORD)
+            write(traits.shipped() | {name: dataclasses.replace(row, cells=found)}, traits.RECORD)
+
+
+def write(rows: dict[str, traits.TypeRecord], path: Path) -> None:
+    """Write the table of rows as JSON to `path`, a row a line; make its folder."""
+    lines = [f" {json.dumps(name)}: {json.dumps(dataclasses.asdict(rows[name]))}" for name in sorted(rows)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -169,6 +169,7 @@ def _train(options: argparse.Namespace) -> int:
         screen.send_results(to_stderr=False)
         screen.write("".join(f"{command}\n" for command in commands))
         return 0
+    weights.check_kernels(loaded.recipe.model.config or {}, "cpu" if hosts.is_cpu else "cuda")
     return pipeline.train(training)
 
 

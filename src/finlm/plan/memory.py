@@ -24,7 +24,6 @@ from finlm.plan.plan import (
     is_contiguous,
     optimizer_group,
 )
-from finlm.recipe.models.traits import Latent
 from finlm.recipe.shape import ModelShape
 
 GIB = 2**30
@@ -41,10 +40,12 @@ DRAWN = {True: 8, False: 48}  # bytes an entry of the vocabulary while a token i
 PROMPT_TOKENS = 16_384  # of prompts that are computed at once (train/model/generation.py)
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 
+IN_PROJ = tuple(f"in_proj_{of}" for of in ("qkvz", "ba", "qkv", "z", "b", "a"))  # of linear attention
 # Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
 SCORES_KEPT = {False: 8, True: 12}
-READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", *IN_PROJ)
 READ_A_LATENT = ("q_b_proj", "kv_b_proj")
+OF_ATTENTION = (*READ_A_NORM, *READ_A_LATENT, "o_proj", "out_proj")
 READ_THE_OTHER = ("gate_proj", "up_proj", "gate_up_proj", "c_fc")
 
 
@@ -154,35 +155,36 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: fp32 copies instead of the norms' inputs, and what
     they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of queries and keys
     keep these before and after, norms behind a block its output. Selective recompute keeps nothing of the feed-forward
-    block but its input.
+    block but its input. Of layers of two kinds, the larger number.
     """
-    hidden, q, kv = shape.hidden, shape.q_width, shape.kv_width
-    # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
-    attention, ffn = (2 if shape.is_parallel else 4) * hidden + 4 * q * shape.gates_attention, 4 * shape.ffn
-    attention += 4 * q + 4 * kv if shape.latent is None else _latent_bytes(shape, shape.latent)
+    if shape.linear:
+        return max(layer_activation_bytes(kind, layout) for _, kind in shape.kinds)
+    hidden, ffn = shape.hidden, 4 * shape.ffn
+    attention = (2 if shape.is_parallel else 4) * hidden + _mixer_bytes(shape, layout)
     attention += (2 if layout.compiled else shape.norm_bytes) * (hidden * shape.norms + shape.inner_normed)
     if not layout.compiled:
         ffn = int(shape.ffn_bytes * shape.ffn)
-        attention += 2 * shape.output_width * (shape.copies_output and not shape.pads_values)
     elif shape.is_gated and not shape.is_lean:
         ffn += 2 * shape.ffn
     # Each expert's input is gathered and its output weighed; the router keeps its scores.
     ffn += shape.experts[1] * (4 * hidden + 40) + 4 * shape.experts[0] + shape.router_bytes * hidden
     if layout.precision == "fp8":
         attention -= 4 * hidden  # what the linear layers keep of their inputs has one byte
-    attention += _attention_bytes(shape, layout)
     if layout.trainable is not None:
         attention, ffn = (one + more for one, more in zip((attention, ffn), _adapter_bytes(shape, layout), strict=True))
     kept = attention if layout.recompute == "selective" else attention + ffn
     return kept * layout.element_bytes // 2
 
 
-def _latent_bytes(shape: ModelShape, latent: Latent) -> int:
-    """Return latent attention's bytes kept per token and layer: unpadded, keys without RoPE too; padded, a cut copy."""
-    q, out = shape.q_width, shape.output_width
-    beside = shape.heads * latent.rotated  # of the keys, not of what lies beside values
-    attended = 8 * q + 2 * out if shape.pads_values else 4 * q + 2 * (q - beside) + 4 * out
-    return attended + 2 * (latent.cached + latent.queries)
+def _mixer_bytes(shape: ModelShape, layout: Layout) -> int:
+    """Return the bytes that attention, or what takes its place, keeps per token of a layer beside its input."""
+    if shape.delta:
+        return shape.delta.kept_bytes(layout.compiled, layout.has_documents)
+    q, kv = shape.q_width, shape.kv_width
+    # Two products read a norm's output, or what it reads; queries and keys are views of one product in some models.
+    kept = shape.latent.kept_bytes(shape.heads, q) if shape.latent else 4 * q + 4 * kv
+    copied = 2 * shape.output_width * (shape.copies_output and not shape.pads_values and not layout.compiled)
+    return kept + copied + 4 * q * shape.gates_attention + _attention_bytes(shape, layout)
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -222,7 +224,7 @@ def _adapter_bytes(shape: ModelShape, layout: Layout) -> tuple[int, int]:
     for name in adapted:
         is_recomputed = layout.compiled and name == "down_proj"  # by train/model/kernels.py's LeanMlp
         more = 0 if is_recomputed else 2 * layout.rank + 3 * sides[name][0] * layout.has_dropout
-        here, block = (here + more, block) if name in (*READ_A_NORM, *READ_A_LATENT, "o_proj") else (here, block + more)
+        here, block = (here + more, block) if name in OF_ATTENTION else (here, block + more)
     return here, block
 
 

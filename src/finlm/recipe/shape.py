@@ -26,6 +26,9 @@ STANDS_FOR = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "c_fc": ("up_proj", "gate_proj"),
     "c_proj": ("down_proj",),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_qkvz"), ("q_proj", "k_proj", "v_proj")),
+    "in_proj_z": ("q_proj",),  # the gate of the output, which q_proj of the other layers makes too
+    "out_proj": ("o_proj",),
 }
 VOCAB_MULTIPLE = 128  # 39,438 rows instead of 39,552 cost 9 % of XuanYuan-6B's micro-step on one H200
 
@@ -56,15 +59,30 @@ class ModelShape:
     dense: int = 0  # layers that have no experts, in a model of experts
     dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
     dense_ffn: int = 0
+    linear: int = 0  # layers of linear attention, beside layers with attention
+    linear_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
+    delta: traits.DeltaNet | None = None  # what they have for heads
 
     @property
     def kinds(self) -> list[tuple[int, ModelShape]]:
-        """(number of layers, shape as if all layers were so) of each kind of layer, those without experts first."""
+        """(number of layers, shape as if all layers were so) of each kind of layer, the last one with attention.
+
+        The first is that without experts, or of linear attention.
+        """
+        if self.linear:
+            mixing = dataclasses.replace(self, linear=0, linear_layer=(), layer=self.linear_layer)
+            full = dataclasses.replace(self, linear=0, linear_layer=(), delta=None)
+            return [(self.linear, mixing), (self.layers - self.linear, full)]
         if not self.dense:
             return [(self.layers, self)]
         alone = {"experts": (0, 0), "ffn": self.dense_ffn, "layer": self.dense_layer, "router_bytes": 0}
         dense = dataclasses.replace(self, dense=0, dense_layer=(), dense_ffn=0, **alone)  # type: ignore[arg-type]
         return [(self.dense, dense), (self.layers - self.dense, dataclasses.replace(self, dense=0))]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether all layers have linear attention, as one of `kinds`."""
+        return self.delta is not None and not self.linear
 
     @property
     def padded_vocab(self) -> int:
@@ -122,7 +140,7 @@ class ModelShape:
         """(inputs, outputs) of every linear layer of a decoder layer but routers, by the last part of its name."""
         return {
             short: (sizes[1], sizes[0])
-            for name, sizes in self.tensors
+            for name, sizes in (*self.tensors, *self.linear_layer)
             if len(sizes) == 2 and (short := name.removesuffix(".weight").rpartition(".")[2]) not in ROUTERS
         }
 
@@ -133,8 +151,9 @@ class ModelShape:
         In a model of experts these are attention's only, and of those none that has a name of the experts' block: peft
         would match it to the experts' own tensors.
         """
-        within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in self.tensors}
-        within -= {name.rpartition(".")[0].rpartition(".")[2] for name, _ in self.tensors if "attn." not in name}
+        tensors = *self.tensors, *self.linear_layer
+        within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in tensors}
+        within -= {name.rpartition(".")[0].rpartition(".")[2] for name, _ in tensors if "attn." not in name}
         return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
 
     @property
@@ -148,6 +167,8 @@ class ModelShape:
     @property
     def inner_normed(self) -> int:
         """Elements of a token's queries, keys and latents that pass through norms inside a layer's attention."""
+        if self.is_linear:  # DeltaNet.kept_bytes counts its norm
+            return 0
         found = sum(width for width in self.bare_norms if width != self.hidden)
         for name, sizes in self.tensors:
             if "norm" in name and "attn." in name and "bias" not in name:
@@ -173,7 +194,8 @@ class ModelShape:
     @property
     def gates_attention(self) -> bool:
         """Whether attention's output is multiplied by the sigmoid of another product of its input."""
-        return any(name == "self_attn.gate_proj.weight" for name, _ in self.tensors)
+        gate, both = "self_attn.gate_proj.weight", ("self_attn.q_proj.weight", (2 * self.q_width, self.hidden))
+        return any(name == gate or (name, sizes) == both for name, sizes in self.tensors)
 
     @property
     def is_gated(self) -> bool:
@@ -210,14 +232,14 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Number of parameters of one layer's matrices."""
-        return sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 1)
+        return sum(math.prod(sizes) for name, sizes in self.tensors if len(sizes) > 1 and "conv" not in name)
 
     @property
     def active_matrices(self) -> float:
         """Number of matrix parameters of a layer that multiply a token, on average; idle experts do not count."""
-        if self.dense:
+        if self.dense or self.linear:
             return sum(layers * kind.active_matrices for layers, kind in self.kinds) / self.layers
-        idle = sum(math.prod(sizes) for _, sizes in self.tensors if len(sizes) > 2)
+        idle = sum(math.prod(sizes) for name, sizes in self.tensors if len(sizes) > 2 and "conv" not in name)
         all_, active = self.experts
         return self.layer_matrices - (idle * (all_ - active) // all_ if all_ else 0)
 
@@ -254,16 +276,20 @@ class ModelShape:
     def attended(self, sequence: int) -> float:
         """Return the mean over all layers of the tokens that a query meets in `sequence` tokens, if not causal.
 
-        A sliding window counts twice: causality halves full attention and not a window.
+        A sliding window counts twice: causality halves full attention and not a window. Linear attention meets none.
         """
         seen = sum(min(sequence, 2 * window) for window in self.windows)
-        return (seen + sequence * (self.layers - len(self.windows))) / self.layers
+        return (seen + sequence * (self.layers - len(self.windows) - self.linear)) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return training FLOPs a token (PaLM, appendix B) of active parameters, sequence and layers."""
+        """Return training FLOPs a token (PaLM, appendix B) of active parameters, sequence and layers.
+
+        A layer of linear attention has 3 times DeltaNet.flops in place of what attention has.
+        """
         # A tied head multiplies too, so only the embedding look-up is left out.
         matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
-        return 6.0 * (matmul + self.layers * (self.q_width + self.output_width) * self.attended(sequence))
+        attention = 6.0 * self.layers * (self.q_width + self.output_width) * self.attended(sequence)
+        return 6.0 * matmul + attention + 3 * self.linear * (self.delta.flops if self.delta else 0)
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -275,8 +301,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.heads", f"{model.heads} heads do not divide hidden_size {model.hidden_size}"
     elif shape.head_size % 2:
         yield "model.heads", f"head size {shape.head_size} is odd; RoPE rotates pairs"
-    if shape.has_sinks and recipe.sft is not None and recipe.sft.hide_eos:
-        yield ("sft.hide_eos", "tokens are hidden by a mask, and attention with sinks takes none here")
+    if (shape.has_sinks or shape.linear) and recipe.sft is not None and recipe.sft.hide_eos:
+        kind = "attention with sinks takes none here" if shape.has_sinks else "the state of linear attention knows none"
+        yield "sft.hide_eos", f"tokens are hidden by a mask, and {kind}"
+    if shape.linear and recipe.stage == "grpo":
+        yield "stage", "answers are generated here from keys and values alone, and linear attention keeps a state"
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:
@@ -332,6 +361,9 @@ def of_config(config: traits.Config, vocab: int, row: traits.TypeRecord | None =
         dense=len(read.dense),
         dense_layer=read.dense_layer,
         dense_ffn=read.dense_ffn,
+        linear=len(read.linear),
+        linear_layer=read.linear_layer,
+        delta=read.delta,
     )
 
 
@@ -392,7 +424,8 @@ def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
     """Return the parameters of all adapters: rank x (inputs + outputs) of a layer (arXiv 2106.09685); 0 without."""
     if recipe.lora is None:
         return 0
-    return shape.layers * recipe.lora.rank * sum(map(sum, adapted(recipe, shape).values()))
+    of_layers = (layers * sum(map(sum, adapted(recipe, kind).values())) for layers, kind in shape.kinds)
+    return recipe.lora.rank * sum(of_layers)
 
 
 def adapted(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -166,6 +166,20 @@ def check_layers(recipe: Recipe) -> None:
     )
 
 
+def check_kernels(config: traits.Config, device: str) -> None:
+    """Raise UserError when the device is a GPU, "cuda", and the model needs kernels whose package is not here.
+
+    Layers of linear attention need flash-linear-attention; `config` is the model's config.json.
+    """
+    row = traits.records().get(str(config.get("model_type")))
+    if row and row.linear and device == "cuda" and importlib.util.find_spec("fla") is None:
+        raise UserError(
+            f"a {config['model_type']} has layers of linear attention, which need flash-linear-attention on a GPU",
+            evidence="no package fla beside this finlm",
+            fix=".venv/bin/pip install --no-deps -r requirements-linear.lock, on every host",
+        )
+
+
 def reward_recipes(recipe: Recipe) -> list[tuple[int, str]]:
     """Return [(index of a term of grpo.reward, path of the recipe that trains its reward model)]; may be empty."""
     terms = recipe.grpo.reward if recipe.grpo else ()
@@ -263,8 +277,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
     table, expected = [config["vocab_size"], config["hidden_size"]], dict[str, list[int]]()
     expected["model.embed_tokens.weight"] = table
     for number in range(config["num_hidden_layers"]):
-        layer = dict(read.dense_layer if number in read.dense else read.layer)
-        sizes = {name: list(size) for name, size in layer.items() if len(size) < 3}
+        sizes = {name: list(size) for name, size in read.tensors(number).items() if ".experts." not in name}
         expected |= {f"model.layers.{number}.{name}": size for name, size in sizes.items()}
     if not parents.is_reward_model(config) and (not known.get("tie_word_embeddings") or "lm_head.weight" in shapes):
         expected["lm_head.weight"] = table
@@ -280,7 +293,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
         match = _LAYER.search(name)
         if not match or ".experts." in name or match[2] in row.buffers or int(match[1]) >= config["num_hidden_layers"]:
             continue
-        if match[2] not in dict(read.dense_layer if int(match[1]) in read.dense else read.layer):
+        if match[2] not in read.tensors(int(match[1])):
             yield f"{name} is none of a {config['model_type']} with this config.json"
 
 
@@ -314,8 +327,8 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], str]:
 def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list[str]:
     """Return sentences about layers that lack tensors, surplus layers, and embeddings that config.json does not fit.
 
-    Ignores num_nextn_predict_layers layers after the last, and feed-forward tensors of types that mix layers with and
-    without experts. Returns [] if the tensors' names have no layers.
+    Ignores num_nextn_predict_layers layers after the last, and the tensors in which a type's kinds of layers differ.
+    Returns [] if the tensors' names have no layers.
     """
     layers: dict[int, set[str]] = {}
     count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))
@@ -324,7 +337,8 @@ def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list
         match = _LAYER.search(name)
         if match and not (further and isinstance(count, int) and count <= int(match[1]) < count + further):
             found = layers.setdefault(int(match[1]), set())
-            found |= set() if row and row.dense and match[2].startswith("mlp.") else {match[2]}
+            mixed = ("mlp.",) * bool(row and row.dense) + ("self_attn.", "linear_attn.") * bool(row and row.linear)
+            found |= set() if match[2].startswith(mixed) else {match[2]}
     if not layers or not isinstance(count, int):
         return []  # of another kind; loading it says what is wrong
     every = set[str]().union(*layers.values())

@@ -77,19 +77,21 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
         alone = f"; its text part, a {text}, trains once it is saved alone (docs/extending.md)"
         yield f"it reads more than text: {', '.join(parts)}" + (alone if text in traits.records() else "")
         return
-    if missing := [key for key in NEEDED if config.get(key) in (None, 0)]:
+    row = traits.records().get(str(config.get("model_type")))
+    needed = [key for key in NEEDED if key != traits.ffn_key({}) or not (row and row.lacks_ffn)]
+    if missing := [key for key in needed if config.get(key) in (None, 0)]:
         lacks_attention = missing[0] == "num_attention_heads"
         yield f"config.json has no {', '.join(missing)}" + (": it has no attention" if lacks_attention else "")
     yield from _malformed_keys(config)
     yield from rope_problems(config)
-    other = [kind for kind in config.get("layer_types") or () if kind not in _SEES]
-    if not other and "linear_num_key_heads" in config:  # Qwen3-Next, whose class makes the list
-        other = ["linear_attention"] * (int(config["num_hidden_layers"]) * 3 // 4)
-    if other:
+    sees = (*_SEES, traits.LINEAR) if row and row.linear else _SEES
+    if other := [kind for kind in config.get("layer_types") or () if kind not in sees]:
         yield (
             f"layer_types: {len(other)} layers of {other[0]}, which do not know where a document of a packed row ends: "
             "it would leak into the next"
-        ) + ("; they need flash-linear-attention, which finlm does not drive" if "linear_attention" in other else "")
+        )
+    if row and row.linear and row.dense and traits.dense_layers(traits.complete(config, row)):
+        yield "layers without experts beside layers of linear attention, which are not planned for"
     for rope in traits.ropes(config):
         kind = traits.rope_kind(rope)
         longest = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
@@ -102,7 +104,6 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
         yield "output_router_logits true: transformers adds the router's own loss, which is not trained here"
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         yield "attention to later tokens"
-    row = traits.records().get(str(config.get("model_type")))
     if row is not None:
         yield from _unfit_keys(config, row)
     for key in _SCALES:

@@ -28,6 +28,8 @@ _ALIASES = (EXPERTS, CHOSEN, SHARED, ("mlp_layer_types", *DENSE))
 SCALES = {"logit_scale": 1, "logits_scaling": -1}  # of the head: logits times, and divided by; a row knows better
 LIMITED_ROPE = ("dynamic", "longrope")  # whose angles change once a batch is longer than the model was made for
 SINKS = "self_attn.sinks"  # the tensor of a logit a head that the softmax of its scores has as a further column
+LINEAR = "linear_attention"  # the kind of a layer
+DELTA_CHUNK = 64  # tokens that such a layer goes over at once
 LISTS = ("layer_types", "no_rope_layers")  # keys with the kind of every layer, beside those of dense_layers()
 DROPOUT = ("dropout", "_pdrop")  # ends of keys
 NOISE = (*DROPOUT, "jitter_noise")  # the same, of all keys that draw random numbers
@@ -42,7 +44,8 @@ class TypeRecord:
 
     Sizes are symbols: h (hidden), f (feed-forward), q, k (widths of queries and keys), d (a head), e (number of
     experts), m (width of an expert). Of latent attention l and c are the widths that keys and values, and queries, are
-    made from, n and r the parts of a head without and with RoPE, w the size of a head's values.
+    made from, n and r the parts of a head without and with RoPE, w the size of a head's values. Of linear attention i
+    and o are the widths of keys and values, u the size of a head's values, b their heads, t the convolution's tokens.
     """
 
     layer: dict[str, list[str]]  # sizes of every tensor, in the model's order
@@ -51,6 +54,7 @@ class TypeRecord:
     switches: dict[str, dict[str, list[str] | None]]
     defaults: dict[str, Any]  # of the keys of FIELDS that the class has
     dense: dict[str, list[str] | None] = field(default_factory=dict)  # tensors that layers without experts have
+    linear: dict[str, list[str] | None] = field(default_factory=dict)  # the same of layers of linear attention
     buffers: list[str] = field(default_factory=list)  # of a layer, which files hold as they hold tensors
     pattern: int = 0  # every so many-th layer sees all before; -1: config.json must say which
     norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
@@ -63,6 +67,12 @@ class TypeRecord:
     needs: list[str] = field(default_factory=list)  # keys without which transformers' class does not work
     held: dict[str, Any] = field(default_factory=dict)  # keys that finlm would train wrongly at another value than this
     cells: dict[str, str] = field(default_factory=dict)  # of the gate, with what is wrong, or nothing
+
+    @property
+    def lacks_ffn(self) -> bool:
+        """Whether no layer has another feed-forward block than experts of a size of their own."""
+        sizes = (tensor for of in (self.layer, self.dense) for tensor in of.values() if tensor)
+        return not any("f" in size for tensor in sizes for size in tensor)
 
     @property
     def failing(self) -> dict[str, str]:
@@ -78,6 +88,46 @@ class Latent:
     rotated: int  # of the part with RoPE that all heads' keys share
     queries: int  # 0: they are made from hidden states
     value_size: int  # of a head's values, which may be another than its keys'
+
+    def kept_bytes(self, heads: int, keys: int) -> int:
+        """Return the bytes that attention keeps per token of a layer, at 16 bits; `keys` is the width of all heads'.
+
+        Unpadded values keep the keys' elements without RoPE alive too; padded ones have a padded output and a cut copy.
+        """
+        out = heads * self.value_size
+        beside = heads * self.rotated  # of the keys, not of what lies beside values
+        attended = 8 * keys + 2 * out if out != keys else 4 * keys + 2 * (keys - beside) + 4 * out
+        return attended + 2 * (self.cached + self.queries)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of a layer of linear attention, a Gated DeltaNet (arXiv 2412.06464), which has a state and no scores."""
+
+    keys: int  # width of a token's keys, as of its queries
+    values: int
+    key_size: int  # of a head
+    value_heads: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs a token of the rule forward.
+
+        The state is read for values and outputs, and written. Within a chunk a token meets half of the others: in keys
+        by keys, queries by keys, and three products by these.
+        """
+        sizes = 3 * self.key_size * self.value_heads + 2 * self.values
+        return 6.0 * self.key_size * self.values + DELTA_CHUNK * sizes
+
+    def kept_bytes(self, compiled: bool, has_documents: bool) -> int:
+        """Return the bytes that a layer keeps per token beside its input and what its other block keeps, at 16 bits.
+
+        Compiled: what the convolution reads and makes, the rule's output and gate, and their product. Eager: also what
+        silu reads, the output on its way through its norm, and with documents the convolution's other three tokens.
+        Both: the chunk's matrix, decay and beta.
+        """
+        convolved = (2 * self.keys + self.values) * (4 if compiled else 12 if has_documents else 6)
+        return convolved + (6 if compiled else 18) * self.values + (2 * DELTA_CHUNK + 14) * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -97,6 +147,9 @@ class Traits:
     dense: Sizes = ()  # numbers of the layers that have no experts, in a model of experts
     dense_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
     dense_ffn: int = 0
+    linear: Sizes = ()  # numbers of the layers of linear attention
+    linear_layer: tuple[tuple[str, Sizes], ...] = ()  # their tensors
+    delta: DeltaNet | None = None  # what those layers have for heads
     experts: tuple[int, int] = (0, 0)  # of a layer, and those that a token passes through
     norm_bytes: int = 6  # that a norm keeps a number, uncompiled, in 16 bits
     ffn_bytes: float = 8  # that the feed-forward block keeps a number of its width, uncompiled, in 16 bits
@@ -105,6 +158,12 @@ class Traits:
     copies_output: bool = False  # attention's output is copied before o_proj
     score_cap: float | None = None  # soft cap of attention's scores
     head: tuple[float, float | None] = (1.0, None)  # factor and soft cap of the logits
+
+    def tensors(self, number: int) -> dict[str, Sizes]:
+        """Return {name: sizes} of the tensors of the layer with this number."""
+        return dict(
+            self.dense_layer if number in self.dense else self.linear_layer if number in self.linear else self.layer
+        )
 
 
 def user_file() -> Path:
@@ -160,6 +219,7 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
             tensors |= more
     experts = symbols["e"], _first(known, CHOSEN)
     dense = tuple(dense_layers(known)) if row.dense else ()
+    linear = tuple(linear_layers(known)) if row.linear else ()
 
     def sized(tensors: Mapping[str, list[str] | None]) -> tuple[tuple[str, Sizes], ...]:
         found = {name: sizes for name, sizes in tensors.items() if sizes is not None}
@@ -178,6 +238,9 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
         dense=dense,
         dense_layer=sized(tensors | row.dense) if dense else (),
         dense_ffn=symbols["p"] if dense else 0,
+        linear=linear,
+        linear_layer=sized(tensors | row.linear) if linear else (),
+        delta=DeltaNet(symbols["i"], symbols["o"], int(known["linear_key_head_dim"]), symbols["b"]) if linear else None,
         outer=sum(math.prod(evaluate(size, symbols) for size in sizes) for sizes in row.outer),
         windows=_windows(known, row.pattern),
         ropes=tuple(str(rope_kind(rope)) for rope in ropes(config)),
@@ -212,11 +275,26 @@ def _symbols(known: Config) -> dict[str, int]:
     if sizes["l"]:  # whose head_dim is of RoPE alone
         head, groups = sizes["n"] + sizes["r"], heads
         sizes["w"] = int(known.get("v_head_dim") or hidden // heads)
-    sizes |= {"h": hidden, "f": int(known["intermediate_size"]), "a": heads, "g": groups, "d": head}
+    sizes |= {"h": hidden, "f": int(known[ffn_key(known)]), "a": heads, "g": groups, "d": head}
     sizes["m"] = sizes["m"] or sizes["f"]
     sizes["s"] = sizes["s"] or sizes["m"] * _first(known, SHARED)
     sizes["p"] = int(known.get("prefix_dense_intermediate_size") or sizes["f"])
-    return sizes | {"q": heads * head, "k": groups * head, "e": _first(known, EXPERTS)}
+    return sizes | linear_symbols(known) | {"q": heads * head, "k": groups * head, "e": _first(known, EXPERTS)}
+
+
+def ffn_key(config: Config) -> str:
+    """Return the key of the feed-forward block's inner width; of an expert's in a config.json that has no other."""
+    has_other = "intermediate_size" not in config and config.get("moe_intermediate_size")
+    return "moe_intermediate_size" if has_other else "intermediate_size"
+
+
+def linear_symbols(known: Config) -> dict[str, int]:
+    """Return {symbol of TypeRecord's sizes: number} of linear attention; {} for a model without it."""
+    if not known.get("linear_num_key_heads"):
+        return {}
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    keys, heads, size, value, tokens = (int(known[f"linear_{name}"]) for name in names)
+    return {"i": keys * size, "o": heads * value, "b": heads, "u": value, "t": tokens}
 
 
 def _first(known: Config, names: tuple[str, ...]) -> int:
@@ -238,6 +316,14 @@ def dense_layers(known: Config) -> list[int]:
         return [number for number in layers if not first <= number <= last or (number + 1) % step > 0]
     step, listed = int(known.get("decoder_sparse_step") or 1), known.get("mlp_only_layers") or ()
     return [number for number in layers if number in listed or (number + 1) % step > 0]
+
+
+def linear_layers(known: Config) -> list[int]:
+    """Return the indices of the layers of linear attention, in a model that has some; `known` is of complete()."""
+    if kinds := known.get("layer_types"):
+        return [number for number, kind in enumerate(kinds) if kind == LINEAR]
+    step = int(known.get("full_attention_interval") or 4)  # as transformers' classes do
+    return [number for number in range(int(known["num_hidden_layers"])) if (number + 1) % step]
 
 
 def with_dense(known: Config, dense: int, layers: int) -> Config:

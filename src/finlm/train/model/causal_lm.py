@@ -161,25 +161,36 @@ def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> st
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
     """Set all weights in place: matrices to normal(0, std), drawn by a generator seeded with (seed, parameter name).
 
-    Sinks are drawn so too. Biases and vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their
-    class makes them; raises RuntimeError if the values of such a vector differ, which were drawn at random then.
+    Sinks are drawn so too, and the decay of linear attention, A_log, as its class does. Biases and vocabulary rows from
+    vocab_size on become 0. Other vectors (norms) stay as their class makes them; raises RuntimeError if the values of
+    such a vector differ, which were drawn at random then.
     Collective under ZeRO-3.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
-            if name.endswith("bias"):
+            if name.endswith("A_log"):
+                numbers = torch.rand(
+                    len(parameter), generator=_generator(parameter, seed, name), device=parameter.device
+                )
+                parameter.copy_((0.01 + 15.99 * numbers).log())
+            elif name.endswith("bias") and not name.endswith("dt_bias"):
                 parameter.zero_()
             elif parameter.ndim == 1 and not name.endswith(traits.SINKS):
                 if bool((parameter != parameter.flatten()[:1]).any()):
                     raise RuntimeError(f"{name} is drawn by its class, not by the run's seed")
             else:
-                generator = torch.Generator(parameter.device)
-                generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+                generator = _generator(parameter, seed, name)
                 # Drawn in fp32, so that bf16 and fp32 runs start from the same weights up to rounding.
                 rows = vocab_size if name in VOCABULARY else len(parameter)
                 shape = (rows, *parameter.shape[1:])
                 parameter.zero_()
                 parameter[:rows] = torch.randn(shape, generator=generator, device=parameter.device) * std
+
+
+def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator:
+    """Return the random generator of a parameter, on its device."""
+    generator = torch.Generator(parameter.device)
+    return generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:

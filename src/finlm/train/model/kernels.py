@@ -28,9 +28,11 @@ from transformers import PreTrainedConfig
 from transformers.integrations import sdpa_attention
 
 from finlm.plan.plan import LOGITS_SLICE_BYTES, Plan
+from finlm.recipe import weights
 from finlm.recipe.models import traits
 from finlm.rows.shards import IGNORED
 from finlm.train import batches
+from finlm.train.model.delta_net import ConvolvesWithin, WithinDocuments, mixers
 from finlm.train.model.products import SumsWithinProducts
 
 Form = tuple[float, float | None]  # factor and soft cap of the logits (traits.head_of)
@@ -155,8 +157,9 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 
     `draws` tells whether layers will draw random numbers (adapters with dropout), which recomputation must draw again.
     For compiled layers also sets global options of torch's compiler, and under ZeRO-3 makes the embedding's output need
-    gradients.
+    gradients. Raises UserError as weights.check_kernels() does.
     """
+    weights.check_kernels(model.config.to_dict(), plan.device)
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
         _to_float8(model)
@@ -198,6 +201,10 @@ def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
     form = traits.head_of(model.config.to_dict())
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)
     model.forward = partial(_summed_loss, model)
+    for mixer in mixers(model.model):
+        if not isinstance(mixer, WithinDocuments):
+            mixer.__class__ = _mix_class(WithinDocuments, mixer.__class__)
+            mixer.conv1d.__class__ = _mix_class(ConvolvesWithin, mixer.conv1d.__class__)
     patch_masks(model)
 
 
@@ -228,13 +235,15 @@ def _summed_loss(
     positions = plain_positions(input_ids) if bounds is None else batches.document_positions(bounds, input_ids.shape)
     for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
         module.document_bounds = bounds
+    for module in mixers(model.model):
+        module.document_positions = None if bounds is None else positions
     with _masks_by(positions):
         hidden = model.model(input_ids=input_ids, use_cache=False, position_ids=positions).last_hidden_state
     return model.lm_head(hidden, labels)  # type: ignore[no-any-return]  # a call of the module: ZeRO-3 gathers its weight
 
 
 def attention_modules(decoder: Any) -> Iterator[Any]:
-    """Yield the attention module of each layer: the layer's children that have a layer_idx."""
+    """Yield the attention module of each layer, linear or not: the layer's children that have a layer_idx."""
     for layer in decoder.layers:
         yield from (module for module in layer.children() if hasattr(module, "layer_idx"))
 

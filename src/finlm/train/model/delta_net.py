@@ -1,0 +1,286 @@
+"""Let Gated DeltaNet layers (Qwen3-Next, Qwen3.5) begin anew at each document of a packed row.
+
+Such a layer (arXiv 2412.06464) is a short convolution and a recurrent state, both of which run through a row and over
+the ends of its documents in transformers' own code. On a GPU the state is computed by flash-linear-attention's kernels,
+which take the documents' bounds; elsewhere by transformers' code in torch, a document at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from finlm.recipe.models.traits import DELTA_CHUNK
+
+
+def mixers(decoder: Any) -> Iterator[Any]:
+    """Yield the module of each layer of linear attention that takes the place of attention; of any class's decoder."""
+    yield from (module for layer in decoder.layers for module in layer.children() if hasattr(module, "A_log"))
+
+
+class ConvolvesWithin(torch.nn.Module):
+    """Mixin, put before the class of such a layer's convolution."""
+
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return what convolve() does with the layer's weight."""
+        return convolve(x, self.weight[:, 0], positions)
+
+
+class WithinDocuments(torch.nn.Module):
+    """Mixin, put before the class of a Gated DeltaNet layer, for rows of documents that do not know each other."""
+
+    document_bounds: torch.Tensor | None = None
+    document_positions: torch.Tensor | None = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: Any = None, **given: Any
+    ) -> torch.Tensor:
+        """Return the layer's output for hidden_states [batch, sequence, hidden]; documents end at document_bounds.
+
+        With a cache, that is in generation, the class's own forward runs. attention_mask is [batch, sequence] or None.
+        """
+        mixer: Any = self
+        if cache_params is not None:
+            return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **given)  # type: ignore[no-any-return, misc]
+        if attention_mask is not None:
+            hidden_states = (hidden_states * attention_mask[..., None]).to(hidden_states.dtype)
+        batch, length, _ = hidden_states.shape
+        if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next: two products, whose parts lie head by head
+            both = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
+            *mixed, z, b, a = mixer.fix_query_key_value_ordering(*both)
+            mixed = torch.cat([part.reshape(batch, length, -1) for part in mixed], dim=-1)
+        else:
+            products = mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a
+            mixed, z, b, a = (product(hidden_states) for product in products)
+        mixed = mixer.conv1d(mixed, self.document_positions)  # a call of the module: ZeRO-3 gathers its weight
+        widths = mixer.key_dim, mixer.key_dim, mixer.value_dim
+        q, k, v = (
+            part.unflatten(-1, (-1, size)) for part, size in zip(mixed.split(widths, -1), self._sizes, strict=True)
+        )  # type: ignore[no-untyped-call]
+        bounds = self.document_bounds
+        if bounds is None:
+            bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+        decay = -mixer.A_log.float().exp() * functional.softplus(a.float() + mixer.dt_bias)
+        out, _ = delta_rule(*(part.flatten(0, 1) for part in (q, k, v, decay, b.sigmoid())), bounds)
+        out = mixer.norm(out.view(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim))
+        return mixer.out_proj(out.view(batch, length, -1))  # type: ignore[no-any-return]
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        mixer: Any = self
+        return mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Return silu of the causal convolution of x [batch, sequence, channels] by weight [channels, taps].
+
+    A token meets only tokens of its document: `positions` are the tokens' positions in it, [batch, sequence]; None:
+    every row is a document.
+    """
+    taps, length = weight.shape[1], x.shape[1]
+    padded = functional.pad(x, (0, 0, taps - 1, 0))  # once: compiled, padding is kept and not done again
+    total = padded[:, taps - 1 :] * weight[:, -1]
+    for back in range(1, taps):
+        shifted = padded[:, taps - 1 - back :][:, :length]
+        if positions is not None:
+            shifted = torch.where((positions >= back)[..., None], shifted, 0)
+        total = torch.addcmul(total, shifted, weight[:, taps - 1 - back])
+    return functional.silu(total)
+
+
+@torch.library.custom_op("finlm::delta_rule", mutates_args=())
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the gated delta rule within documents, [tokens, value heads, size], what the backward pass wants).
+
+    q and k are [tokens, key heads, size], made of length 1 here; v is [tokens, value heads, size]. `decay`, the
+    logarithm of what is left of the state, and `beta`, the share that is written, are [tokens, value heads]. `bounds`
+    has the index at which each document begins and, at its end once or more, the number of tokens. The second output,
+    [tokens, value heads, DELTA_CHUNK], is left empty without flash-linear-attention.
+    """
+    if not _uses_kernels(q):
+        return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _wanted(q, v)
+    fla, rows = _kernels(), _chunks(bounds, len(q))
+    (q, _), (k, _) = (fla.l2norm_fwd(each.contiguous()) for each in (q, k))
+    given = {"v": v.contiguous(), "g": decay.contiguous(), "beta": beta.contiguous()}
+    given = {name: part[None] for name, part in ({"q": q, "k": k} | given).items()}
+    _, out, inverse, *_ = fla.chunk_gated_delta_rule_fwd(
+        **given, **rows, scale=q.shape[-1] ** -0.5, initial_state=None, output_final_state=False
+    )
+    return out[0].to(v.dtype), inverse[0]
+
+
+@delta_rule.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(v, memory_format=torch.contiguous_format), _wanted(q, v)
+
+
+@torch.library.custom_op("finlm::delta_rule_backward", mutates_args=())
+def _delta_rule_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    bounds: torch.Tensor,
+    inverse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients by q, k, v, decay and beta, given that by the output; `inverse` is the second output."""
+    if not _uses_kernels(q):
+        # Autograd itself is off inside of an operator.
+        _, differentiate = torch.func.vjp(lambda *parts: _by_document(*parts, bounds), q, k, v, decay, beta)
+        return tuple(part.contiguous() for part in differentiate(gradient.to(v.dtype)))  # type: ignore[return-value]
+    fla, rows = _kernels(), _chunks(bounds, len(q))
+    (q, q_length), (k, k_length) = (fla.l2norm_fwd(each.contiguous()) for each in (q, k))
+    scaled = {"chunk_size": DELTA_CHUNK, "scale": fla.RCP_LN2}
+    total = fla.chunk_local_cumsum(decay.contiguous()[None], **scaled, **rows)
+    given = {"v": v.contiguous(), "beta": beta.contiguous(), "A": inverse, "do": gradient.contiguous()}
+    given = {name: part[None] for name, part in ({"q": q, "k": k} | given).items()}
+    scale = q.shape[-1] ** -0.5
+    dq, dk, dv, db, dg, *_ = fla.chunk_gated_delta_rule_bwd(
+        **given, **rows, g=total, scale=scale, initial_state=None, dht=None
+    )
+    dq, dk = fla.l2norm_bwd(q, q_length, dq[0].contiguous()), fla.l2norm_bwd(k, k_length, dk[0].contiguous())
+    return dq.to(q.dtype), dk.to(k.dtype), dv[0].to(v.dtype), dg[0].to(decay.dtype), db[0].to(beta.dtype)
+
+
+@_delta_rule_backward.register_fake
+def _(_: Any, q: torch.Tensor, k: Any, v: Any, decay: Any, beta: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+    kept = torch.contiguous_format
+    return tuple(torch.empty_like(part, memory_format=kept) for part in (q, k, v, decay, beta))
+
+
+def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    return *_delta_rule_backward(gradient, *ctx.saved_tensors), None
+
+
+delta_rule.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+def _wanted(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(*v.shape[:2], DELTA_CHUNK)
+
+
+@functools.cache
+def _has_kernels() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def _uses_kernels(q: torch.Tensor) -> bool:
+    return q.is_cuda and _has_kernels()
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Return flash-linear-attention's module of the rule, with query_key_gradients where its own kernel is wrong."""
+    from fla.ops.common import chunk_o  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk  # type: ignore[import-not-found]
+
+    # Its own kernel refuses to run there: wrong gradients (flash-linear-attention, issue 640).
+    if chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1:
+        chunk.chunk_bwd_dqkwg = query_key_gradients
+    return chunk
+
+
+def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+    """Return flash-linear-attention's arguments of documents, which it would otherwise read from the GPU.
+
+    cu_seqlens is `bounds` with a last document that is empty. chunk_indices has (document, chunk of it) of every chunk,
+    [most chunks of so many documents, 2]; rows that are left over name the empty one, of which kernels write nothing.
+    """
+    bounds = torch.cat([bounds, bounds[-1:]]).long()
+    counts = -(-bounds.diff() // DELTA_CHUNK)
+    ends = counts.cumsum(0)
+    numbers = torch.arange(tokens // DELTA_CHUNK + len(counts), device=bounds.device)
+    document = torch.searchsorted(ends, numbers, right=True)
+    is_chunk = document < len(counts)
+    document = document.clamp(max=len(counts) - 1)
+    within = torch.where(is_chunk, numbers - ends[document] + counts[document], 0)
+    return {"cu_seqlens": bounds, "chunk_indices": torch.stack([document, within], 1)}
+
+
+def _by_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    """Return the rule's output, [tokens, value heads, size], by transformers' code in torch, a document at a time."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    rule = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)  # not what the Hub or a package has
+    times = v.shape[1] // k.shape[1]
+    q, k = q.repeat_interleave(times, dim=1), k.repeat_interleave(times, dim=1)
+    found = [
+        rule(*(part[None, start:stop] for part in (q, k, v, decay, beta)), use_qk_l2norm_in_kernel=True)[0][0]
+        for start, stop in itertools.pairwise(bounds.tolist())
+        if start < stop
+    ]
+    return torch.cat(found)
+
+
+def query_key_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    h: torch.Tensor,
+    dh: torch.Tensor,
+    g: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    cu_seqlens: torch.Tensor,
+    chunk_indices: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients by q, k, w and g as flash-linear-attention's chunk_bwd_dqkwg does, in torch.
+
+    q and k are [1, tokens, key heads, size]; v, do and dv [1, tokens, value heads, size]; h and dh, the states before
+    each chunk and their gradients, [1, chunks, value heads, size, size]; g, the decay added up within a chunk as a
+    logarithm to base 2, [1, tokens, value heads].
+    """
+    tokens, heads, times = q.shape[1], v.shape[2], v.shape[2] // q.shape[2]
+    document, chunk = chunk_indices.unbind(1)
+    places = (cu_seqlens[document] + DELTA_CHUNK * chunk)[:, None] + torch.arange(DELTA_CHUNK, device=q.device)
+    is_real = places < cu_seqlens[document + 1][:, None]
+    last = (is_real.sum(1) - 1).clamp(min=0)
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        part = whole[0][places.clamp(max=tokens - 1)]
+        part = part * is_real.view(*is_real.shape, *[1] * (part.dim() - 2))
+        return part.repeat_interleave(heads // part.shape[2], dim=2).transpose(1, 2)  # [chunks, heads, tokens, size]
+
+    def put(parts: torch.Tensor) -> torch.Tensor:
+        whole = parts.new_empty(tokens + 1, *parts.shape[1:2], *parts.shape[3:])
+        whole[torch.where(is_real, places, tokens)] = parts.transpose(1, 2)
+        return whole[None, :-1]
+
+    q, k, v, do, dv = map(cut, (q, k, v, do, dv))
+    before, after = h[0], dh[0].to(h.dtype)
+    decay = cut(g[..., None])[..., 0].float()
+    end = decay.gather(2, last[:, None, None].expand(-1, heads, 1))
+    by_end = (before.float() * after.float()).sum((2, 3)) * end[..., 0].exp2()
+    dw = put(-(dv.to(h.dtype) @ before.transpose(2, 3)))
+    from_scores = (do @ v.transpose(2, 3)).float() * (decay[..., :, None] - decay[..., None, :]).tril().exp2() * scale
+    is_scored = is_real[:, None, :, None] & is_real[:, None, None, :]
+    from_scores = torch.where(is_scored, from_scores, 0).tril().to(k.dtype)
+    dq = (do @ before.transpose(2, 3)).float() * decay.exp2()[..., None] * scale
+    dk = (v @ after.transpose(2, 3)).float() * torch.where(is_real[:, None], (end - decay).exp2(), 0)[..., None]
+    by_end = by_end + (dk * k).sum((2, 3))
+    dq, dk = dq + from_scores @ k, dk + from_scores.transpose(2, 3) @ q
+    dg = (dq * q).sum(3) - (dk * k).sum(3)
+    dg = dg + by_end[..., None] * functional.one_hot(last, DELTA_CHUNK)[:, None]
+    dq, dk = (put(part.to(q.dtype)).unflatten(2, (-1, times)).sum(3) for part in (dq, dk))
+    return dq, dk, dw, put(dg)
