@@ -24,7 +24,7 @@ from finlm.plan.plan import (
     is_contiguous,
     optimizer_group,
 )
-from finlm.recipe.shape import ModelShape
+from finlm.recipe.shape import IN_PROJ, ModelShape
 
 GIB = 2**30
 CONTEXT_BYTES = {False: int(1.67 * GIB), True: int(2.05 * GIB)}  # CUDA's; with NCCL's channels. Measured on H200
@@ -40,12 +40,10 @@ DRAWN = {True: 8, False: 48}  # bytes an entry of the vocabulary while a token i
 PROMPT_TOKENS = 16_384  # of prompts that are computed at once (train/model/generation.py)
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: weights and activations stay bf16
 
-IN_PROJ = tuple(f"in_proj_{of}" for of in ("qkvz", "ba", "qkv", "z", "b", "a"))  # of linear attention
 # Bytes a score where a soft cap keeps transformers' own attention: capped, fp32 and 16 bits; compiled masked as well.
 SCORES_KEPT = {False: 8, True: 12}
 READ_A_NORM = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", *IN_PROJ)
-READ_A_LATENT = ("q_b_proj", "kv_b_proj")
-OF_ATTENTION = (*READ_A_NORM, *READ_A_LATENT, "o_proj", "out_proj")
+OF_ATTENTION = (*READ_A_NORM, "q_b_proj", "kv_b_proj", "o_proj", "out_proj")
 READ_THE_OTHER = ("gate_proj", "up_proj", "gate_up_proj", "c_fc")
 
 

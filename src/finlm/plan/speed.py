@@ -37,6 +37,7 @@ MASKED_ATTENTION = (
     0.25  # by a mask of numbers, which hides the half that is not computed elsewhere: one model's windows
 )
 FLOAT8 = 1.96  # float8 products over bf16 ones, casts apart
+DELTA_RULE = 0.15  # share of the peak that flash-linear-attention's rule reaches; assumed
 COMPILED_BYTES = 0.9  # traffic of everything else over what its inputs and outputs amount to
 EAGER_BYTES = 4.24  # one kernel an operation, fp32 copies in the norms
 LOGIT_BYTES = 8  # read and written a logit by the loss, beside its three products
@@ -134,6 +135,8 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool
     seconds = (shape.layers * products / float8 + head) / rate
     seconds += 2 * shape.layers * _met_tokens(shape, layout) * shape.q_width * tokens * times / peak
     seconds += DOCUMENT_TILE * shape.layers * shape.heads * _document_tiles(layout) * times / 3.5
+    if shape.delta:
+        seconds += shape.linear * shape.delta.flops * tokens * times / (DELTA_RULE * peak)
     moved = _moved_bytes(shape, layout) / (3 if only_forward else 1)
     return seconds + moved / (BANDWIDTH * gpu.memory_bandwidth)
 
@@ -177,10 +180,15 @@ def _head_again(layout: Layout, only_forward: bool) -> int:
 
 def _adapters_moved(shape: ModelShape, layout: Layout) -> float:
     """Return how many elements adapters read and write, per token and layer, beside their matrix products."""
-    sides = shape.matrices
     outputs, plain = ADAPTER_MOVED[layout.compiled]
     inputs = plain + DROPPED_MOVED[layout.compiled] * layout.has_dropout
-    return sum(outputs * sides[name][1] + inputs * sides[name][0] for name in layout.adapted)
+    moved = (
+        layers * (outputs * kind.matrices[name][1] + inputs * kind.matrices[name][0])
+        for layers, kind in shape.kinds
+        for name in layout.adapted
+        if name in kind.matrices
+    )
+    return sum(moved) / shape.layers
 
 
 def _moved_bytes(shape: ModelShape, layout: Layout) -> float:

@@ -18,6 +18,7 @@ from finlm.recipe.models.traits import Sizes
 from finlm.recipe.schema import Recipe, config_of
 
 ROUTERS = ("gate", "router")
+IN_PROJ = tuple(f"in_proj_{of}" for of in ("qkvz", "ba", "qkv", "z", "b", "a"))  # of linear attention
 # A layer that does the work of several of Llama's, whose adapters it gets.
 STANDS_FOR = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
