@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import re
 import shutil
 import sys
@@ -154,8 +153,8 @@ def test_documents_of_every_type_do_not_see_each_other(
     torch._dynamo.reset()
     at = case(model_type)
     theirs = sys.modules[type(at.plain).__module__]  # linear attention in torch, whatever packages are here
-    for name in {"torch_chunk_gated_delta_rule", "causal_conv1d_fn"} & vars(theirs).keys():
-        monkeypatch.setattr(theirs, name, inspect.unwrap(getattr(theirs, name)))
+    for name in vars(theirs).keys() & set(delta_net.OF_PACKAGES):
+        monkeypatch.setattr(theirs, name, delta_net.in_torch(getattr(theirs, name)))
     if at.row.linear:
         pytest.importorskip("fla")
     inputs, labels = (each.cuda() for each in cells.batch())

@@ -32,7 +32,7 @@ from finlm.plan.plan import Plan
 from finlm.recipe.models import traits
 from finlm.recipe.schema import Recipe, config_of
 from finlm.train import batches
-from finlm.train.model import kernels
+from finlm.train.model import delta_net, kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -91,6 +91,7 @@ def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' causal model class for a configuration; raises KeyError if there is none."""
     kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    delta_net.choose_by_device(kind)
     return kind
 
 
@@ -297,6 +298,7 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
             f"the model in {source} cannot be loaded", evidence=str(error).strip().splitlines()[0], fix=fix
         ) from None
     shapes = {name: f"has {list(there)} there, {list(here)} here" for name, there, here in report["mismatched_keys"]}
+    delta_net.choose_by_device(type(model))
     lines = {name: "is missing" for name in report["missing_keys"] if name not in may_lack} | shapes
     if lines:
         evidence = [f"{name} {lines[name]}" for name in sorted(lines)[:3]]

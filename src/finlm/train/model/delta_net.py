@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,28 @@ import torch
 from torch.nn import functional
 
 from finlm.recipe.models.traits import DELTA_CHUNK
+
+OF_PACKAGES = (  # functions of transformers' modules that are a package's wherever it is installed
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"),
+)
+
+
+def choose_by_device(kind: type) -> None:
+    """Let the layers of a model's class run in torch on a CPU, where the kernels of packages that are here cannot."""
+    module = sys.modules[kind.__module__]
+    for name in OF_PACKAGES:
+        function = getattr(module, name, None)
+        if function is not None and not isinstance(function, functools.partial):
+            setattr(module, name, functools.partial(_choose, function))
+
+
+def _choose(function: Any, first: torch.Tensor, *rest: Any, **given: Any) -> Any:
+    return (function if first.is_cuda else in_torch(function))(first, *rest, **given)
+
+
+def in_torch(function: Any) -> Any:
+    """Return the code in torch of a function of OF_PACKAGES, whatever choose_by_device() made of it."""
+    return inspect.unwrap(function.args[0] if isinstance(function, functools.partial) else function)
 
 
 def mixers(decoder: Any) -> Iterator[Any]:
@@ -50,7 +73,7 @@ class WithinDocuments(torch.nn.Module):
         """
         mixer: Any = self
         if cache_params is not None:
-            return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **given)  # type: ignore[no-any-return, misc]
+            return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **given)  # type: ignore[no-any-return]
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[..., None]).to(hidden_states.dtype)
         batch, length, _ = hidden_states.shape
@@ -64,8 +87,9 @@ class WithinDocuments(torch.nn.Module):
         mixed = mixer.conv1d(mixed, self.document_positions)  # a call of the module: ZeRO-3 gathers its weight
         widths = mixer.key_dim, mixer.key_dim, mixer.value_dim
         q, k, v = (
-            part.unflatten(-1, (-1, size)) for part, size in zip(mixed.split(widths, -1), self._sizes, strict=True)
-        )  # type: ignore[no-untyped-call]
+            part.reshape(batch, length, -1, size)
+            for part, size in zip(mixed.split(widths, -1), self._sizes, strict=True)
+        )
         bounds = self.document_bounds
         if bounds is None:
             bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -139,7 +163,7 @@ def _delta_rule_backward(
     """Return the gradients by q, k, v, decay and beta, given that by the output; `inverse` is the second output."""
     if not _uses_kernels(q):
         # Autograd itself is off inside of an operator.
-        _, differentiate = torch.func.vjp(lambda *parts: _by_document(*parts, bounds), q, k, v, decay, beta)
+        differentiate: Any = torch.func.vjp(functools.partial(_by_document, bounds=bounds), q, k, v, decay, beta)[1]
         return tuple(part.contiguous() for part in differentiate(gradient.to(v.dtype)))  # type: ignore[return-value]
     fla, rows = _kernels(), _chunks(bounds, len(q))
     (q, q_length), (k, k_length) = (fla.l2norm_fwd(each.contiguous()) for each in (q, k))
@@ -220,7 +244,7 @@ def _by_document(
     """Return the rule's output, [tokens, value heads, size], by transformers' code in torch, a document at a time."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    rule = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)  # not what the Hub or a package has
+    rule = in_torch(modeling_qwen3_next.torch_chunk_gated_delta_rule)
     times = v.shape[1] // k.shape[1]
     q, k = q.repeat_interleave(times, dim=1), k.repeat_interleave(times, dim=1)
     found = [
@@ -282,5 +306,5 @@ def query_key_gradients(
     dq, dk = dq + from_scores @ k, dk + from_scores.transpose(2, 3) @ q
     dg = (dq * q).sum(3) - (dk * k).sum(3)
     dg = dg + by_end[..., None] * functional.one_hot(last, DELTA_CHUNK)[:, None]
-    dq, dk = (put(part.to(q.dtype)).unflatten(2, (-1, times)).sum(3) for part in (dq, dk))
+    dq, dk = (put(part.to(q.dtype)).view(1, tokens, -1, times, part.shape[-1]).sum(3) for part in (dq, dk))
     return dq, dk, dw, put(dg)
