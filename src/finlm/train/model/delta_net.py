@@ -164,7 +164,7 @@ def _delta_rule_backward(
     if not _uses_kernels(q):
         # Autograd itself is off inside of an operator.
         differentiate: Any = torch.func.vjp(functools.partial(_by_document, bounds=bounds), q, k, v, decay, beta)[1]
-        return tuple(part.contiguous() for part in differentiate(gradient.to(v.dtype)))  # type: ignore[return-value]
+        return tuple(part.contiguous() for part in differentiate(gradient.to(v.dtype)))
     fla, rows = _kernels(), _chunks(bounds, len(q))
     (q, q_length), (k, k_length) = (fla.l2norm_fwd(each.contiguous()) for each in (q, k))
     scaled = {"chunk_size": DELTA_CHUNK, "scale": fla.RCP_LN2}
