@@ -425,7 +425,8 @@ def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
     """Return the parameters of all adapters: rank x (inputs + outputs) of a layer (arXiv 2106.09685); 0 without."""
     if recipe.lora is None:
         return 0
-    of_layers = (layers * sum(map(sum, adapted(recipe, kind).values())) for layers, kind in shape.kinds)
+    names = adapted(recipe, shape)
+    of_layers = (layers * sum(kind.matrices[n]) for layers, kind in shape.kinds for n in names if n in kind.matrices)
     return recipe.lora.rank * sum(of_layers)
 
 
