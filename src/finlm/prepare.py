@@ -218,7 +218,8 @@ def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
     wanted = convert.settings(recipe)
     former = shards.manifest.get("settings", wanted)
     if former != wanted:
-        changed = [f"{key}: then {former.get(key)}, now {new}" for key, new in wanted.items() if former.get(key) != new]
+        keys = [key for key in former | wanted if former.get(key) != wanted.get(key)]
+        changed = [f"{key}: then {former.get(key)}, now {wanted.get(key)}" for key in keys]
         raise UserError(
             "data.prepared was written by other settings than this recipe's",
             evidence="\n".join(changed),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,34 @@ def test_a_document_among_dialogues_has_the_ids_of_pretraining(model: Path, tmp_
             if not any(name in text for name in made.tokenizer.control):
                 expected = [1, *vocab.encode(pretraining, [text])[0].tolist(), 2]
                 assert made.document(text) == (expected, b"\1" * len(expected)), text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ends"),
+    [
+        (("tokenizer.document_begin=<unk>", "tokenizer.document_end=<s>"), (0, 1)),
+        (("tokenizer.document_end=<s>", "tokenizer.add_bos=false"), (None, 1)),
+        (("tokenizer.add_bos=false",), (None, 2)),
+        ((), (1, 2)),
+    ],
+)
+def test_a_document_among_dialogues_begins_and_ends_as_the_recipes_pretraining(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], ends: tuple[int | None, int]
+) -> None:
+    texts = [f"公司{number}年净利润" for number in range(20)]
+    source = write(tmp_path / "rows.jsonl", [*({"text": text} for text in texts), turns("你好", "您好！")])
+    shards = prepared(sft(tmp_path, model, source, "data.num_proc=2", *overrides))
+    made, pretraining = shards.split("train")[0], vocab.load(model / "tokenizer.model")
+    rows = [made.ids[a:b].tolist() for a, b in pairwise(made.offsets.astype(int).tolist())]
+    begin = [] if ends[0] is None else [ends[0]]
+    expected = [[*begin, *vocab.encode(pretraining, [text])[0].tolist(), ends[1]] for text in texts]
+    assert sum(row in expected for row in rows) >= 15
+
+
+def test_a_token_that_documents_cannot_begin_with_is_named(model: Path, tmp_path: Path) -> None:
+    wanted = sft(tmp_path, model, write(tmp_path / "rows.jsonl", sample(3)), "tokenizer.document_end=<|endoftext|>")
+    with pytest.raises(UserError, match=r"document_end: the tokenizer has no token <\|endoftext\|>"):
+        prepared(wanted)
 
 
 def test_chatml_is_refused_where_its_tokens_do_not_exist(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from finlm.base.runs import COMPLETION, is_finished
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
+from finlm.recipe.schema import Recipe
 from finlm.runs import lineage
 
 from helpers import QUICKSTART, TINY
@@ -88,6 +89,39 @@ def test_a_run_is_finished_when_its_last_file_is_there_or_by_its_last_row_before
 def test_a_run_that_is_not_continued_says_which_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert earlier(tmp_path, "optim.lr=1e-3", "record.tracking=[wandb]", "train.seed=3") is None
     assert "quickstart-1 is not continued: optim.lr, train.seed differ\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (1, "--set batch.tokens_per_step=960 goes on with it; --new"),
+        (2, "number of ranks divides 15 rows; --new"),
+    ],
+)
+def test_hosts_that_round_the_batch_otherwise_do_not_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, said: str
+) -> None:
+    """Three ranks made 960 tokens a step of 1,024; one of their hosts is left out, or two."""
+    earlier(tmp_path)
+    run, shards = RunDir(tmp_path / "runs/quickstart-1"), tmp_path / "shards"
+    monkeypatch.setattr(lineage.checkpoint_parts, "gather_checkpoint", lambda *_: None)
+
+    def planned(count: int, *overrides: str) -> tuple[Recipe, Plan]:
+        wanted = recipe.load(QUICKSTART, (*TINY, *overrides)).recipe
+        hosts = cluster.Cluster(tuple(cluster.Host(f"n{number}", 1, None, 8 * 2**30) for number in range(count)))
+        return wanted, planner.make(wanted, hosts, shape.of(wanted, 4096))
+
+    files.write_json(run.plan, planned(3)[1].to_json())
+    wanted, plan = planned(ranks)
+    assert lineage.find_earlier(wanted, plan, shards, run.path.parent) is None, "no checkpoint was recorded"
+    run.append_event("checkpoint", step=10)
+    assert not lineage.can_go_on(run, wanted, plan, shards)
+    with pytest.raises(UserError, match=r"so nothing was started: tokens_per_step 960 -> 1024") as caught:
+        lineage.find_earlier(wanted, plan, shards, run.path.parent)
+    assert said in caught.value.fix and "after step 10, on 3 ranks" in caught.value.evidence
+    if ranks == 1:
+        found = lineage.find_earlier(*planned(ranks, "batch.tokens_per_step=960"), shards, run.path.parent)
+        assert found is not None and found.step == 10
 
 
 def test_a_recipe_whose_name_begins_like_anothers_does_not_take_its_run(tmp_path: Path) -> None:

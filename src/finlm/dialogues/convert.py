@@ -26,7 +26,7 @@ import numpy as np
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.step_cache import Step, bar, ignore_progress
-from finlm.corpus import normalize, selection, steps
+from finlm.corpus import normalize, selection, steps, vocabulary
 from finlm.corpus.read import parsing, readers
 from finlm.corpus.read.readers import Block
 from finlm.corpus.read.sources import Input
@@ -38,7 +38,7 @@ from finlm.dialogues.templates import LeftOut, Message, Refused
 from finlm.recipe import parents
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Sft
-from finlm.tokens import pretrained
+from finlm.tokens import pretrained, vocab
 
 VERSION = 9
 BEYOND = "beyond_context"  # rows longer than what the start model reads at once, among the counts
@@ -69,7 +69,8 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     """Convert the recipe's dialogues to token shards, unless cached, and return the step; print a line about it.
 
     `tokenizer` is the directory of the model that training starts from. Raises UserError when the chat template cannot
-    be used, data.sides is set, too many rows of a source are broken, or a source has nothing to train on.
+    be used, data.sides is set, the tokenizer lacks a token that the recipe names, too many rows of a source are broken,
+    or a source has nothing to train on.
     """
     recipe = context.recipe
     assert recipe.chat is not None
@@ -81,6 +82,9 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
     sft = recipe.sft or Sft()
     inputs = [replace(item, text_field=readers.WHOLE_ROW) for item in steps.list_inputs(context)]
     rules = f"{recipe.chat.model_dump_json()}\n{sft.model_dump_json(include=_SFT)}"
+    if _named_ends(recipe):
+        ends = vocabulary.special_ids(context, vocab.find(tokenizer))
+        rules += f"\n{json.dumps([recipe.tokenizer.add_bos, *ends])}"
     limit = encode.longest_piece(recipe) or recipe.batch.sequence_length + 1  # T inputs and the label of the last
     encoder = encode.encoder(tokenizer, rules, limit)
     encode.check_template(recipe.chat.template, encoder)
@@ -195,7 +199,15 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     )
     if checked := encode.checking_rules(recipe):  # other terms decide no token
         sections["grpo"]["checked"] = list(checked)
+    if ends := _named_ends(recipe):
+        sections["tokenizer"] = ends
     return sections
+
+
+def _named_ends(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of the section tokenizer that change how documents among dialogues begin and end; often {}."""
+    keys = {"add_bos", "document_begin", "document_end"} if recipe.stage == "sft" else set()
+    return recipe.tokenizer.model_dump(include=keys, exclude_defaults=True)
 
 
 def encode_block(task: Task, most: int | None = None) -> Encoded:

@@ -11,6 +11,7 @@ verifiable reward needs the right answer beside it.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Rules:
     chat: Chat
     sft: Sft
     limit: int  # tokens of a dialogue at most
+    ends: tuple[bool, int | None, int | None] = (True, None, None)  # of documents, as in the Tokenizer section; ids
 
 
 class Encoder:
@@ -118,13 +120,17 @@ class Encoder:
     def document(self, text: str) -> Encoded:
         """Return pretraining text encoded as <s> text </s>, with the ids of pretraining; all tokens are learnt.
 
-        With mask_eos </s> is not learnt. Raises LeftOut for a text with a control token.
+        The section tokenizer may name other tokens than <s> and </s>. With mask_eos </s> is not learnt. Raises LeftOut
+        for a text with a control token.
         """
-        bos, eos = self.tokenizer.bos if self.tokenizer.begins else None, self.tokenizer.eos
         if any(token in text for token in self.tokenizer.control):
             raise LeftOut("control token in the text")
-        ids = [*([bos[1]] if bos else []), *self.tokenizer.text_ids(text), eos[1]]
-        mask = bytes(0 if self.rules.sft.mask_eos and token == eos[1] else 1 for token in ids)
+        begins, begin, end = self.rules.ends
+        if begin is None and self.tokenizer.bos and self.tokenizer.begins:
+            begin = self.tokenizer.bos[1]
+        end = self.tokenizer.eos[1] if end is None else end
+        ids = [*([begin] if begins and begin is not None else []), *self.tokenizer.text_ids(text), end]
+        mask = bytes(0 if self.rules.sft.mask_eos and token == end else 1 for token in ids)
         return Encoded(ids, mask)
 
     def round_trip(self, messages: list[Message], tools: Tools = None) -> dict[str, bool]:
@@ -186,9 +192,13 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the Encoder for chat and sft as JSON, a line each; cached in the process. Raises UserError."""
-    parts = rules.split("\n")
-    return Encoder(Rules(tokenizer, Chat.model_validate_json(parts[0]), Sft.model_validate_json(parts[1]), limit))
+    """Return the Encoder for chat, sft and Rules.ends (may be missing) as JSON, a line each; cached in the process.
+
+    Raises UserError.
+    """
+    chat, sft, *ends = rules.split("\n")
+    more = [tuple(json.loads(line)) for line in ends]
+    return Encoder(Rules(tokenizer, Chat.model_validate_json(chat), Sft.model_validate_json(sft), limit, *more))
 
 
 def check_template(name: str, encoder: Encoder) -> None:

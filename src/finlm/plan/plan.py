@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -157,6 +157,23 @@ def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
     """Return {recipe key: (old, new)} for what two plans decided differently, by the keys of the new plan."""
     before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+
+
+def refuse_hosts(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, changes: Sequence[str]) -> UserError:
+    """Return the UserError for the run in `path`, saved after `step`, that the hosts of `plan` cannot go on with.
+
+    `planned` is its plan.json, and `changes` says what would differ. The fix is a batch that goes on with it, if any.
+    """
+    tokens, ranks = planned["tokens_per_step"], plan.world_size
+    rows = tokens // planned["sequence_length"]
+    fix = f"train on hosts whose number of ranks divides {rows:,} rows"
+    if rows % ranks == 0 and tokens != plan.tokens_per_step:
+        fix = f"--set batch.tokens_per_step={tokens} goes on with it"
+    return UserError(
+        f"{path} cannot go on with these hosts, so nothing was started: {', '.join(changes)}",
+        evidence=f"it was saved after step {step:,}, on {planned['world_size']} ranks; now there are {ranks}",
+        fix=f"{fix}; --new starts another run at step 0",
+    )
 
 
 def decided_keys(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from finlm.base.step_cache import NotPrepared
 from finlm.doctor import gpus
 from finlm.hosts import checkpoint_parts, ssh
 from finlm.launch.restart import HostLost
-from finlm.plan.plan import Plan
+from finlm.plan.plan import Plan, refuse_hosts
 from finlm.recipe import parents, rules
 from finlm.recipe import recipe as recipes
 from finlm.recipe.cluster import Cluster, Host
@@ -127,7 +128,7 @@ def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_ne
     """Return the newest unfinished run of the same training under another plan, to go on from, and print it.
 
     Returns None if there is none with a checkpoint. Gathers its newest checkpoint here. Raises UserError when that run
-    is running or was started elsewhere, or a host does not give its part of the checkpoint.
+    is running or was started elsewhere, a host does not give its part of the checkpoint, or as find_continuable does.
     """
     for run, former, planned in find_continuable(wanted, plan, shards, runs):
         check_free(run, wanted, accept_new)
@@ -195,24 +196,32 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
 
 
 def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Iterator[Known]:
-    """Yield the unfinished runs of this training under another plan, newest first; print why others are not."""
-    has_printed = False
+    """Yield the unfinished runs of this training under another plan, newest first; print why others are not.
+
+    Raises UserError at the end if a run with a checkpoint differs by its hosts alone, such as in tokens a step.
+    """
+    has_printed, refused = False, list[UserError]()
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained() or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
             continue
-        if what := _other_training(former, wanted):
+        # A recipe may state the tokens that other hosts rounded its step to: they are compared below.
+        if what := [key for key in _other_training(former, wanted) if key != "batch.tokens_per_step"]:
             if not has_printed:  # of many former trials the newest is the one that may have been meant
                 screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
             has_printed = True
             continue
         if other := _list_changes(WHAT, planned, plan):
             screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
+            if (step := run.newest_recorded()) and former.batch.tokens_per_step == wanted.batch.tokens_per_step:
+                refused.append(refuse_hosts(run.path, step, planned, plan, other))
             continue
         stages = planned["zero_stage"], plan.zero_stage
         if "nvme" in (planned["offload_optimizer"], plan.offload_optimizer) or (0 in stages and stages != (0, 0)):
             screen.say(f"{run.path} is not continued: optimizer states move between ZeRO stages 1, 2 and 3 only")
             continue
         yield Known(run, former, planned)
+    if refused:
+        raise refused[0]
 
 
 def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
@@ -436,4 +445,6 @@ def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
     if not run.newest_recorded():
         return True
     known = find_continuable(recipe, plan, shards, run.path.parent)
-    return any(each.run.path.resolve() == run.path.resolve() for each in known)
+    with suppress(UserError):
+        return any(each.run.path.resolve() == run.path.resolve() for each in known)
+    return False
