@@ -167,7 +167,7 @@ def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: 
     `recipe` is the one that asks for asynchronous checkpoints; it must have candidates (ValueError).
     """
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
-    need = _need(min(kept, key=lambda one: one.over))
+    need = _need(min(kept, key=lambda one: (one.gpu_bytes > (one.gpu_limit or one.gpu_bytes), one.over)))
     return (
         f"training waits for checkpoints (checkpoint.asynchronous: false): with a copy in host memory {need} at least"
     )
