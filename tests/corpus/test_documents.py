@@ -12,11 +12,12 @@ import pytest
 
 from finlm.base import files
 from finlm.base.errors import UserError
+from finlm.base.step_cache import Cache
 from finlm.corpus import documents, steps
-from finlm.corpus.read import parsing, readers
+from finlm.corpus.read import parsing, readers, sources
 from finlm.corpus.read.sources import Input
 from finlm.corpus.workers import LocalEngine
-from finlm.recipe.schema_data import Clean, clean_or_none
+from finlm.recipe.schema_data import Clean, Source, clean_or_none
 
 NO_RULES = Clean(**clean_or_none("none"))
 
@@ -179,3 +180,42 @@ def test_gzip_is_known_by_content_and_the_text_field_by_name(tmp_path: Path) -> 
     path = tmp_path / "news.jsonl"
     path.write_bytes(gzip.compress(b'{"content": "\\u6b63\\u6587"}\n') + gzip.compress(b'{"content": "second member"}'))
     assert read(tmp_path, path, field="content")[1] == ["正文", "second member"]
+
+
+def write_small_files(directory: Path, count: int) -> None:
+    """Write `count` files of one row, the row of number 7 broken."""
+    for number in range(count):
+        content = b'{"text": 7}' if number == 7 else row(f"第{number}篇")
+        (directory / f"{number:04d}.jsonl").write_bytes(content)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_many_small_files_share_a_chunk_and_a_broken_row_keeps_its_file(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(sources, "_LISTED", 19)
+    (tmp_path / "many").mkdir()
+    write_small_files(tmp_path / "many", 20)
+    inputs = sources.find_inputs(Source(path=f"{tmp_path}/many/*.jsonl", name="many"), "data.sources[0]")
+    inputs = sources.hash_files(inputs, Cache(tmp_path, build=True))
+    (tmp_path / "step").mkdir()
+    made = documents.write(tmp_path / "step", inputs, NO_RULES, LocalEngine(processes), 1.0, tmp_path)
+    assert 1 < len(made.chunks) < 10 and made.inputs[0].documents == 19
+    (broken,) = files.read_json_lines(tmp_path / "step/broken.jsonl")
+    assert (broken["file"], broken["line"]) == (f"{tmp_path}/many/0007.jsonl", 1)
+    (listed,) = made.inputs[0].files  # above the limit they are one line of the report
+    assert listed["file"] == "20 files" and listed["sha256"] == made.inputs[0].sha256
+
+
+def test_very_many_files_without_a_name_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small_files(tmp_path, 20)
+    monkeypatch.setattr(sources, "_MOST_SOURCES", 19)
+    with pytest.raises(UserError, match="matches 20 files") as caught:
+        sources.find_inputs(Source(path=f"{tmp_path}/*.jsonl"), "data.sources[0]")
+    assert "data.sources[0].name" in caught.value.fix
+    assert len(sources.find_inputs(Source(path=f"{tmp_path}/*.jsonl", name="many"), "data.sources[0]")) == 1
+    monkeypatch.setattr(sources, "_MOST_SOURCES", 20)
+    assert len(sources.find_inputs(Source(path=f"{tmp_path}/*.jsonl"), "data.sources[0]")) == 20

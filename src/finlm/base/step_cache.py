@@ -25,13 +25,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from finlm.base import files, screen, units
 from finlm.base.errors import UserError, reason
 
-_HASH_BLOCK = 16 * 2**20
-_AT_ONCE = 8  # of a store's files: waiting for each is what takes time, and each has a range in memory
+_HASH_BLOCK = 2**20
+_AT_ONCE = 8  # files of a store, or groups of local ones: waiting for each is what takes time
+_GROUP = 64  # local files: handing one to a thread takes as long as hashing a small one
 _SPACE_TO_SPARE = 16 * 2**20
 
 
@@ -88,6 +89,13 @@ class Step:
     key: str
     manifest: dict[str, Any]
     reused: bool
+
+
+class Fingerprint(NamedTuple):
+    """What a file holds."""
+
+    sha256: str  # hex
+    size_bytes: int
 
 
 class Cache:
@@ -163,26 +171,31 @@ class Cache:
         """Return the path, without a suffix, where the step `name` keeps the chunk with this key; it need not exist."""
         return self.directory / "chunks" / name / key[:2] / key
 
-    def fingerprints(self, paths: Sequence[File]) -> dict[File, str]:
-        """Return {file: hex sha256}; files whose path, inode, size and times are known from before are not read again.
+    def fingerprints(self, paths: Sequence[File]) -> list[Fingerprint]:
+        """Return a Fingerprint of each file; files with path, inode, size and times known from before are not read.
 
         Of a store's file, size and version must be known instead; several of those are read at once. Stores new hashes
         in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile, NotPrepared for a
         file with no known hash when build is False, OSError for a missing local file.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
-        states = {path: _state(path) for path in paths}
-        names = {path: str(path.absolute() if isinstance(path, Path) else path) for path in paths}
-        new = [path for path in paths if known.get(names[path], [])[:-1] != states[path] or "" in states[path]]
+        states = [_state(path) for path in paths]
+        names = [str(path.absolute() if isinstance(path, Path) else path) for path in paths]
+        new = [
+            (path, name, state)
+            for path, name, state in zip(paths, names, states, strict=True)
+            if known.get(name, [])[:-1] != state or "" in state
+        ]
         if new and not self.build:
             raise NotPrepared("fingerprints")
-        with bar("fingerprints", sum(states[path][0] for path in new), fast_bytes=2_000_000_000) as advance:
-            for path, digest in zip(new, _hash_all(new, advance), strict=True):
-                known[names[path]] = [*states[path], digest]
-                check_unchanged(path, states[path])
+        with bar("fingerprints", sum(_size(state) for _, _, state in new), fast_bytes=2_000_000_000) as advance:
+            hashes = _hash_all([path for path, _, _ in new], advance)
+            for (path, name, state), digest in zip(new, hashes, strict=True):
+                known[name] = [*state, digest]
+                check_unchanged(path, state)
         if new:
             files.write_json(self._fingerprints, known)
-        return {path: known[names[path]][-1] for path in paths}
+        return [Fingerprint(known[name][-1], _size(state)) for name, state in zip(names, states, strict=True)]
 
 
 def require_space(directory: Path, needed_bytes: int, step: str) -> None:
@@ -259,6 +272,11 @@ def _state(path: File) -> list[Any]:
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
+def _size(state: list[Any]) -> int:
+    """Return the size in bytes that a _state() holds."""
+    return int(state[1] if len(state) == 4 else state[0])
+
+
 def check_unchanged(path: File, state: list[Any]) -> None:
     """Raise UserError when a file no longer has this state (_state, or state_now for a store's file)."""
     if (_state(path) if isinstance(path, Path) else path.state_now()) != state:
@@ -280,13 +298,16 @@ def file_changed(path: File) -> UserError:
 
 
 def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
-    """Yield the hex sha256 of each file in order; reads up to _AT_ONCE files of a store at once. Raises UserError."""
-    if all(isinstance(path, Path) for path in paths):
-        yield from (sha256(path, advance) for path in paths)
-        return
+    """Yield the hex sha256 of each file in order; reads up to _AT_ONCE files of a store, or groups of others, at once.
+
+    Raises UserError as sha256() does.
+    """
+    size = _GROUP if all(isinstance(path, Path) for path in paths) else 1
+    groups = [paths[first : first + size] for first in range(0, len(paths), size)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
-            yield from pool.map(lambda path: sha256(path, advance), paths)
+            for hashes in pool.map(lambda group: [sha256(path, advance) for path in group], groups):
+                yield from hashes
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -295,7 +316,7 @@ def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:
     """Return a file's hex sha256; calls advance(bytes) for each block. Raises UserError when it cannot be opened."""
     digest = hashlib.sha256()
     try:
-        file = path.open("rb")
+        file = path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb")
     except OSError as error:
         raise UserError(f"cannot read {path}", evidence=str(error), fix="correct its permissions") from None
     with file:

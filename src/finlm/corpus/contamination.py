@@ -323,7 +323,7 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
         np.save(directory / "documents.npy", np.array(contaminated, dtype=np.int64))
         return {"questions": len(questions), "documents": len(contaminated), "found": len(asked)}
 
-    hashes = context.cache.fingerprints(paths)
+    hashes = {path: about.sha256 for path, about in zip(paths, context.cache.fingerprints(paths), strict=True)}
     depends_on = {
         "version": VERSION,
         "documents": read.content,

@@ -14,7 +14,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ SIDES = np.dtype([*INDEX.descr, ("group", "<u8"), ("day", "<u4")])  # a hash of 
 _SAMPLES = 20  # rows of each source and reason kept in dropped.jsonl
 _VALUES = 10_000  # different values of a counted field, above which it is no category but an identity
 _EXCERPT = 200
+_NO_FILE = Path()
 
 Values = dict[str, Counter[str]]  # of each counted field: {value: documents}
 Where = tuple[tuple[File, int], ...]  # of each part of a chunk: its file and first line
@@ -51,8 +52,8 @@ class Task:
 
     number: int  # of the input
     item: Input  # without its files
-    blocks: tuple[Block, ...]  # none where it is kept
-    where: Where
+    blocks: tuple[Block, ...]  # none where it is kept, and without their files
+    first: tuple[File, int]  # where its first row is: file and line
     rules: Clean
     chunk: Path  # without a suffix
     kept: Parsed | None = None  # its record, for a host that does not have its files
@@ -63,7 +64,7 @@ class Task:
 
     def __str__(self) -> str:
         """Return FILE:LINE of the first row of the chunk."""
-        return f"{self.where[0][0]}:{self.where[0][1]}"
+        return f"{self.first[0]}:{self.first[1]}"
 
 
 @dataclass
@@ -195,8 +196,10 @@ def write(
         step_cache.bar("documents", total, fast_bytes=30_000_000) as advance,
         engine.start(used) as run,
     ):
-        tasks = (task for span in spans for task in _tasks(span, store, advance))
+        places = deque[Where]()  # of the chunks that are being made: 100 bytes a file that no worker needs
+        tasks = (task for span in spans for task in _tasks(span, store, advance, places))
         for parsed in run(parse, tasks):
+            parsed.where = places.popleft()
             tally = tallies[parsed.number]
             dropped.writelines(tally.add(parsed))
             broken.writelines(parsing.json_line(tally.item.source, row) for row in parsed.locate(parsed.broken))
@@ -244,16 +247,15 @@ class _Span(NamedTuple):
 def _spans(inputs: Sequence[Input], store: _Store) -> Iterator[_Span]:
     """Yield each input's files in groups that close at BLOCK_BYTES; `known` lists the chunks if the cache has all."""
     for number, item in enumerate(inputs):
-        hashed, first, size = list(item.files_with_hashes()), 0, 0
-        for last, (path, _) in enumerate(hashed, 1):
-            size += path.stat().st_size
-            if size < readers.BLOCK_BYTES and last < len(hashed):
+        sizes, first, size = item.file_sizes(), 0, 0
+        for last, file_size in enumerate(sizes, 1):
+            size += file_size
+            if size < readers.BLOCK_BYTES and last < len(sizes):
                 continue
-            paths, sha256 = zip(*hashed[first:last], strict=True)
-            part = replace(item, paths=paths, sha256=sha256 if all(sha256) else ())
-            key = files.sha256_json([VERSION, readers.BLOCK_BYTES, _settings(item), sha256])
+            part = item.part(first, last)
+            key = files.sha256_json([VERSION, readers.BLOCK_BYTES, _settings(item), part.sha256])
             record = store.cache.chunk("files", key).with_suffix(".json")
-            listed = files.read_json(record) if all(sha256) and record.is_file() else []
+            listed = files.read_json(record) if part.sha256 and record.is_file() else []
             if not all(Parsed.load(store.chunk(digest, item)) for digest, _ in listed):
                 listed = []
             yield _Span(number, part, size, record, listed)
@@ -266,21 +268,21 @@ def _settings(item: Input) -> list[Any]:
     return [*how, dict(item.sides)] if item.sides else how
 
 
-def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task]:
+def _tasks(span: _Span, store: _Store, advance: screen.Advance, places: deque[Where]) -> Iterator[Task]:
     """Yield a span's tasks in order: reads the files unless `known`, and records the chunks of hashed files.
 
-    Raises UserError if a known chunk is no longer in the cache.
+    Appends the Where of each task to `places`. Raises UserError if a known chunk is no longer in the cache.
     """
-    how = replace(span.item, paths=(), sha256=())  # 100 bytes a file, in every task
-    paths = span.item.paths
-    numbers = {path: number for number, path in enumerate(paths)}
+    how, paths = span.item.part(0, 0), span.item.paths  # 100 bytes a file, in every task
+    numbers = {id(path): number for number, path in enumerate(paths)}  # a Path's own hash takes 5 us
     for digest, parts in span.known:
         where = tuple((paths[number], line) for number, line in parts)
         chunk = store.chunk(digest, how)
         kept = Parsed.load(chunk)
         if kept is None:
             raise step_cache.file_changed(chunk.with_suffix(".json"))
-        yield Task(span.number, how, (), where, store.rules, chunk, kept)
+        places.append(where)
+        yield Task(span.number, how, (), where[0], store.rules, chunk, kept)
     if span.known:
         return
     listed = []
@@ -288,8 +290,10 @@ def _tasks(span: _Span, store: _Store, advance: screen.Advance) -> Iterator[Task
         digest, where = _digest(blocks), tuple(part for block in blocks for part in _parts(block))
         chunk = store.chunk(digest, how)
         kept = Parsed.load(chunk)
-        yield Task(span.number, how, () if kept else blocks, where, store.rules, chunk, kept)
-        listed.append([digest, [[numbers[path], line] for path, line in where]])
+        places.append(where)
+        sent = () if kept else tuple(block._replace(path=_NO_FILE) for block in blocks)
+        yield Task(span.number, how, sent, where[0], store.rules, chunk, kept)
+        listed.append([digest, [[numbers[id(path)], line] for path, line in where]])
     if span.item.sha256:
         files.write_text(span.record, json.dumps(listed))
 
@@ -350,14 +354,14 @@ class _Tally:
 
     def summarize(self) -> InputRead:
         """Return the input's manifest entry, with the 20 most frequent values of fields with at most 10,000 values."""
-        listed = self.item.file_entries()
-        alone = len(listed) == 1
+        paths, hashes = self.item.paths, self.item.sha256
+        alone = len(paths) == 1
         return InputRead(
             source=self.item.source,
             split=self.item.split,
-            file=listed[0]["file"] if alone else f"{len(listed):,} files",
-            sha256=listed[0]["sha256"] if alone else files.sha256_json([row["sha256"] for row in listed]),
-            files=listed,
+            file=paths[0].name if alone else f"{len(paths):,} files",
+            sha256=hashes[0] if alone else files.sha256_json(hashes),
+            files=self.item.file_entries(),
             pinned=self.item.expected,
             **self.counts,
             dropped=dict(sorted(self.dropped.items())),
@@ -371,7 +375,7 @@ class _Tally:
 
 def parse(task: Task) -> Parsed:
     """Parse and clean a task's rows into chunk files, unless cached; return the record. Runs in a worker."""
-    return replace(task.kept or _parse(task), number=task.number, where=task.where)
+    return replace(task.kept or _parse(task), number=task.number)
 
 
 def _parse(task: Task) -> Parsed:

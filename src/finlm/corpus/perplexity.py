@@ -278,8 +278,7 @@ def _make_model(context: Context, settings: Perplexity) -> Step:
 def _find_inputs(context: Context, settings: Perplexity) -> list[Input]:
     """Return the inputs of the clean set with the hashes of their files. Raises as _find_files() does."""
     inputs = _find_files(context, settings)
-    hashes = context.cache.fingerprints([path for item in inputs for path in item.paths])
-    return [sources.verify_hashes(item, [hashes[path] for path in item.paths]) for item in inputs]
+    return sources.hash_files(inputs, context.cache)
 
 
 def _find_files(context: Context, settings: Perplexity) -> list[Input]:

@@ -66,8 +66,7 @@ def list_inputs(context: Context) -> list[Input]:
                 paths = tuple(step.path / split / file for file in step.manifest["files"][split][name])
                 inputs.append(Input(sources.safe_name(f"{prefix}{name}"), paths, split, entry=key))
     _check_weights(context.recipe, [item.source for item in sources.check_names(inputs) if item.split != "held_out"])
-    hashes = context.cache.fingerprints([path for item in inputs for path in item.paths])
-    return [sources.verify_hashes(item, [hashes[path] for path in item.paths]) for item in inputs]
+    return sources.hash_files(inputs, context.cache)
 
 
 def _with_sides(inputs: Sequence[Input], sides: Mapping[str, str]) -> list[Input]:

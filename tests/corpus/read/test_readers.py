@@ -40,7 +40,7 @@ def jsonl(texts: list[str]) -> bytes:
 def read(directory: Path, **settings: Any) -> tuple[documents.InputRead, list[str], list[dict[str, Any]]]:
     """(manifest entry, texts, broken rows) of a recipe's source that is one input."""
     (item,) = sources.find_inputs(Source(**settings), "data.sources[0]")
-    item = sources.verify_hashes(item, [files.sha256_file(path) for path in item.paths])
+    (item,) = sources.hash_files([item], step_cache.Cache(directory, build=True))
     out = directory / "step"
     out.mkdir(exist_ok=True)
     manifest = documents.write(out, [item], NO_RULES, LocalEngine(1), 1.0, directory)
@@ -410,7 +410,7 @@ def test_a_file_that_changes_after_it_was_hashed_is_refused(tmp_path: Path, name
     else:
         path.write_bytes(gzip.compress(jsonl(TEXTS)) if name.endswith(".gz") else jsonl(TEXTS))
     (item,) = sources.find_inputs(Source(path=str(path)), "data.sources[0]")
-    item = sources.verify_hashes(item, [files.sha256_file(path)])
+    (item,) = sources.hash_files([item], step_cache.Cache(tmp_path, build=True))
     data = path.read_bytes()
     changed = {"append": data + data, "truncate": data[: len(data) * 2 // 3], "replace": data[:-9] + b"\n" + data[-8:]}
     path.write_bytes(changed[change])
@@ -421,12 +421,12 @@ def test_a_file_that_changes_after_it_was_hashed_is_refused(tmp_path: Path, name
 def test_new_bytes_of_the_same_size_and_time_are_seen(tmp_path: Path) -> None:
     path, cache = tmp_path / "news.jsonl", step_cache.Cache(tmp_path / "cache", build=True)
     path.write_bytes(jsonl(TEXTS))
-    before, state = cache.fingerprints([path])[path], path.stat()
-    assert cache.fingerprints([path])[path] == before
+    before, state = cache.fingerprints([path]), path.stat()
+    assert cache.fingerprints([path]) == before
     path.write_bytes(jsonl(TEXTS[::-1]))
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))  # as rsync -t and cp -p do
     assert path.stat().st_size == state.st_size and path.stat().st_mtime_ns == state.st_mtime_ns
-    assert cache.fingerprints([path])[path] != before
+    assert cache.fingerprints([path]) != before
 
 
 def test_nulls_have_a_remedy_that_lets_no_damage_through_and_binary_columns_are_text(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_nulls_have_a_remedy_that_lets_no_damage_through_and_binary_columns_are_
     entry, read_texts, broken = read(tmp_path, path=path)
     assert entry.broken == 50 and "null" in broken[0]["reason"]
     (item,) = sources.find_inputs(Source(path=path), "data.sources[0]")
-    item = sources.verify_hashes(item, [files.sha256_file(Path(path))])
+    (item,) = sources.hash_files([item], step_cache.Cache(tmp_path, build=True))
     (tmp_path / "again").mkdir()
     with pytest.raises(UserError) as caught:
         documents.write(tmp_path / "again", [item], NO_RULES, LocalEngine(1), 0.001, tmp_path)

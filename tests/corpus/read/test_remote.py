@@ -174,8 +174,7 @@ def test_a_file_that_changes_is_refused_whenever_it_does(tmp_path: Path, moody: 
     fs, cache = fsspec.filesystem("moody"), Cache(tmp_path, build=True)
     for name, other in (("a.jsonl", LINES[:-300]), ("a.jsonl", LINES[::-1]), ("2024/c.parquet", table() + b" ")):
         (item,) = sources.find_inputs(Source(path=f"moody://d/fin/{name}"), "data.sources[0]")
-        hashes = cache.fingerprints(item.paths)
-        item = sources.verify_hashes(item, [hashes[path] for path in item.paths])
+        (item,) = sources.hash_files([item], cache)
         fs.pipe(f"/d/fin/{name}", other)
         with pytest.raises(UserError, match=f"{name} changed while it was read"):
             list(readers.blocks(item, lambda *_: None))
@@ -197,7 +196,7 @@ def test_a_store_that_gives_too_little_is_named_with_the_bytes(moody: type[Moody
 def test_known_bytes_are_not_read_again_unless_the_store_tells_no_version(tmp_path: Path, moody: type[Moody]) -> None:
     cache = Cache(tmp_path, build=True)
     found = remote.expand("moody://d/fin/**/*")
-    assert cache.fingerprints(found) == {file: files.sha256_file(file) for file in found}
+    assert cache.fingerprints(found) == [(files.sha256_file(file), file.size) for file in found]
     moody.reads = 0
     assert Cache(tmp_path, build=False).fingerprints(found) and not moody.reads
     untold = [remote.RemoteFile(file.url, file.size, "") for file in found[:1]]

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -382,11 +382,11 @@ def dialogue_blocks(item: Input, advance: screen.Advance) -> Iterator[Block]:
         raise UserError(
             f"{item.paths[0]}: text files hold no dialogues", fix="give .jsonl, .json, .parquet or a saved set"
         )
-    for path, sha256 in item.files_with_hashes():
+    for number, (path, sha256) in enumerate(item.files_with_hashes()):
         if item.format == "jsonl" and _is_list(path, item.encoding):
             yield from _list_blocks(path, item.encoding, advance, sha256)
         else:
-            yield from readers.blocks(replace(item, paths=(path,), sha256=(sha256,)), advance)
+            yield from readers.blocks(item.part(number, number + 1), advance)
 
 
 class DialogueRow(NamedTuple):

@@ -18,9 +18,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from isal import isal_zlib
 
@@ -121,10 +120,10 @@ def pieces(path: File, encoding: str, most: int, advance: screen.Advance, sha256
     does not have the hash `sha256` ("" skips this check), and for an archive that is not read.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        kind = compression(path, file.read(6))
-        file.seek(0)
-        raw = _raw(file, min(_READ, most) if kind else most, advance, digest.update)
+    with path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb") as file:
+        start = file.read(most)
+        kind = compression(path, start[:6])
+        raw = _raw(file, start, min(_READ, most) if kind else most, advance, digest.update)
         try:
             yield from _utf8(_decompress(raw, kind) if kind else raw, encoding)
         except Cut:
@@ -167,12 +166,21 @@ def lines(parts: Iterator[bytes], block_bytes: int) -> Iterator[tuple[int, bytes
         yield first, b"".join(rest)
 
 
-def _raw(file: BinaryIO, size: int, advance: screen.Advance, update: Callable[[bytes], None]) -> Iterator[bytes]:
-    """Yield the file's bytes, `size` at a time; calls advance(number of bytes) and update(bytes) for each."""
-    while data := file.read(size):
-        advance(len(data))
-        update(data)
-        yield data
+def _raw(
+    file: IO[bytes], start: bytes, size: int, advance: screen.Advance, update: Callable[[bytes], None]
+) -> Iterator[bytes]:
+    """Yield `start`, which was read already, and the rest of the file, `size` bytes at a time.
+
+    Calls advance(number of bytes) and update(bytes) for each.
+    """
+    data = start
+    while data:
+        for at in range(0, len(data), size):
+            part = data[at : at + size]
+            advance(len(part))
+            update(part)
+            yield part
+        data = file.read(size)
 
 
 def _decompress(parts: Iterator[bytes], kind: str) -> Iterator[bytes]:
@@ -243,8 +251,7 @@ _ARROW_ROWS = 64  # decoded at once: few, as one may be a book
 Kind = Literal["jsonl", "lines", "files", "arrow"]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Rows of a file: its lines from `first` on, or rows of a table; for "files", (path, content) of several."""
 
     kind: Kind
@@ -421,7 +428,7 @@ def estimate_bytes(inputs: Sequence[Input], packed: int = 4) -> int:
 
     Raises UserError for an archive that is not read.
     """
-    sizes = ((path, path.stat().st_size) for item in inputs for path in item.paths)
+    sizes = (pair for item in inputs for pair in zip(item.paths, item.file_sizes(), strict=True))
     return sum(size * (packed if _is_compressed(path, size) else 1) for path, size in sizes)
 
 

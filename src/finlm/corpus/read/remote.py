@@ -1,5 +1,8 @@
 """Find and read files by URL through fsspec: object stores (s3://), clusters (hdfs://), whatever else it knows.
 
+Of a data set on the Hub only files of the kinds that prepare reads are fetched, once. A branch or tag moves, so the
+recipe must name the commit; with the files in the Hub's cache no network is needed (HF_HUB_OFFLINE=1).
+
 A file is read in ranges of at most 8 MiB, each asked for again when it fails for a reason that may pass, so memory is a
 range and not a file. Credentials and endpoints are the store's own: environment, ~/.aws, ~/.config/fsspec. Every level
 of a glob is listed by itself, because fsspec's own glob passes over directories that it may not list.
@@ -16,12 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatchcase
+from fnmatch import fnmatch, fnmatchcase
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from finlm.base import step_cache
+from finlm.base import screen, step_cache
 from finlm.base.errors import UserError
+from finlm.base.step_cache import NotPrepared
+from finlm.recipe import parents
+from finlm.recipe.schema_data import Source
 
 Answer = TypeVar("Answer")
 About = dict[str, Any]  # what fsspec says of a file
@@ -32,9 +39,15 @@ _PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further
 # What stores call a file's version, the best first. One alone: MinIO lists milliseconds, and tells a key in seconds.
 _VERSIONS = ("ETag", "etag", "generation", "md5", "mtime", "modificationTime", "LastModified", "created")
 _INSTALL = ".venv/bin/pip install -r requirements-s3.lock"
+READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 _GLOB = frozenset("*?[")
 # Three layers that each ask again took two minutes to say that a store is busy.
 _ONCE = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+
+
+def is_readable(name: str) -> bool:
+    """Return whether `finlm prepare` reads a file of this name, by its suffix; False for dataset_info.json."""
+    return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
 
 
 def is_url(path: str) -> bool:
@@ -333,3 +346,57 @@ def _failure(url: str, error: Exception, asked: int = TRIES) -> UserError:
 def _fix(scheme: str, first: str) -> str:
     """Return `first`, the fix to suggest; for http and https, followed by the advice to download the file."""
     return f"{first}; or {_DOWNLOAD}" if scheme in ("http", "https") else first
+
+
+def fetch_dataset(source: Source, key: str, *, fetch: bool) -> list[Path]:
+    """Return the sorted local paths of the dataset's files at source.revision; download missing ones if `fetch`.
+
+    Selects the files that match source.files; without it, the readable files named after source.split, or all if none
+    are. `key` is the recipe key that errors name. Raises UserError when source.revision is not a full commit hash, the
+    download fails or no file matches; without `fetch`, NotPrepared for files that are not in the cache.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    assert source.dataset is not None
+    if not re.fullmatch("[0-9a-f]{40}", source.revision or ""):
+        raise UserError(
+            f"{key}: {source.dataset} needs the commit to read",
+            evidence=f"revision: {source.revision}",
+            fix=f"set {key}.revision to the 40 digits under 'Files and versions' of huggingface.co/datasets/"
+            f"{source.dataset}",
+        )
+    if fetch:
+        screen.say(f"{source.dataset} at {source.revision}")
+    problem = f"{key}: {source.dataset} at {source.revision} cannot be fetched"
+    with parents.hub_errors(
+        problem, "check the id, the commit and the network; a set behind a licence needs `hf auth login`"
+    ):
+        try:
+            snapshot = snapshot_download(
+                source.dataset,
+                repo_type="dataset",
+                revision=source.revision,
+                allow_patterns=source.files or [f"*{suffix}" for suffix in READABLE],
+                local_files_only=not fetch,
+            )
+        except LocalEntryNotFoundError:
+            if fetch:
+                raise
+            raise NotPrepared("sources") from None
+    root = Path(snapshot)
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and is_readable(path.name))
+    chosen = [path for path in paths if source.files is None or fnmatch(str(path.relative_to(root)), source.files)]
+    named = [path for path in chosen if re.search(rf"(^|[^a-z]){re.escape(source.split)}([^a-z]|$)", path.name)]
+    if source.files is None and named:
+        chosen = named
+    if not chosen and not fetch:
+        raise NotPrepared("sources")
+    if not chosen:
+        listed = ", ".join(str(path.relative_to(root)) for path in paths[:10])
+        raise UserError(
+            f"{key}: {source.dataset} has no file to read",
+            evidence=f"files {source.files}, split {source.split}; it holds {listed or 'none that prepare reads'}",
+            fix=f"set {key}.files to a glob such as data/*.parquet",
+        )
+    return chosen

@@ -3,9 +3,6 @@
 A JSON-lines file is a source by itself in counts and in held-out perplexity, named after the file. Under a name that
 the recipe gives, and always for text, parquet or Arrow, the files of an entry are a source together. Only directories
 are read here, and the state.json of saved sets.
-
-Of a data set on the Hub only files of the kinds that prepare reads are fetched, once. A branch or tag moves, so the
-recipe must name the commit; with the files in the Hub's cache no network is needed (HF_HUB_OFFLINE=1).
 """
 
 from __future__ import annotations
@@ -17,16 +14,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch, fnmatchcase
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finlm.base import files, screen
+from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.base.step_cache import File, NotPrepared
+from finlm.base.step_cache import Cache, File, Fingerprint
 from finlm.corpus.read import remote
-from finlm.recipe import parents
 from finlm.recipe.schema_data import Source
 
 # "share": a share of the documents is held out; the embedded corpus brings a held-out file of its own instead.
@@ -38,8 +34,9 @@ _CONVERT = (
     ".to_json(sys.argv[2],orient='records',lines=True,force_ascii=False)\" FILE.csv FILE.jsonl"
 )
 _SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".txt": "txt"}
+_MOST_SOURCES = 1000  # of an entry; each costs 20 ms, and a line in every table
+_LISTED = 10_000  # files of a source: a million would put 140 MB into every run
 _LOOKED_AT = 10_000  # entries of a directory that was given instead of its files
-READABLE = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".txt") for packed in ("", ".gz", ".zst")))
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,7 @@ class Input:
     sides: Mapping[str, str] = field(default_factory=dict)  # Data.sides
     expected: str = ""  # the sha256 or the revision that the recipe names
     sha256: tuple[str, ...] = ()  # of each file
+    sizes: tuple[int, ...] = ()  # of each file when it was hashed, in bytes
     entry: str = ""  # its place in the recipe, for messages
 
     def identity(self) -> list[Any]:
@@ -64,16 +62,29 @@ class Input:
         how = [self.format, self.text_field, dict(self.meta), self.encoding, self.null_text]
         return [self.source, self.split, *how, *([dict(self.sides)] if self.sides else []), *self.sha256]
 
+    def file_sizes(self) -> Sequence[int]:
+        """Return the size of every file in bytes."""
+        return self.sizes or [path.stat().st_size for path in self.paths]
+
+    def part(self, first: int, last: int) -> Input:
+        """Return the input with only its files from the number `first` to before `last`."""
+        here = slice(first, last)
+        return replace(self, paths=self.paths[here], sha256=self.sha256[here], sizes=self.sizes[here])
+
     def files_with_hashes(self) -> Iterator[tuple[File, str]]:
         """Yield (file, its SHA-256) of every file; "" where the files are not hashed."""
         return zip(self.paths, self.sha256 or itertools.repeat(""), strict=False)
 
     def file_entries(self) -> list[dict[str, str]]:
-        """Return {source, split, file, sha256} of every file, for manifests and reports; the files must be hashed."""
-        return [
-            {"source": self.source, "split": self.split, "file": path.name, "sha256": sha256}
-            for path, sha256 in zip(self.paths, self.sha256, strict=True)
-        ]
+        """Return {source, split, file, sha256} of every file, for manifests and reports; the files must be hashed.
+
+        More than 10,000 files have one entry together: their number, and a hash of their hashes.
+        """
+        about = {"source": self.source, "split": self.split}
+        if len(self.paths) > _LISTED:
+            return [about | {"file": f"{len(self.paths):,} files", "sha256": files.sha256_json(self.sha256)}]
+        listed = zip(self.paths, self.sha256, strict=True)
+        return [about | {"file": path.name, "sha256": sha256} for path, sha256 in listed]
 
 
 def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
@@ -84,7 +95,7 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     NotPrepared for files of the Hub that are not in its cache.
     """
     if source.dataset is not None:
-        paths: Sequence[File] = hub_files(source, key, fetch=fetch)
+        paths: Sequence[File] = remote.fetch_dataset(source, key, fetch=fetch)
         expected = f"{source.dataset}@{source.revision}"
     else:
         assert source.path is not None
@@ -95,6 +106,13 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     for path in paths:
         by_format.setdefault(_format(path, source), []).append(path)
     together = source.dataset or str(source.path)
+    if source.name is None and len(by_format.get("jsonl", ())) > _MOST_SOURCES:
+        raise UserError(
+            f"{key}: {together} matches {len(by_format['jsonl']):,} files, each of which would be a source",
+            evidence=f"without a name every JSON-lines file is a source with losses and counts of its own; "
+            f"{_MOST_SOURCES:,} are the most",
+            fix=f"give the entry a name, which makes them one source: {key}.name",
+        )
     inputs = []
     for kind, members in by_format.items():
         groups = [[path] for path in members] if kind == "jsonl" and source.name is None else [members]
@@ -248,11 +266,6 @@ def _dead_link_error(link: Path) -> UserError:
     )
 
 
-def is_readable(name: str) -> bool:
-    """Return whether `finlm prepare` reads a file of this name, by its suffix; False for dataset_info.json."""
-    return name.lower().endswith(READABLE) and not name.endswith(("dataset_infos.json", "dataset_info.json"))
-
-
 def _no_file_error(pattern: str, key: str) -> UserError:
     """Return the UserError for a path, URL or glob that no file matches, with the names nearby.
 
@@ -261,7 +274,8 @@ def _no_file_error(pattern: str, key: str) -> UserError:
     if remote.is_url(pattern):
         where, entries = remote.entries_near(pattern)
         if where == pattern.rstrip("/") and entries:
-            suffixes = Counter(suffix(name) for name, is_directory in entries if not is_directory and is_readable(name))
+            readable = [name for name, is_directory in entries if not is_directory and remote.is_readable(name)]
+            suffixes = Counter(map(suffix, readable))
             glob = f"*{suffixes.most_common(1)[0][0]}" if suffixes else "**/*.jsonl"
             evidence, fix = _listing(where, [name for name, _ in entries], glob), f"name its files: {where}/{glob}"
             return UserError(f"{key}: {pattern} is a directory", evidence=evidence, fix=fix)
@@ -281,7 +295,7 @@ def _check_directory(path: Path, key: str) -> None:
     if not directory.is_dir():
         return
     inside = itertools.islice(directory.rglob("*"), _LOOKED_AT)
-    readable = (file for file in inside if is_readable(file.name) and file.is_file())
+    readable = (file for file in inside if remote.is_readable(file.name) and file.is_file())
     names = [(file.parent == directory, suffix(file.name)) for file in readable]
     counts = Counter(names).most_common()
     is_here, kind = next((found for found, _ in counts if found[0]), counts[0][0] if counts else (True, ""))
@@ -290,7 +304,7 @@ def _check_directory(path: Path, key: str) -> None:
         evidence=_similar_names(str(path / "*")).partition("\n")[2],
         fix=f"name its files: {path / ('' if is_here else '**') / f'*{kind}'}"
         if counts
-        else f"name a directory's files; it holds none that prepare reads ({', '.join(READABLE)})",
+        else f"name a directory's files; it holds none that prepare reads ({', '.join(remote.READABLE)})",
     )
 
 
@@ -328,18 +342,28 @@ def _other_names(same: Sequence[Input]) -> str:
     )
 
 
-def verify_hashes(item: Input, sha256: Sequence[str]) -> Input:
-    """Return a copy of the input with `sha256`, the hash of each file.
+def hash_files(inputs: Sequence[Input], cache: Cache) -> list[Input]:
+    """Return copies of the inputs with the hash and the size of each file, from the cache if it knows them.
+
+    Raises as Cache.fingerprints() and verify_hashes() do.
+    """
+    prints = iter(cache.fingerprints([path for item in inputs for path in item.paths]))
+    return [verify_hashes(item, list(itertools.islice(prints, len(item.paths)))) for item in inputs]
+
+
+def verify_hashes(item: Input, prints: Sequence[Fingerprint]) -> Input:
+    """Return a copy of the input with the hash and the size of each file.
 
     Raises UserError when the recipe names a different hash for its only file.
     """
-    if item.expected and "@" not in item.expected and item.expected.lower() != sha256[0]:
+    if item.expected and "@" not in item.expected and item.expected.lower() != prints[0].sha256:
         raise UserError(
             f"{item.paths[0]} is not the file that the recipe names",
-            evidence=f"sha256 {sha256[0]}\nthe recipe says {item.expected}",
+            evidence=f"sha256 {prints[0].sha256}\nthe recipe says {item.expected}",
             fix="fetch the file again, or correct data.sources[i].sha256",
         )
-    return replace(item, sha256=tuple(sha256))
+    sha256, sizes = zip(*prints, strict=True)
+    return replace(item, sha256=sha256, sizes=sizes)
 
 
 def stem(name: str) -> str:
@@ -364,7 +388,9 @@ def _format(path: File, source: Source) -> Format:
     """
     if source.format != "auto":
         return source.format
-    name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    name = path.name.lower()
+    if name.endswith((".gz", ".zst")):
+        name = name.rpartition(".")[0]
     if name.endswith(_NOT_READ):
         raise UserError(
             f"finlm does not read {path}",
@@ -393,57 +419,3 @@ def _listing(directory: object, names: Sequence[str], wanted: str) -> str:
     closest = difflib.get_close_matches(wanted, names, n=10, cutoff=0)
     more = [f"and {len(names) - len(closest):,} more"] if len(names) > len(closest) else []
     return f"{directory} holds {', '.join([*closest, *more]) or 'nothing'}"
-
-
-def hub_files(source: Source, key: str, *, fetch: bool) -> list[Path]:
-    """Return the sorted local paths of the dataset's files at source.revision; download missing ones if `fetch`.
-
-    Selects the files that match source.files; without it, the readable files named after source.split, or all if none
-    are. `key` is the recipe key that errors name. Raises UserError when source.revision is not a full commit hash, the
-    download fails or no file matches; without `fetch`, NotPrepared for files that are not in the cache.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    assert source.dataset is not None
-    if not re.fullmatch("[0-9a-f]{40}", source.revision or ""):
-        raise UserError(
-            f"{key}: {source.dataset} needs the commit to read",
-            evidence=f"revision: {source.revision}",
-            fix=f"set {key}.revision to the 40 digits under 'Files and versions' of huggingface.co/datasets/"
-            f"{source.dataset}",
-        )
-    if fetch:
-        screen.say(f"{source.dataset} at {source.revision}")
-    problem = f"{key}: {source.dataset} at {source.revision} cannot be fetched"
-    with parents.hub_errors(
-        problem, "check the id, the commit and the network; a set behind a licence needs `hf auth login`"
-    ):
-        try:
-            snapshot = snapshot_download(
-                source.dataset,
-                repo_type="dataset",
-                revision=source.revision,
-                allow_patterns=source.files or [f"*{suffix}" for suffix in READABLE],
-                local_files_only=not fetch,
-            )
-        except LocalEntryNotFoundError:
-            if fetch:
-                raise
-            raise NotPrepared("sources") from None
-    root = Path(snapshot)
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and is_readable(path.name))
-    chosen = [path for path in paths if source.files is None or fnmatch(str(path.relative_to(root)), source.files)]
-    named = [path for path in chosen if re.search(rf"(^|[^a-z]){re.escape(source.split)}([^a-z]|$)", path.name)]
-    if source.files is None and named:
-        chosen = named
-    if not chosen and not fetch:
-        raise NotPrepared("sources")
-    if not chosen:
-        listed = ", ".join(str(path.relative_to(root)) for path in paths[:10])
-        raise UserError(
-            f"{key}: {source.dataset} has no file to read",
-            evidence=f"files {source.files}, split {source.split}; it holds {listed or 'none that prepare reads'}",
-            fix=f"set {key}.files to a glob such as data/*.parquet",
-        )
-    return chosen
