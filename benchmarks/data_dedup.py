@@ -139,7 +139,7 @@ def exact_pairs(texts: list[str], threshold: float) -> tuple[Pairs, npt.NDArray[
 
 def jaccard(grams: ngrams.Grams, left: Ids, right: Ids) -> npt.NDArray[np.float64]:
     """Exact similarity of the sets of n-grams of pairs of documents."""
-    sets = near.distinct_grams(grams)
+    sets = ngrams.distinct_grams(grams)
     found = np.empty(len(left))
     for place, (one, other) in enumerate(zip(left.tolist(), right.tolist(), strict=True)):
         common = len(np.intersect1d(sets[one], sets[other], assume_unique=True))

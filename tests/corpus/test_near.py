@@ -196,13 +196,13 @@ def test_a_signature_estimates_the_similarity(tmp_path: Path) -> None:
     grams = ngrams.hash_grams(
         ngrams.words_only(ngrams.characters(b"".join(encoded), np.cumsum([len(text) for text in encoded]))), 5
     )
-    sets = near.distinct_grams(grams)
+    sets = ngrams.distinct_grams(grams)
     for number in set(left.tolist()):
         others = [sets[place] for place in right[left == number]]
         for partner, wanted in zip(others, exact[left == number], strict=True):
             for several in ([partner], [partner, *others, *others]):  # counted at once, and one by one
-                assert near.are_similar(sets[number], several, wanted)[0]
-                assert not near.are_similar(sets[number], several, wanted + 1e-9)[0]
+                assert ngrams.are_similar(sets[number], several, wanted)[0]
+                assert not ngrams.are_similar(sets[number], several, wanted + 1e-9)[0]
 
 
 def test_texts_of_one_frame_are_read_once_however_often_they_meet(
@@ -212,18 +212,18 @@ def test_texts_of_one_frame_are_read_once_however_often_they_meet(
     frame = "".join(dice.choices(letters, k=400))
     texts = [frame + "".join(dice.choices(letters, k=60)) for _ in range(300)]  # 0.75 alike
     hashed, plain = list[int](), ngrams.hash_grams
-    compared, similar = list[int](), near.are_similar
+    compared, similar = list[int](), ngrams.are_similar
 
     def count(text: ngrams.Characters, n: int) -> ngrams.Grams:
         hashed.append(len(text.starts) - 1)
         return plain(text, n)
 
-    def count_pairs(own: near.Grams, others: Sequence[near.Grams], least: float) -> npt.NDArray[np.bool_]:
+    def count_pairs(own: ngrams.Distinct, others: Sequence[ngrams.Distinct], least: float) -> npt.NDArray[np.bool_]:
         compared.append(len(others))
         return similar(own, others, least)
 
     monkeypatch.setattr(ngrams, "hash_grams", count)
-    monkeypatch.setattr(near, "are_similar", count_pairs)
+    monkeypatch.setattr(ngrams, "are_similar", count_pairs)
     assert np.array_equal(likes(texts, tmp_path / "near", [300]), np.arange(300))
     assert sum(hashed) <= 2 * len(texts)  # once for the signature, once to compare
     assert 1000 < sum(compared) <= 300 * 299 // 2

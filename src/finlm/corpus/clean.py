@@ -304,7 +304,9 @@ def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
     if not cleaner.rules:
         return [(text, None) for text in spelled]
     if changed.any():
-        block = _Block(spelled)
+        for number in np.flatnonzero(changed).tolist():
+            block.encoded[number] = spelled[number].encode()
+        block = _Block(spelled, block.encoded)
     cleaned: list[Cleaned] = [(text, None) for text in spelled]
     rules: dict[int, set[str]] = {}
     for name, concerned in _find_concerned(block, cleaner):
@@ -318,12 +320,13 @@ def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
 class _Block:
     """Texts end to end as UTF-8."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], encoded: list[bytes] | None = None) -> None:
+        """Join the texts; `encoded` has them as UTF-8 where they are already."""
         import pyarrow  # 0.1 s that small corpora need not pay
 
-        encoded = [text.encode() for text in texts]
-        self.data = b"".join(encoded)
-        self.limits = np.cumsum([0, *map(len, encoded)], dtype=np.int64)  # bytes: [texts + 1]
+        self.encoded = [text.encode() for text in texts] if encoded is None else encoded
+        self.data = b"".join(self.encoded)
+        self.limits = np.cumsum([0, *map(len, self.encoded)], dtype=np.int64)  # bytes: [texts + 1]
         # pyarrow.array() and .to_numpy() would import pandas, 0.4 s in each worker.
         buffers = pyarrow.py_buffer(self.limits), pyarrow.py_buffer(self.data)
         self._array: Any = pyarrow.LargeStringArray.from_buffers(len(texts), *buffers)

@@ -15,9 +15,10 @@ refused pairs take at most 64 and 32 MB. Beyond that a document takes 40 bytes: 
 
 from __future__ import annotations
 
-import os
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,8 @@ _BYTES_AT_ONCE = 16 * 2**20
 _HUGE = 4 * 2**20  # bytes; the estimate of so long a text needs no second look
 _KEPT_GRAMS = 8 * 2**20
 _KEPT_PAIRS = 2**22
+_KEPT_MAPS = 64  # chunks, of 8 MB or one longer document
 _KEPT_FACTS = 20_000  # documents: about 40 MB
-_FEW = 4
-
-Grams = npt.NDArray[np.uint64]  # the different n-grams of one document, sorted
 
 
 class Verifier:
@@ -228,10 +227,11 @@ class Verifier:
         self._table = table
         self._chunks = chunks
         self._first = np.array([chunk.rows.start for chunk in chunks])
+        self._map = lru_cache(_KEPT_MAPS)(lambda number: _map_file(chunks[number].path))
         self._bytes = text_bytes
         self._start = np.concatenate(([0], np.cumsum(text_bytes, dtype=np.int64)))  # as if the chunks were one file
         self._threshold = threshold
-        self._grams: dict[int, Grams] = {}
+        self._grams: dict[int, ngrams.Distinct] = {}
         self._count = 0  # n-grams in it
         self._facts: dict[int, Facts] = {}
         self._refused = np.zeros(_KEPT_PAIRS, dtype=np.uint64)  # by the end of its hash; a later pair replaces one
@@ -281,14 +281,14 @@ class Verifier:
         if len(missing):
             data, ends = self._read(missing)
             grams = ngrams.hash_grams(ngrams.words_only(ngrams.characters(data, ends)), ngrams.SHINGLE)
-            distinct = distinct_grams(grams)
+            distinct = ngrams.distinct_grams(grams)
             self._count += sum(map(len, distinct))
             self._grams.update(zip(missing.tolist(), distinct, strict=True))
         same = np.zeros(len(left), dtype=np.bool_)
         order = np.argsort(left, kind="stable")
-        for pairs in np.split(order, np.flatnonzero(np.diff(left[order])) + 1):
+        for pairs in ngrams.split(order, np.flatnonzero(np.diff(left[order])) + 1):
             others = [self._grams[number] for number in right[pairs].tolist()]
-            same[pairs] = are_similar(self._grams[int(left[pairs[0]])], others, self._threshold)
+            same[pairs] = ngrams.are_similar(self._grams[int(left[pairs[0]])], others, self._threshold)
         for number in np.flatnonzero(same).tolist():
             same[number] = self._says_nothing_new(int(left[number]), int(right[number]))
         return same
@@ -306,46 +306,16 @@ class Verifier:
 
     def _read(self, ids: Ids) -> tuple[bytes, npt.NDArray[np.int64]]:
         """Return (UTF-8 texts end to end, byte offset of the end of each); `ids` must ascend."""
-        parts: list[bytes] = []
         numbers = np.searchsorted(self._first, ids, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            chunk, here = self._chunks[number], ids[numbers == number]
-            first = self._start[chunk.rows.start]
-            with chunk.path.open("rb") as file:
-                for start, size in zip((self._start[here] - first).tolist(), self._bytes[here].tolist(), strict=True):
-                    parts.append(os.pread(file.fileno(), size, start))
-        return b"".join(parts), np.cumsum([len(part) for part in parts])
+        starts, sizes = self._start[ids] - self._start[self._first[numbers]], self._bytes[ids].astype(np.int64)
+        places = zip(numbers.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+        return b"".join(self._map(number)[start : start + size] for number, start, size in places), np.cumsum(sizes)
 
 
-def distinct_grams(grams: ngrams.Grams) -> list[Grams]:
-    """Return the distinct n-gram hashes of each document, sorted, cut to their upper 40 bits: uint64."""
-    # A document's number in the upper 24 bits and 40 bits of the hash: one sort of integers groups and orders both.
-    packed = (grams.document.astype(np.uint64) << np.uint64(40)) | (grams.hashes >> np.uint64(24))
-    packed.sort()
-    packed = packed[np.concatenate(([True], packed[1:] != packed[:-1]))] if len(packed) else packed
-    size = np.bincount((packed >> np.uint64(40)).astype(np.int64), minlength=len(grams.count))
-    # Copies: a view would keep the whole batch.
-    return [part.copy() for part in np.split(packed & np.uint64(2**40 - 1), np.cumsum(size)[:-1])]
-
-
-def are_similar(first: Grams, others: Sequence[Grams], threshold: float) -> npt.NDArray[np.bool_]:
-    """Return bool [others]: whether the Jaccard similarity of each set to `first` is at least `threshold`.
-
-    Sets are sorted distinct hashes. With four others or more, a bound from the low bits of the hashes is tested first.
-    """
-    lengths = np.array([len(other) for other in others])
-    same = np.ones(len(others), dtype=np.bool_)
-    if len(others) >= _FEW:
-        ends = np.uint64(2 ** (len(first).bit_length() + 6) - 1)
-        seen = np.zeros(int(ends) + 1, dtype=np.bool_)
-        seen[first & ends] = True
-        member = np.repeat(np.arange(len(others)), lengths)
-        at_most = np.bincount(member[seen[np.concatenate(others) & ends]], minlength=len(others))
-        same = at_most / np.maximum(len(first) + lengths - at_most, 1) >= threshold
-    for number in np.flatnonzero(same).tolist():
-        common = len(np.intersect1d(first, others[number], assume_unique=True))
-        same[number] = common / max(1, len(first) + int(lengths[number]) - common) >= threshold
-    return same
+def _map_file(path: Path) -> mmap.mmap | bytes:
+    """Return a file's bytes, mapped into memory unless it is empty."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
 
 
 VERSION = 2

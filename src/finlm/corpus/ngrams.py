@@ -14,9 +14,10 @@ next full one before it. A bin keeps 16 bits: two different values look equal on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -325,3 +326,51 @@ def unmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     plain *= np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
     plain ^= (plain >> np.uint64(30)) ^ (plain >> np.uint64(60))
     return plain
+
+
+_FEW = 4
+
+Distinct = npt.NDArray[np.uint64]  # the different n-grams of one document, sorted
+
+
+def distinct_grams(grams: Grams) -> list[Distinct]:
+    """Return the distinct n-gram hashes of each document, sorted, cut to their upper 40 bits: uint64."""
+    # A document's number in the upper 24 bits and 40 bits of the hash: one sort of integers groups and orders both.
+    packed = (grams.document.astype(np.uint64) << np.uint64(40)) | (grams.hashes >> np.uint64(24))
+    packed.sort()
+    packed = packed[np.concatenate(([True], packed[1:] != packed[:-1]))] if len(packed) else packed
+    size = np.bincount((packed >> np.uint64(40)).astype(np.int64), minlength=len(grams.count))
+    # Copies: a view would keep the whole batch.
+    return [part.copy() for part in split(packed & np.uint64(2**40 - 1), np.cumsum(size)[:-1])]
+
+
+def split(values: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the parts of values before, between and behind the indexes `ends`; faster than np.split for small parts."""
+    for first, last in pairwise((0, *ends.tolist(), len(values))):
+        yield values[first:last]
+
+
+def are_similar(first: Distinct, others: Sequence[Distinct], threshold: float) -> npt.NDArray[np.bool_]:
+    """Return bool [others]: whether the Jaccard similarity of each set to `first` is at least `threshold`.
+
+    Sets are sorted distinct hashes. With four others or more, a bound from the low bits of the hashes is tested first.
+    """
+    lengths = np.array([len(other) for other in others])
+    same = np.ones(len(others), dtype=np.bool_)
+    if len(others) >= _FEW:
+        ends = np.uint64(2 ** (len(first).bit_length() + 6) - 1)
+        seen = np.zeros(int(ends) + 1, dtype=np.bool_)
+        seen[first & ends] = True
+        member = np.repeat(np.arange(len(others)), lengths)
+        at_most = np.bincount(member[seen[np.concatenate(others) & ends]], minlength=len(others))
+        same = at_most / np.maximum(len(first) + lengths - at_most, 1) >= threshold
+    likely = np.flatnonzero(same)
+    if len(first) and len(likely):
+        hashes = np.concatenate([others[number] for number in likely.tolist()])
+        at = np.minimum(np.searchsorted(first, hashes), len(first) - 1)
+        member = np.repeat(np.arange(len(likely)), lengths[likely])
+        common = np.bincount(member[first[at] == hashes], minlength=len(likely))
+        same[likely] = common / np.maximum(len(first) + lengths[likely] - common, 1) >= threshold
+    else:
+        same[likely] = False
+    return same

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -255,17 +256,24 @@ def _piece_traps(model: Path) -> Iterator[str]:
         yield "".join(pieces[first : first + 64])
 
 
+@lru_cache(1)  # half a second, for the test of the tokenizer and for the shards
+def _convert(model: bytes) -> str:
+    """Return gigatoken's settings for the bytes of a sentencepiece model, as JSON."""
+    from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+
+    converted: str = sentencepiece_to_tokenizer_json(model)
+    return converted
+
+
 def _settings(model: Path) -> str:
     """Return gigatoken's settings as JSON, without control pieces. ValueError for a model with unused pieces."""
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
-    from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
-
     processor = vocab.load(model)
     size = processor.vocab_size()
     if any(processor.is_unused(number) for number in range(size)):
         raise ValueError("it has unused pieces")
-    settings = json.loads(sentencepiece_to_tokenizer_json(model.read_bytes()))
+    settings = json.loads(_convert(model.read_bytes()))
     is_text = [not (processor.is_control(n) or processor.is_unknown(n) or processor.is_byte(n)) for n in range(size)]
     textual = {processor.id_to_piece(number) for number in range(size) if is_text[number]}
     settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
