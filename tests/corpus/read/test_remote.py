@@ -7,10 +7,14 @@ import importlib.util
 import io
 import json
 import pickle
+import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import fsspec
 import pyarrow as pa
@@ -28,6 +32,7 @@ from object_store import Server, serve
 
 from helpers import QUICKSTART, sets
 
+needs_requests = pytest.mark.skipif(importlib.util.find_spec("requests") is None, reason="pip install requests")
 needs_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="pip install -r requirements-s3.lock")
 ROWS = [{"text": f"第{number}篇：营业收入同比增长{number}%，净利润{number * 7}万元。"} for number in range(4000)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -292,3 +297,66 @@ def test_what_s3_refuses_ends_with_the_reason(
     assert prepare(tmp_path, path, "cache") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert said in told and "fix:" in told and "Traceback" not in told
+
+
+class NameNode(BaseHTTPRequestHandler):
+    """A directory as a Hadoop cluster's WebHDFS gives it; a reader is sent on to a data node, which is here as well."""
+
+    root: Path
+    asked: Counter[str]  # requests by operation
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        split = urlsplit(self.path)
+        service, _, name = unquote(split.path)[1:].partition("/v1")
+        query, path = dict(parse_qsl(split.query)), self.root / name.lstrip("/")
+        self.asked[f"{service} {query['op']}"] += 1
+        if not path.exists():
+            error = {"exception": "FileNotFoundException", "message": f"File does not exist: {name}"}
+            self.answer(404, json.dumps({"RemoteException": error}).encode())
+        elif query["op"] == "GETFILESTATUS":
+            self.answer(200, json.dumps({"FileStatus": self.status(path, "")}).encode())
+        elif query["op"] == "LISTSTATUS":
+            listed = [self.status(entry, entry.name) for entry in path.iterdir()]
+            self.answer(200, json.dumps({"FileStatuses": {"FileStatus": listed}}).encode())
+        elif service == "webhdfs":
+            self.answer(307, b"", f"http://{self.headers['Host']}/data{self.path.removeprefix('/webhdfs')}")
+        else:
+            first = int(query["offset"])
+            self.answer(200, path.read_bytes()[first : first + int(query["length"])])
+
+    def status(self, path: Path, suffix: str) -> dict[str, Any]:
+        about = path.stat()
+        kind, size = ("DIRECTORY", 0) if path.is_dir() else ("FILE", about.st_size)
+        return {"pathSuffix": suffix, "type": kind, "length": size, "modificationTime": int(about.st_mtime * 1000)}
+
+    def answer(self, code: int, body: bytes, location: str = "") -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        if location:
+            self.send_header("Location", location)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@needs_requests
+def test_a_hadoop_cluster_is_read_by_webhdfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = type("Node", (NameNode,), {"root": local(tmp_path), "asked": Counter[str]()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), node) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"webhdfs://127.0.0.1:{server.server_port}"
+        assert prepare(tmp_path, f"{url}/fin/**/*", "cache") == 0
+        assert prepare(tmp_path, f"{tmp_path}/local/fin/**/*", "here") == 0
+        assert contents(tmp_path / "cache") == contents(tmp_path / "here")
+        assert node.asked["webhdfs OPEN"] == node.asked["data OPEN"] > 0
+        node.asked.clear()
+        assert prepare(tmp_path, f"{url}/fin/**/*", "cache") == 0
+        assert not node.asked["webhdfs OPEN"]  # known by size and time
+        (tmp_path / "local/fin/a.jsonl").write_bytes(LINES + LINES.partition(b"\n")[0])
+        assert prepare(tmp_path, f"{url}/fin/**/*", "cache") == 0 and node.asked["webhdfs OPEN"]
+        capsys.readouterr()
+        assert prepare(tmp_path, f"{url}/fin/z.jsonl", "cache") == 2
+        assert "no file matches" in capsys.readouterr().err
+        server.shutdown()
