@@ -124,6 +124,18 @@ def test_hosts_that_round_the_batch_otherwise_do_not_start_over(
         assert found is not None and found.step == 10
 
 
+def test_gpus_of_another_precision_do_not_start_over(tmp_path: Path) -> None:
+    earlier(tmp_path)
+    run = RunDir(tmp_path / "runs/quickstart-1")
+    run.append_event("checkpoint", step=10)
+    files.write_json(run.plan, files.read_json(run.plan) | {"precision": "fp16"})
+    wanted = recipe.load(QUICKSTART, TINY).recipe
+    plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted, 4096))
+    with pytest.raises(UserError, match=r"so nothing was started: precision fp16 -> fp32") as caught:
+        lineage.find_earlier(wanted, plan, tmp_path / "shards", run.path.parent)
+    assert caught.value.fix == "--set train.precision=fp16 goes on with it; --new starts another run at step 0"
+
+
 def test_a_recipe_whose_name_begins_like_anothers_does_not_take_its_run(tmp_path: Path) -> None:
     other = RunDir(tmp_path / "runs/quickstart-sft-1")
     earlier(tmp_path)

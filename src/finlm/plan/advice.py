@@ -226,9 +226,9 @@ def sentences(advice: Advice, plan: Plan) -> list[tuple[str, str]]:
     rows.append(("checkpoint", _describe_checkpoint(advice, plan)))
     if advice.memory_interval_seconds is not None:
         size, every = format_bytes(advice.memory_bytes), format_duration(advice.memory_interval_seconds)
-        rate = f"the measured stall and one failure in {format_duration(seconds_between(plan.world_size))}"
-        kept = f"a checkpoint every {every}, in {size} of each host's memory"
-        rows.append(("in memory", f"{kept} (auto: what loses least at {rate})"))
+        between = format_duration(seconds_between(plan.world_size))
+        why = f"of each host's memory (auto: what loses least at the measured stall and one failure in {between})"
+        rows.append(("in memory", f"a checkpoint every {every}, in {size} {why}"))
     return rows
 
 

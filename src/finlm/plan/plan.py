@@ -162,13 +162,18 @@ def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
 def refuse_hosts(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, changes: Sequence[str]) -> UserError:
     """Return the UserError for the run in `path`, saved after `step`, that the hosts of `plan` cannot go on with.
 
-    `planned` is its plan.json, and `changes` says what would differ. The fix is a batch that goes on with it, if any.
+    `planned` is its plan.json, and `changes` says what would differ. The fix is the keys that go on with it, if any.
     """
     tokens, ranks = planned["tokens_per_step"], plan.world_size
     rows = tokens // planned["sequence_length"]
-    fix = f"train on hosts whose number of ranks divides {rows:,} rows"
-    if rows % ranks == 0 and tokens != plan.tokens_per_step:
-        fix = f"--set batch.tokens_per_step={tokens} goes on with it"
+    former = {"batch.tokens_per_step": tokens, "train.precision": planned["precision"]}
+    now = {"batch.tokens_per_step": plan.tokens_per_step, "train.precision": plan.precision}
+    sets = " ".join(f"--set {key}={value}" for key, value in former.items() if value != now[key])
+    fix = f"{sets} goes on with it"
+    if tokens != plan.tokens_per_step and rows % ranks:
+        fix = f"train on hosts whose number of ranks divides {rows:,} rows"
+    elif not sets or planned["device"] != plan.device:
+        fix = "train on hosts like the former ones"
     return UserError(
         f"{path} cannot go on with these hosts, so nothing was started: {', '.join(changes)}",
         evidence=f"it was saved after step {step:,}, on {planned['world_size']} ranks; now there are {ranks}",
