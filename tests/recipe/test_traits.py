@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.recipe import parents, recipe, shape
+from finlm.recipe import derive, parents, recipe, shape
 from finlm.recipe.models import refusals, traits
 
 from helpers import QUICKSTART
@@ -231,3 +231,12 @@ def test_dropout_is_left_out_and_said(tmp_path: Path) -> None:
     loaded = recipe.load(QUICKSTART, sets)
     assert loaded.recipe.model.config == config
     assert [s for s in loaded.said if "attention_dropout 0.1, resid_pdrop 0.2: finlm trains without dropout" in s]
+
+
+def test_a_hybrid_model_keeps_a_layer_of_full_attention_in_its_toy_and_is_refused_without_one() -> None:
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
+    config = {"model_type": "qwen3_5_text", "linear_num_value_heads": 64}
+    assert kinds.items() <= (derive.toy_config(config) or {}).items()
+    with pytest.raises(UserError) as refused:
+        recipe.load(QUICKSTART, [f"model.config={json.dumps(config)}", "model.layers=2"])
+    assert "all layers have linear attention" in str(refused.value.evidence)

@@ -280,11 +280,15 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
     """Return a small model.config of the same type, for a toy; None for a Llama or no config. Raises UserError."""
     if config is None or config["model_type"] == "llama":
         return None
-    known = traits.record_of(config).defaults
+    row = traits.record_of(config)
+    known = row.defaults
     sizes = {"head_dim": 32, "moe_intermediate_size": 64} | dict.fromkeys(traits.EXPERTS, 4)
     sizes |= dict.fromkeys(traits.CHOSEN, 2) | {"n_group": 1, "topk_group": 1} | dict.fromkeys(traits.DENSE, 1)
     sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-    return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    kinds = {"layer_types": [traits.LINEAR, "full_attention"]} if row.linear else {}
+    return {"model_type": config["model_type"]} | {key: size for key, size in sizes.items() if known.get(key)} | kinds
 
 
 def for_publication(recipe: Recipe) -> Recipe:

@@ -305,6 +305,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if (shape.has_sinks or shape.linear) and recipe.sft is not None and recipe.sft.hide_eos:
         kind = "attention with sinks takes none here" if shape.has_sinks else "the state of linear attention knows none"
         yield "sft.hide_eos", f"tokens are hidden by a mask, and {kind}"
+    if shape.linear == shape.layers:  # transformers' generation counts the tokens of a cache by its keys
+        yield (
+            "model.layers",
+            "all layers have linear attention, and text needs a layer of full attention to be generated",
+        )
     if shape.linear and recipe.stage == "grpo":
         yield "stage", "answers are generated here from keys and values alone, and linear attention keeps a state"
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
