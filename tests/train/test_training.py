@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from finlm.base import files
 from finlm.base.errors import UserError
@@ -21,6 +23,7 @@ from finlm.launch import start
 from finlm.plan.plan import Plan
 from finlm.recipe import recipe
 from finlm.train.model import products
+from finlm.train.zero import engine
 
 from helpers import logs
 from ranks import Ranks
@@ -198,3 +201,16 @@ def _kill_a_rank_after_the_checkpoint(run: RunDir) -> None:
     while not run.complete_checkpoints() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(_ranks_of(run)[-1], signal.SIGKILL)
+
+
+def test_weights_of_experts_begin_at_16_bytes_in_the_optimizers_buffer(make_run: Any) -> None:
+    """Six sinks a layer and a router's four biases stood before them, and grouped products refused the address."""
+    plan = dataclasses.replace(Plan.read(make_run().plan), device="cuda", zero_stage=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 32}
+    config = GptOssConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, num_local_experts=4)
+    model = GptOssForCausalLM(config).bfloat16()
+    (group,) = engine.parameter_groups(model, plan)
+    starts = np.cumsum([0, *(parameter.numel() for parameter in group["params"])])[:-1]
+    experts = [start for start, each in zip(starts, group["params"], strict=True) if each.dim() == 3]
+    assert len(experts) == 4 and not any(start % 8 for start in experts)
+    assert {id(each) for each in group["params"]} == {id(each) for each in model.parameters()}

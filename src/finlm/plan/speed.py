@@ -220,6 +220,7 @@ LINK_EFFICIENCY = 0.75  # share of a GPU link's rate that collectives reach
 REDUCE_BYTES_PER_SECOND = 155e9  # copies into buckets and what of a reduction hides behind nothing: two and four H200
 ZERO3_ARITHMETIC = {True: 0.074, False: 0.17}  # of the arithmetic, added by ZeRO-3: compiled, eager
 ZERO3_LAYER = 0.6e-3  # and seconds of hooks a layer and micro-step
+ZERO3_ADAPTER = 3e-3  # of those of an adapter's modules a layer, pass and micro-step, uncompiled: three runs, two GPUs
 STEP_BYTES_PER_PARAMETER = 43  # fused AdamW 28 + flatten, upcast, clip, copy; the norm reads 2
 STEP_BANDWIDTH_SHARE = 0.5  # 275 GB take 0.115 s on one H200
 ONE_PASS_BYTES, ONE_PASS_SHARE = 38, 0.78  # the same in one compiled pass (train/zero/engine.py)
@@ -302,6 +303,9 @@ def step_time(
             reduce = reduce / 4
         overlapped = accumulation * (gather + second_gather + reduce)
         exposed = ZERO3_ARITHMETIC[layout.compiled] * arithmetic + accumulation * shape.layers * ZERO3_LAYER
+        if not layout.compiled:  # of pairs a reference's pass beside forward and backward
+            adapters = len(layout.adapted) * shape.layers
+            exposed += accumulation * adapters * (2 + (layout.sequences > 1)) * ZERO3_ADAPTER
     elif layout.zero_stage == 2:
         overlapped, exposed = accumulation * reduce, gather
     elif layout.zero_stage == 1:

@@ -41,8 +41,8 @@ NEAR = 4.0  # times the minimum of the loss scale
 LEAST_SECONDS = 0.005  # a step; what costs less than that is not worth a word
 BITS = {2: torch.int16, 4: torch.int32}
 # Where kernels vary, norms may differ by a share of the larger and one of the largest of all weights': gradients next
-# to zero are rounding. Chosen, not measured: another order of addition changes the last bits of few numbers.
-RELATIVE, ABSOLUTE = 0.05, 1e-3
+# to zero are rounding. A hundred times what two H100s differed by: 9.3e-5 of a norm, 9.4e-7 of the largest.
+RELATIVE, ABSOLUTE = 0.01, 1e-4
 
 Then = Literal["go_on", "stop", "roll_back"]
 T = TypeVar("T")

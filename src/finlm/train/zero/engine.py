@@ -355,6 +355,9 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
     time; in a single group it would be of all parameters, and set the peak of the whole step.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if plan.device == "cuda" and any(parameter.dim() == 3 for parameter in trained):
+        # A group's weights lie in one buffer, and products of experts need each to begin at 16 bytes: odd sizes last.
+        trained.sort(key=lambda parameter: parameter.numel() % 8 > 0)
     if plan.zero_stage not in (1, 2):
         return [{"params": trained}]
     most = optimizer_group(plan.offload_optimizer, plan.world_size)
