@@ -144,6 +144,7 @@ def _train(options: argparse.Namespace) -> int:
     """
     from finlm import dry_run, pipeline
     from finlm.recipe import derive, weights
+    from finlm.recipe.models import refusals
     from finlm.recipe.recipe import load
     from finlm.runs import lineage
 
@@ -169,7 +170,7 @@ def _train(options: argparse.Namespace) -> int:
         screen.send_results(to_stderr=False)
         screen.write("".join(f"{command}\n" for command in commands))
         return 0
-    weights.check_kernels(loaded.recipe.model.config or {}, "cpu" if hosts.is_cpu else "cuda")
+    refusals.check_kernels(loaded.recipe.model.config or {}, "cpu" if hosts.is_cpu else "cuda")
     return pipeline.train(training)
 
 

@@ -42,6 +42,20 @@ def check_class(config: traits.Config, named: str) -> None:
     )
 
 
+def check_kernels(config: traits.Config, device: str) -> None:
+    """Raise UserError when the device is a GPU, "cuda", and the model needs kernels whose package is not here.
+
+    Layers of linear attention need flash-linear-attention; `config` is the model's config.json.
+    """
+    row = traits.records().get(str(config.get("model_type")))
+    if row and row.linear and device == "cuda" and importlib.util.find_spec("fla") is None:
+        raise UserError(
+            f"a {config['model_type']} has layers of linear attention, which need flash-linear-attention on a GPU",
+            evidence="no package fla beside this finlm",
+            fix=".venv/bin/pip install --no-deps -r requirements-linear.lock, on every host",
+        )
+
+
 def refuse_adapters(key: str, directory: Path) -> None:
     """Raise UserError for a directory of adapters that `key` names as a model."""
     path = directory / "adapter_config.json"
