@@ -11,6 +11,7 @@ import pytest
 from finlm.base.errors import UserError
 from finlm.recipe import derive, parents, recipe, shape
 from finlm.recipe.models import refusals, traits
+from finlm.recipe.schema import config_of
 
 from helpers import QUICKSTART
 
@@ -240,3 +241,13 @@ def test_a_hybrid_model_keeps_a_layer_of_full_attention_in_its_toy_and_is_refuse
     with pytest.raises(UserError) as refused:
         recipe.load(QUICKSTART, [f"model.config={json.dumps(config)}", "model.layers=2"])
     assert "all layers have linear attention" in str(refused.value.evidence)
+
+
+def test_experts_keep_their_width_beside_the_blocks_which_a_recipe_says_in_a_key_of_its_own() -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    wanted = recipe.load(QUICKSTART, [f"model.config={json.dumps(experts)}", "model.ffn_size=512"]).recipe
+    config = config_of(wanted.model)
+    assert (config["moe_intermediate_size"], config["intermediate_size"]) == (48, 512)
+    alone = {**experts, "model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention", "full_attention"] * 2}
+    wanted = recipe.load(QUICKSTART, [f"model.config={json.dumps(alone)}", "model.ffn_size=512"]).recipe
+    assert config_of(wanted.model)["moe_intermediate_size"] == 512, "this type's layers have experts alone"

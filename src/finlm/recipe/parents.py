@@ -295,7 +295,7 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
     config = read_config(path)
     refuse_model(config, init_from)
     model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
-    model["ffn_size"] = config[traits.ffn_key(config)]
+    model["ffn_size"] = config[traits.record_of(config).ffn_key]
     known = {**traits.record_of(config).defaults, **config}
     model["norm_eps"] = next((float(known[key]) for key in traits.NORM_EPS if known.get(key) is not None), 1e-5)
     model["tie_embeddings"] = bool(known.get("tie_word_embeddings"))

@@ -416,7 +416,7 @@ def config_of(model: Model) -> traits.Config:
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
-        traits.ffn_key(config): model.ffn_size,
+        row.ffn_key: model.ffn_size,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
     }

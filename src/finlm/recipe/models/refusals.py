@@ -92,7 +92,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
         yield f"it reads more than text: {', '.join(parts)}" + (alone if text in traits.records() else "")
         return
     row = traits.records().get(str(config.get("model_type")))
-    needed = [key for key in NEEDED if key != traits.ffn_key({}) or not (row and row.lacks_ffn)]
+    needed = [row.ffn_key if row and key == "intermediate_size" else key for key in NEEDED]
     if missing := [key for key in needed if config.get(key) in (None, 0)]:
         lacks_attention = missing[0] == "num_attention_heads"
         yield f"config.json has no {', '.join(missing)}" + (": it has no attention" if lacks_attention else "")

@@ -69,10 +69,11 @@ class TypeRecord:
     cells: dict[str, str] = field(default_factory=dict)  # of the gate, with what is wrong, or nothing
 
     @property
-    def lacks_ffn(self) -> bool:
-        """Whether no layer has another feed-forward block than experts of a size of their own."""
+    def ffn_key(self) -> str:
+        """The key of the feed-forward block's inner width; of an expert's where no layer has another block."""
         sizes = (tensor for of in (self.layer, self.dense) for tensor in of.values() if tensor)
-        return not any("f" in size for tensor in sizes for size in tensor)
+        has_block = any("f" in size for tensor in sizes for size in tensor)
+        return "intermediate_size" if has_block else "moe_intermediate_size"
 
     @property
     def failing(self) -> dict[str, str]:
@@ -275,17 +276,12 @@ def _symbols(known: Config) -> dict[str, int]:
     if sizes["l"]:  # whose head_dim is of RoPE alone
         head, groups = sizes["n"] + sizes["r"], heads
         sizes["w"] = int(known.get("v_head_dim") or hidden // heads)
-    sizes |= {"h": hidden, "f": int(known[ffn_key(known)]), "a": heads, "g": groups, "d": head}
+    ffn = int(known.get("intermediate_size") or known["moe_intermediate_size"])
+    sizes |= {"h": hidden, "f": ffn, "a": heads, "g": groups, "d": head}
     sizes["m"] = sizes["m"] or sizes["f"]
     sizes["s"] = sizes["s"] or sizes["m"] * _first(known, SHARED)
     sizes["p"] = int(known.get("prefix_dense_intermediate_size") or sizes["f"])
     return sizes | linear_symbols(known) | {"q": heads * head, "k": groups * head, "e": _first(known, EXPERTS)}
-
-
-def ffn_key(config: Config) -> str:
-    """Return the key of the feed-forward block's inner width; of an expert's in a config.json that has no other."""
-    has_other = "intermediate_size" not in config and config.get("moe_intermediate_size")
-    return "moe_intermediate_size" if has_other else "intermediate_size"
 
 
 def linear_symbols(known: Config) -> dict[str, int]:
