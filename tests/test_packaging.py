@@ -107,6 +107,7 @@ def test_every_import_is_of_a_declared_package() -> None:
         "sacrebleu",
         "modelscope_hub",
         "ray",
+        "fla",
         "ahocorasick",  # of pyahocorasick
         "triton",  # comes with torch for GPUs
         "yaml",
