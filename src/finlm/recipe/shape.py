@@ -308,7 +308,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if shape.linear == shape.layers:  # transformers' generation counts the tokens of a cache by its keys
         yield (
             "model.layers",
-            "all layers have linear attention, and text needs a layer of full attention to be generated",
+            "all layers have linear attention, and generated text needs a layer of full attention",
         )
     if shape.linear and recipe.stage == "grpo":
         yield "stage", "answers are generated here from keys and values alone, and linear attention keeps a state"
