@@ -112,12 +112,18 @@ def published_overrides() -> dict[str, tuple[str, ...]]:
 
 
 def of_rollouts() -> list[Values]:
-    """GRPO of three published shapes: 64 prompts of 256 tokens with 8 answers of 512, and others of about that work."""
+    """GRPO and PPO of published shapes: 64 prompts of 256 tokens with 8 answers of 512, and others of about that work.
+
+    `world` is synthetic-world-100m/grpo.yaml with answers of full length.
+    """
     lora = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": list(ALL_TARGETS), "quantize": "none"}
+    ppo = {"form": "ppo"}
     cases: list[tuple[str, tuple[Any, ...], int, int, int, Values]] = [
         ("qwen2.5-1.5b", (1536, 28, 12, 2, 8960, 151_936, True), 768, 512, 512, {}),
         ("llama3.2-1b", (2048, 16, 32, 8, 8192, 128_256, True), 1024, 256, 256, {}),
         ("qwen2.5-3b-lora", (2048, 36, 16, 2, 11_008, 151_936, True), 1536, 128, 1024, {"lora": lora}),
+        ("qwen2.5-1.5b-ppo", (1536, 28, 12, 2, 8960, 151_936, True), 768, 256, 512, {"grpo": ppo}),
+        ("world", (768, 12, 12, 12, 2304, 8192, False), 384, 512, 256, {}),
     ]
     return [
         {
@@ -132,8 +138,8 @@ def of_rollouts() -> list[Values]:
             "train": {"steps": 10_000},
             "checkpoint": {"every_steps": None},
             "eval": {"every_steps": None},
-            "grpo": {"generations": 8, "max_new_tokens": answer},
             **more,
+            "grpo": {"generations": 8, "max_new_tokens": answer} | more.get("grpo", {}),
         }
         for name, sizes, length, rows, answer, more in cases
     ]

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_plan_drawn.py --seed 3 --count 20 --out rows.jsonl --minutes 7     # on one GPU
     python benchmarks/gpu_plan_drawn.py --models --out rows.jsonl     # Qwen3-4B and others that people start from
-    python benchmarks/gpu_plan_drawn.py --rollouts --out rows.jsonl     # GRPO of three published shapes
+    python benchmarks/gpu_plan_drawn.py --rollouts --out rows.jsonl     # GRPO and PPO of published shapes
     python benchmarks/gpu_plan_drawn.py --table rows.jsonl                                # planned against measured
     python benchmarks/gpu_plan_drawn.py --device cpu --seed 1 --count 2 --out rows.jsonl     # toys: the machinery
 
@@ -119,6 +119,8 @@ class Job:
         seconds = [step["seconds"] for step in steps]
         measured = files.read_json(result)
         measured["step_seconds"] = statistics.median_low(seconds[self.warmup :])  # the upper one may have compiled
+        if generations := measured.get("generation_seconds", ())[self.warmup : self.steps]:
+            measured["generation_share"] = statistics.median_low(generations) / measured["step_seconds"]
         return about | {"measured": measured, "every_step_seconds": seconds, "losses": [step["loss"] for step in steps]}
 
 
@@ -214,11 +216,12 @@ def line(row: dict[str, Any], plan: dict[str, Any]) -> str:
         return f"{row['case']:<50} {how}: FAILED\n{row['error'][-1500:]}"
     memory_error, time_error = errors(row, plan)
     measured = row["measured"]
+    share = f"  {measured['generation_share']:.0%} generation" if "generation_share" in measured else ""
     used, allocated = (measured.get(name, measured["rss"]) for name in ("device_used", "allocated"))
     return (
         f"{row['case']:<50} {how:<34} {used / GIB:6.2f} GiB {memory_error:+6.1%}"
         f"  allocated {allocated / GIB:6.2f} {plan['gpu_allocated_bytes'] / allocated - 1:+6.1%}  "
-        f"{measured['step_seconds']:6.3f} s {time_error:+6.1%}  {row['wall_seconds']:.0f} s"
+        f"{measured['step_seconds']:6.3f} s {time_error:+6.1%}  {row['wall_seconds']:.0f} s{share}"
     )
 
 
@@ -281,7 +284,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--models", action="store_true", help="models that people start from instead of drawn ones")
-    parser.add_argument("--rollouts", action="store_true", help="GRPO of published shapes instead of drawn ones")
+    parser.add_argument(
+        "--rollouts", action="store_true", help="GRPO and PPO of published shapes instead of drawn ones"
+    )
     parser.add_argument("--only", default="", help="only the cases whose name contains this, or one of these (a,b)")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing runs for longer than this")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")

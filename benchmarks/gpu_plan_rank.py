@@ -19,6 +19,8 @@ from finlm.base import files
 from finlm.base.rundir import RunDir
 from finlm.plan.plan import ON_HOST, Plan
 
+GENERATIONS: list[float] = []  # seconds of each generation of GRPO and PPO
+
 
 def main() -> None:
     """Train as `finlm train` does."""
@@ -47,8 +49,30 @@ def prepare(run_path: Path) -> None:
     causal_lm._from_pretrained = lambda loaded, plan, settings, config, _: causal_lm._from_scratch(  # type: ignore[assignment]
         loaded, plan, settings, config
     )
+    if stage == "grpo":
+        time_generation()
     while not (run_path / "go").exists():
         time.sleep(0.05)
+
+
+def time_generation() -> None:
+    """Note the seconds of every generation from here on in GENERATIONS."""
+    import torch
+
+    from finlm.train.post.grpo import GroupTrainer
+
+    generate = GroupTrainer._generate_single_turn
+
+    def timed(*given: Any) -> Any:
+        """Generate, and note the seconds."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the step before left to do
+        begun = time.monotonic()
+        answers = generate(*given)
+        GENERATIONS.append(time.monotonic() - begun)
+        return answers
+
+    GroupTrainer._generate_single_turn = timed  # type: ignore[method-assign]
 
 
 def watch(run_path: Path, steps: int, trace: bool) -> None:
@@ -74,6 +98,7 @@ def watch(run_path: Path, steps: int, trace: bool) -> None:
         if run.events.exists() and len(list(run.read_events("step"))) >= steps:
             break
     found: dict[str, Any] = {"growth": growth, "rss": proc_status("VmHWM"), "locked": proc_status("VmLck")}
+    found |= {"generation_seconds": GENERATIONS} if GENERATIONS else {}
     if on_gpu:
         found |= {"allocated": cuda.max_memory_allocated(), "reserved": cuda.max_memory_reserved()}
         found |= {

@@ -39,7 +39,7 @@ TOYS = {
     "gpu_plan_drawn.py": (
         "--device cpu --seed 6 --count 23 --only 6-03-dpo,6-22-grpo --out {tmp}/rows.jsonl",
         "6-03-dpo.* NUMBER GiB",
-        "6-22-grpo.* NUMBER GiB",
+        "6-22-grpo.* NUMBER GiB.* NUMBER% generation",
     ),
     "gpu_rollouts.py": ("--toy", '"full".* NUMBER', "ratio NUMBER"),
     "gpu_pretrain.py": ("--toy --only reference", "reference +NUMBER"),  # ours runs as gpu_sft's does
