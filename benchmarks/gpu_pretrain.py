@@ -108,7 +108,7 @@ def ours(overrides: tuple[str, ...], gpus: int, steps: int, work: Path) -> dict[
     files.write_json(run.manifest, {"shards": {"path": str(work / "shards")}})
     started = time.monotonic()
     env = host_env(loaded, plan, cluster.local(gpus).hosts[0])
-    process = launched(["-m", "finlm.train", str(run.path)], run.path, env)
+    process = ranks(run.path, env)
     first = None
     rows: list[dict[str, Any]] = []
     while process.poll() is None and len(rows) < steps and time.monotonic() - started < LIMIT_SECONDS:
@@ -148,7 +148,7 @@ def peer(name: str, overrides: tuple[str, ...], gpus: int, steps: int, work: Pat
         "out": str(directory / "result.json"),
     }
     files.write_json(directory / "task.json", task)
-    process = launched([str(ROOT / "benchmarks/gpu_peers.py"), str(directory / "task.json")], directory)
+    process = peer_ranks([str(ROOT / "benchmarks/gpu_peers.py"), str(directory / "task.json")], directory)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LIMIT_SECONDS)
     end(process)
@@ -159,8 +159,23 @@ def peer(name: str, overrides: tuple[str, ...], gpus: int, steps: int, work: Pat
     return found | {"tokens_per_second": plan.tokens_per_step / seconds, "step_seconds": seconds}
 
 
+def ranks(run: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+    """A rank of ours on every visible GPU, started as `finlm train` starts them."""
+    devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    where = {"address": "127.0.0.1", "port": processes.free_port(0)}
+    launch = {"world": {"localhost": devices}, "node": 0, **where}
+    return launched(["-m", "finlm.launch.node", json.dumps(launch), str(run)], run, more)
+
+
+def peer_ranks(script: list[str], directory: Path) -> subprocess.Popen[bytes]:
+    """A rank of a peer on every visible GPU, started by DeepSpeed's launcher."""
+    launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]
+    launcher.append(f"--master_port={processes.free_port(0)}")
+    return launched([*launcher, *script], directory)
+
+
 def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-    """A rank on every visible GPU through the DeepSpeed launcher, in a session of their own."""
+    """Start `python ARGUMENTS` in a session of its own, which its ranks share, with its output in launcher.log."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -168,13 +183,10 @@ def launched(arguments: list[str], directory: Path, more: Mapping[str, str] = {}
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "16"),
         **more,
     }
-    launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--no_local_rank"]
-    launcher.append(f"--master_port={processes.free_port(0)}")
-    if arguments[0] == "-m":
-        launcher.append("--module")
     with (directory / "launcher.log").open("wb") as log:
-        command = [sys.executable, *launcher, *[part for part in arguments if part != "-m"]]
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], env=env, stdout=log, stderr=log, start_new_session=True
+        )
     atexit.register(kill, process)  # stopped by `timeout`, a benchmark must not leave its ranks on the GPUs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return process

@@ -153,7 +153,7 @@ def ours(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rows = dialogues.train_rows(Shards(work / "shards"), loaded)
     filled = float((rows.documents(np.arange(len(rows))) >= 0).mean())
     started = time.monotonic()
-    process = bench.launched(["-m", "finlm.train", str(run.path)], run.path)
+    process = bench.ranks(run.path)
     first, steps = None, list[dict[str, Any]]()
     while process.poll() is None and len(steps) < arguments.steps and time.monotonic() - started < LIMIT_SECONDS:
         time.sleep(0.1)
@@ -181,7 +181,7 @@ def peer(name: str, work: Path, arguments: argparse.Namespace) -> dict[str, Any]
     directory = Path(tempfile.mkdtemp(dir=work))
     task = vars(arguments) | {"peer": name, "work": str(work), "out": str(directory / "result.json"), "json": None}
     files.write_json(directory / "task.json", task)
-    process = bench.launched([str(Path(__file__).resolve()), "--task", str(directory / "task.json")], directory)
+    process = bench.peer_ranks([str(Path(__file__).resolve()), "--task", str(directory / "task.json")], directory)
     ended = time.monotonic() + LIMIT_SECONDS
     while process.poll() is None and time.monotonic() < ended:
         time.sleep(0.2)
