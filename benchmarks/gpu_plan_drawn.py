@@ -43,7 +43,7 @@ from finlm.recipe import recipe, shape
 from finlm.recipe.cluster import Cluster, Host, visible_gpus
 from finlm.recipe.schema import Recipe
 
-LIMIT_SECONDS = 75  # of a run, from the word go
+LIMIT_SECONDS = 150  # of a run, from the word go
 STEP_SECONDS = 4.5  # about so long a case steps
 WARMUP = 2
 WARMUP_GENERATING = 1  # of GRPO and PPO, whose steps take long
