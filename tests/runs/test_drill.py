@@ -13,12 +13,15 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.hosts import ssh
 from finlm.hosts.remote import fault
+from finlm.plan import planner
+from finlm.recipe import recipe, shape
 from finlm.recipe.cluster import Cluster, Host
 from finlm.runs import drill
 from finlm.runs.drill import Failing, Injury
 
-from helpers import ROOT, finlm_here
+from helpers import QUICKSTART, ROOT, finlm_here
 
 
 def test_costs_are_read_from_the_events(tmp_path: Path) -> None:
@@ -74,6 +77,7 @@ import json, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[1]) / "toy-1"
 run.mkdir(parents=True)
 (run / "recipe.yaml").touch()
+(run / "plan.json").write_text(sys.argv[2])
 rows = (run / "events.jsonl").open("a")
 def write(**row):
     print(json.dumps({"time": time.time(), **row}), file=rows, flush=True)
@@ -94,17 +98,24 @@ from finlm.recipe.cluster import Cluster, Host
 from finlm.runs import drill
 drill.POLL_SECONDS = 0.05
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
-runs, hosts = Path(sys.argv[2]), Cluster((Host("localhost", 1),))
-train = [sys.executable, "-c", sys.argv[1], str(runs)]
+runs, hosts = Path(sys.argv[3]), Cluster((Host("localhost", 1),))
+train = [sys.executable, "-c", sys.argv[1], str(runs), sys.argv[2]]
 drill.drill(drill.Drill(train, "toy", hosts, runs, ["connection-cut"], 600, 0.3), drill.show)
 """
+
+
+def plan_on(*names: str) -> str:
+    """The quickstart's plan for ranks on these hosts, as JSON."""
+    wanted = recipe.load(QUICKSTART).recipe
+    hosts = Cluster(tuple(Host(name, 1) for name in names))
+    return json.dumps(planner.make(wanted, hosts, shape.of(wanted, 4096)).to_json())
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_drill_that_is_interrupted_ends_its_training_and_shows_what_it_has_seen(
     how: signal.Signals, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-u", "-c", DRILLS, TRAINS, str(tmp_path / "runs")]
+    command = [sys.executable, "-u", "-c", DRILLS, TRAINS, plan_on("localhost"), str(tmp_path / "runs")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         assert process.stderr
@@ -124,11 +135,27 @@ def test_a_drill_whose_run_saves_no_checkpoint_ends_in_its_time(
 ) -> None:
     monkeypatch.setattr(drill, "POLL_SECONDS", 0.05)
     program = TRAINS.replace('write(kind="checkpoint", step=step)', "pass").replace("1000", "200")  # for ten seconds
-    train = [sys.executable, "-c", program, str(tmp_path)]
+    train = [sys.executable, "-c", program, str(tmp_path), plan_on("localhost")]
     hosts = Cluster((Host("localhost", 1),))
     drill.drill(drill.Drill(train, "toy", hosts, tmp_path, ["connection-cut"], 0.6, 0.2), drill.show)
     assert "0 faults" in capsys.readouterr().out
     assert [row["status"] for row in RunDir(tmp_path / "toy-1").read_events("end")] == ["interrupted"]
+
+
+def test_a_lost_host_gets_no_more_faults_and_one_that_does_not_answer_ends_no_drill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text(plan_on("n0", "n2"))  # n1 is lost, n2 was its spare
+    run, all_hosts = RunDir(tmp_path), Cluster((Host("n0", 1), Host("n1", 1)), spares=(Host("n2", 1), Host("n3", 1)))
+    hosts = drill._list_hosts(run, all_hosts)
+    assert [host.name for host in hosts] == ["n0", "n2"]
+
+    def fail(*_: object, **__: object) -> None:
+        raise UserError("n2 does not answer")
+
+    monkeypatch.setattr(ssh, "run", fail)
+    injury = drill._injure(run, hosts[1], "rank-killed")
+    assert not injury.is_done and "n2 does not answer" in injury.what
 
 
 def test_all_processes_of_a_run_are_killed_and_none_of_a_run_whose_name_begins_alike(tmp_path: Path) -> None:
@@ -168,8 +195,7 @@ def test_one_failure_a_day_of_16_hosts_leaves_97_percent() -> None:
 
 
 def test_plan_prints_it() -> None:
-    recipe = ROOT / "recipes/xuanyuan-6b/pretrain.yaml"
-    done = finlm_here("plan", recipe, "--failures", "0.1", "--json")
+    done = finlm_here("plan", ROOT / "recipes/xuanyuan-6b/pretrain.yaml", "--failures", "0.1", "--json")
     assert done.returncode == 0, done.stderr
     assert "failures a host and day: one in" in done.stdout + done.stderr
     assert 0.5 < json.loads(done.stdout.splitlines()[-1])["failures"]["share"] < 1

@@ -33,7 +33,7 @@ from finlm.base.runs import list_runs
 from finlm.base.units import format_duration
 from finlm.hosts import ssh
 from finlm.hosts.remote import fault as faults
-from finlm.plan.plan import HOURS_BETWEEN_FAILURES_OF_A_GPU
+from finlm.plan.plan import HOURS_BETWEEN_FAILURES_OF_A_GPU, Plan
 from finlm.recipe.cluster import Cluster, Host
 
 # A drilled run has more faults in an hour than another in a month: no host is left for them, nothing is waited for.
@@ -94,7 +94,7 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     """Start the training, cause faults for d.seconds and end it; then call show(faults with costs, share that trained).
 
     The share is of the time, 0 to 1. show() is also called, with what was seen so far, when the drill is interrupted or
-    the run ends early. Raises UserError when the run ends early or a host does not answer, and KeyboardInterrupt or
+    the run ends early. Raises UserError when the run ends early, and KeyboardInterrupt or
     SystemExit when a signal interrupts it.
     """
     d.before = {run.path for run in list_runs(d.runs, d.name)}
@@ -129,7 +129,8 @@ def _cause_faults(d: Drill, began: float, injuries: list[Injury]) -> None:
             break
         if not _wait_for_checkpoint(d, injuries[-1].time if injuries else began, end):
             break
-        injuries.append(_injure(_find_run(d), chance.choice(d.hosts.hosts), kind))
+        run = _find_run(d)
+        injuries.append(_injure(run, chance.choice(_list_hosts(run, d.hosts)), kind))
         last = injuries[-1]
         screen.say(f"drill: step {last.step:,}: {kind} on {last.host}: {last.what}")
         _wait_for_step(d, injuries[-1].time)
@@ -202,11 +203,17 @@ def _wait_for_checkpoint(d: Drill, since: float, end: float) -> bool:
     return False
 
 
+def _list_hosts(run: RunDir, hosts: Cluster) -> list[Host]:
+    """Return the hosts that the run's ranks are on now, with the spares that replaced lost hosts."""
+    names = set(Plan.read(run.plan).rank_hosts)
+    return [host for host in (*hosts.hosts, *hosts.spares) if host.name in names]
+
+
 def _injure(run: RunDir, host: Host, kind: str) -> Injury:
     """Cause the fault `kind` on a host of the run, and return it as an Injury.
 
-    If the host could not cause the fault, `what` begins with NOT_DONE and gives the reason. Raises UserError when ssh
-    fails.
+    If the fault could not be caused, `what` begins with NOT_DONE and gives the reason, such as a host that does not
+    answer.
     """
     step = max((row["step"] for row in run.read_events("step")), default=0)
     there = ssh.path_on_host(run.path.absolute(), host.access)
@@ -220,7 +227,10 @@ def _injure(run: RunDir, host: Host, kind: str) -> Injury:
             output = done.stdout.decode(errors="replace")
     else:
         argv = [ssh.python_on_host(host.access), "-", str(there), kind]
-        output = ssh.run(host.destination, argv, stdin=source).stdout
+        try:
+            output = ssh.run(host.destination, argv, stdin=source).stdout
+        except UserError as error:  # the drill goes on: a host that is lost is what it is about
+            return Injury(kind, host.name, step, moment, f"{NOT_DONE}{error.problem}")
     _, is_marked, line = output.rpartition(faults.MARK)  # login scripts may print too
     answer = json.loads(line) if is_marked else {"failed": "no answer"}
     what = str(answer.get("done") or f"{NOT_DONE}{answer['failed']}")
