@@ -11,7 +11,7 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.corpus import vocabulary
-from finlm.tokens import vocab
+from finlm.tokens import pretrained, vocab
 
 WORDS = (
     *("公司", "营业收入", "净利润", "同比增长", "报告期", "现金流量", "股东大会", "审计"),
@@ -86,3 +86,11 @@ def test_a_file_that_is_no_model_is_a_user_error(tmp_path: Path) -> None:
     for name in ("text.model", "missing.model"):
         with pytest.raises(UserError, match="not a sentencepiece model"):
             vocab.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", ["", "version https://git-lfs.github.com/spec/v1\nsize 499723\n"])
+def test_a_start_whose_tokenizer_model_is_damaged_is_a_mistake_of_the_user(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.model").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.model holds no tokenizer") as error:
+        pretrained.open_tokenizer(tmp_path)
+    assert error.value.evidence and "Git LFS" in error.value.fix

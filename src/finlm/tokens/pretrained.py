@@ -103,7 +103,8 @@ class _About:
     def read(cls, directory: Path) -> _About:
         """Return the settings in tokenizer_config.json; bos and eos also from special_tokens_map.json.
 
-        A chat_template.jinja comes before the template in the config. Missing files and keys give None.
+        A chat_template.jinja comes before the template in the config. Missing files and keys give None. Raises NotJson
+        for a damaged file.
         """
         path, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = files.read_json(path) if path.is_file() else {}
@@ -129,8 +130,7 @@ class _Json:
         try:
             self._fast = Fast.from_file(str(path))
         except Exception as error:  # tokenizers raises no other
-            fix = "put a whole copy in its place; a clone without Git LFS has only names of its large files"
-            raise UserError(f"{path} holds no tokenizer", evidence=str(error), fix=fix) from None
+            raise _unreadable_error(path, error) from None
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = 1 + max(self._fast.get_vocab().values())  # ids may have holes
@@ -156,7 +156,11 @@ class _Json:
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text without control tokens, with the leading space that sentencepiece would add."""
+        """Return the ids of a text without control tokens.
+
+        As sentencepiece would, adds a leading space to a text that has one. Only a tokenizer that adds a leading space
+        itself (" a" and "a" give the same ids) needs this.
+        """
         if text.startswith((" ", _SPACE)) and self.encode(" a")[0] == self.encode("a")[0]:
             text = _SPACE + text  # Metaspace takes the text's space for the leading one, sentencepiece adds its own
         return self.encode(text)[0]
@@ -171,19 +175,28 @@ class _Json:
         return str(self._fast.decode(ids, skip_special_tokens=False))
 
 
+def _unreadable_error(path: Path, error: Exception) -> UserError:
+    """Return the UserError for a tokenizer's file that its library cannot read."""
+    fix = "put a whole copy in its place; a clone without Git LFS has only names of its large files"
+    return UserError(f"{path} holds no tokenizer", evidence=str(error), fix=fix)
+
+
 class _Pieces:
     """The tokenizer of a tokenizer.model, read by sentencepiece."""
 
     library = "sentencepiece"
 
     def __init__(self, path: Path, about: _About) -> None:
-        """Open the file. Raises UserError when no piece is the end of text."""
+        """Open the file. Raises UserError when it cannot be read or no piece is the end of text."""
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
 
+        try:
+            self._first = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise _unreadable_error(path, error) from None
         proto = sentencepiece_model_pb2.ModelProto()
         proto.ParseFromString(path.read_bytes())
-        self._first = sentencepiece.SentencePieceProcessor(model_file=str(path))
         proto.normalizer_spec.add_dummy_prefix = False
         self._later = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self.vocab_size = len(self._first)
