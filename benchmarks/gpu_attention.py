@@ -133,7 +133,7 @@ def main() -> int:
         for now in (False, True):
             former = sdpa_kernel([*LISTS[attention], SDPBackend.MATH], set_priority=True)
             context: AbstractContextManager[Any] = (
-                kernels.attention(SimpleNamespace(attention=attention)) if now else former
+                kernels.attention_backends(SimpleNamespace(attention=attention)) if now else former
             )  # type: ignore[arg-type]
             SEEN.clear()
             with context:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from finlm.doctor import speed
 from finlm.doctor.speed import Ranks, Speed, Speeds
 from finlm.recipe.cluster import Cluster, Host
-from finlm.train import measure
+from finlm.train import measure_hardware
 
 from doctor_facts import CPU_PLAN, gpu_plan
 
@@ -77,4 +77,4 @@ def test_an_interpreter_that_cannot_start_is_quoted() -> None:
 
 
 def test_both_sides_agree_on_the_mark() -> None:
-    assert speed.MARK == measure.MARK
+    assert speed.MARK == measure_hardware.MARK

@@ -13,7 +13,7 @@ from finlm.cli.main import main
 from finlm.plan import gpus, planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.train import measure
+from finlm.train import measure_hardware
 
 from helpers import QUICKSTART, ROOT
 
@@ -81,11 +81,11 @@ def test_a_broken_table_and_a_machine_without_gpus_are_the_users_to_know() -> No
 
 def test_the_measurements_run_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, small in {"ROWS": 32, "WIDTH": 16, "DEPTH": 16, "COPIED_BYTES": 1 << 12, "SECONDS": 0.01}.items():
-        monkeypatch.setattr(measure, name, small)
+        monkeypatch.setattr(measure_hardware, name, small)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **kinds: torch.zeros(*size, **kinds))
     cpu = torch.device("cpu")
-    assert measure.measure_products(cpu, torch.float32) > 0
-    assert measure.measure_copy_rate(cpu, cpu) > 0
+    assert measure_hardware.measure_products(cpu, torch.float32) > 0
+    assert measure_hardware.measure_copy_rate(cpu, cpu) > 0
 
 
 ONE_H100 = ("hardware={hosts: [{name: n0, slots: 1, gpu: H100-80G, memory: 1TiB}]}", "zero.offload_optimizer=stream")

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from finlm.train import measure
+from finlm.train import measure_hardware
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_every_pair_is_drawn_once_and_nobody_twice_in_a_round(count: int) -> None:
-    drawn = list(measure.rounds(range(count)))
+    drawn = list(measure_hardware.rounds(range(count)))
     for pairs in drawn:
         members = [rank for pair in pairs for rank in pair]
         assert len(members) == len(set(members))

@@ -111,7 +111,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", ["pretrain", "dpo", "reward", "grpo", "hide_eos"])
 def test_no_stage_falls_back_to_the_definition(stage: str, attention: str, calls: list[dict[str, Any]]) -> None:
     plan = dataclasses.replace(planned()[1], attention=attention)
-    with kernels.attention(plan):
+    with kernels.attention_backends(plan):
         forward_of(stage)
     assert calls
     order = [*kernels.ATTENTION[attention], SDPBackend.MATH]
@@ -122,7 +122,7 @@ def test_no_stage_falls_back_to_the_definition(stage: str, attention: str, calls
 
 def test_the_patch_of_transformers_ends_with_the_context() -> None:
     plain = sdpa_attention.use_gqa_in_sdpa
-    with kernels.attention(dataclasses.replace(planned()[1], attention="efficient")):
+    with kernels.attention_backends(dataclasses.replace(planned()[1], attention="efficient")):
         assert not sdpa_attention.use_gqa_in_sdpa(None, torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
     assert sdpa_attention.use_gqa_in_sdpa is plain
 
@@ -132,7 +132,7 @@ def test_the_kernel_is_told_as_torch_would_choose_it() -> None:
     plan, config = planned()[1], model().config
     assert kernels.attention_kernel(plan, config, torch.float32, masked=False) == "flash"
     only = dataclasses.replace(plan, attention="efficient")
-    with kernels.attention(only):
+    with kernels.attention_backends(only):
         assert kernels.attention_kernel(only, config, torch.float32, masked=True) == "math"
 
 

@@ -101,7 +101,7 @@ def test_no_further_from_exact_than_plain_bf16(changes: dict[str, object], facto
     plan = planned(**changes)
     kernels.swap(swapped, plan)
     expected, usual = plain(exact, inputs, labels), plain(reference, inputs, labels)
-    with kernels.attention(plan):
+    with kernels.attention_backends(plan):
         found = swapped(inputs, labels)
         for loss in (expected, usual, found):
             (loss / inputs.numel()).backward()

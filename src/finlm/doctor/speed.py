@@ -1,4 +1,4 @@
-"""Start train/measure.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
+"""Start train/measure_hardware.py on every host (`doctor --allreduce`) and name the link that is slow or dead.
 
 One ssh connection per host, none for this machine. The ranks meet at the address, and use the network cards, that the
 probes found. A link is slow compared with the others or, between GPU hosts, with the speed that the plan assumes. Takes
@@ -30,7 +30,7 @@ from finlm.plan.plan import Plan
 from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Recipe
 
-PROGRAM = Path(__file__).parents[1] / "train" / "measure.py"  # sent as text, never imported: ops has no torch
+PROGRAM = Path(__file__).parents[1] / "train" / "measure_hardware.py"  # sent as text, never imported: ops has no torch
 MARK = "finlm-link:"
 GROUP_SECONDS = {"cuda": 20, "cpu": 8}
 SLOW = {"cuda": 0.5, "cpu": 0.3}
@@ -88,7 +88,7 @@ def measure(
 
 
 def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
-    """Run train/measure.py on all hosts at once; a silent host's groups have no result or failed."""
+    """Run train/measure_hardware.py on all hosts at once; a silent host's groups have no result or failed."""
     requests = _requests(recipe, plan, cluster, facts)
     program = PROGRAM.read_text(encoding="utf-8")
 
@@ -112,7 +112,7 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
 
 
 def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
-    """Return {host: JSON request for train/measure.py}: backend, rendezvous, ranks, time limits and environment."""
+    """Return {host: JSON request for measure_hardware.py}: backend, rendezvous, ranks, time limits and environment."""
     several = len(cluster.hosts) > 1
     cards = preflight.host_env(facts) if several else {}
     firsts = itertools.accumulate((host.slots for host in cluster.hosts), initial=0)

@@ -241,7 +241,7 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
         for name, tensor in read_weights(checkpoint, plan).items()
         if ".lora_" in name
     }
-    tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, causal_lm.context(recipe, plan))
+    tokenizer = start.run_tokenizer(shards, recipe.tokenizer.add_bos, causal_lm.context_length(recipe, plan))
     settings.base_model_name_or_path, settings.revision = recipe.model.init_from, recipe.model.revision
     settings.inference_mode = True
     with step_cache.new_directory(out) as directory:

@@ -264,7 +264,7 @@ def precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
     return "bf16", ["bf16: every GPU has compute capability 8.0 or more"]
 
 
-PRODUCT_SHARE = 0.79  # of H200's peak that the products of train/measure.py reach there; its mfu goes with it
+PRODUCT_SHARE = 0.79  # of H200's peak that the products of train/measure_hardware.py reach there; its mfu goes with it
 LIMIT_SECONDS = 300
 NEWEST_RUNS = 5  # of a kind, whose median counts
 ARITHMETIC = 0.7  # share of a planned step that must be arithmetic for the run to tell a GPU's speed
@@ -372,7 +372,7 @@ def measure() -> list[Gpu]:
 
     Raises UserError when that fails or takes more than LIMIT_SECONDS.
     """
-    command = [sys.executable, "-c", "from finlm.train import measure; measure.measure_gpus()"]
+    command = [sys.executable, "-c", "from finlm.train import measure_hardware; measure_hardware.measure_gpus()"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -391,7 +391,7 @@ def measure() -> list[Gpu]:
 
 
 def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
-    """Return the GPU kind of what train/measure.py printed about one GPU, a JSON object.
+    """Return the GPU kind of what train/measure_hardware.py printed about one GPU, a JSON object.
 
     For a kind of gpus.yaml, peak and memory bandwidth are the table's. mfu, the share of the peak that a model reaches,
     follows from the share that plain matrix products reach.

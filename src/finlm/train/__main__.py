@@ -37,11 +37,11 @@ OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def main() -> None:
-    """Run the recipe's stage on this rank, then end the process with the stage's exit code, or 1 after any exception.
+    """Run the recipe's stage on this rank, then end the process; does not return.
 
-    The run directory is sys.argv[1]. Applies env/<host>.env, locks the run's file for this host, and sends stdout and
-    stderr to this rank's log, also the traceback and a report on running out of memory. Stage pretrain builds a missing
-    index of rows.
+    The exit code is the stage's, or 1 after any exception. The run directory is sys.argv[1]. Applies env/<host>.env,
+    locks the run's file for this host, and sends stdout and stderr to this rank's log. The log also gets the traceback
+    of an exception, and a report if memory ran out. Stage pretrain builds a missing index of rows.
     """
     die_with_parent()
     run_path = Path(sys.argv[1])
@@ -115,7 +115,10 @@ def _out_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def _report(run_path: Path, error: BaseException) -> str:
-    """Return a report of an out-of-memory error: the line that `finlm train` parses, then words."""
+    """Return the report of an out-of-memory error: the line that `finlm train` parses, then an explanation.
+
+    Reads the recipe and the plan of the run in `run_path`, and the GPU kinds that were calibrated on this machine.
+    """
     from finlm.plan import gpus, out_of_memory
     from finlm.plan.plan import Plan
     from finlm.recipe.schema import Recipe

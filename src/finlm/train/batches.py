@@ -92,7 +92,7 @@ class Batches:
     def supervised(self, step: int) -> int:
         """Return the number of labels that are not -100 in a step, over all ranks and micro-steps.
 
-        Needs no communication.
+        Needs no communication. The numbers of the last two steps are kept.
         """
         return self._supervised(step)
 
@@ -119,7 +119,7 @@ class Batches:
         return tuple(map(self._move_to_device, self._read_rows(self.row_ids(step)[0, self.of_rank[rank]])))
 
     def read_ahead(self, step: int) -> None:
-        """Start to read the rows of read(step) in a thread, and return at once."""
+        """Start to read the rows of read(step) in a thread, and return at once. read(step) raises its errors."""
         self._coming = step, self._reader.submit(self._read_step, step)
 
     def _read_step(self, step: int) -> list[Arrays]:
@@ -171,10 +171,10 @@ def document_positions(bounds: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def attention_implementation(device: str, dtype: torch.dtype, has_sinks: bool = False) -> str:
-    """Return the attn_implementation for document masks: NAME, which it registers with transformers, or "sdpa".
+    """Return the attn_implementation for document masks: NAME, "sdpa" or "eager". Registers NAME with transformers.
 
-    NAME uses varlen_attn: it needs device "cuda" with compute capability 8.0 or later, and a dtype other than fp32.
-    Attention with sinks (attend_with_sinks) runs on CPUs as well, and is "eager" where it does not.
+    NAME needs device "cuda" with compute capability 8.0 or later and a dtype other than fp32; with sinks
+    (attend_with_sinks) it also works on a CPU. Elsewhere returns "eager" with sinks, else "sdpa".
     """
     has_flash = device == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     if has_flash or (has_sinks and device == "cpu"):
@@ -313,7 +313,11 @@ attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_back
 
 
 def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Yield for each document its tokens, and the mask of a window that is shorter, to be added to scores, or None."""
+    """Yield (tokens, mask) for each document of `bounds`: the slice of its tokens, and a mask to add to its scores.
+
+    A token sees `left` tokens before its own (-1: all). The mask is None if the longest such window holds the whole
+    document; else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
+    """
     for start, stop in itertools.pairwise(bounds.tolist()):
         if start < stop:
             mask, places = None, torch.arange(stop - start)
@@ -357,12 +361,13 @@ def evaluate(
 ) -> Numbers:
     """Return {"loss", "perplexity", "sources": {name: {loss, perplexity, tokens, bits_per_byte}}} of held-out rows.
 
-    All ranks must call it. Losses are means over tokens. Reads rows of batch.sequence_length spread evenly over each
-    source, of at most eval.max_tokens_per_source tokens, but at least a row. `loss_sum` maps (inputs, labels), each
-    int64 [batch, sequence], and with document masks document_bounds(), to the summed negative log-likelihood.
-    `micro_batches` has the number of rows that each rank computes at once. `rows_of` makes rows from a source's shards
-    and the sequence length; bits_per_byte is only given with the default, Rows: of dialogues the bytes of the labels
-    are not known.
+    Losses are means over tokens, in nats. All ranks must call it. Raises ZeroDivisionError if nothing is held out.
+
+    Reads rows of batch.sequence_length, spread evenly over each source: at most eval.max_tokens_per_source tokens, but
+    at least one row. `loss_sum` maps (inputs, labels), each int64 [batch, sequence], and with document masks
+    document_bounds(), to the summed negative log-likelihood. `micro_batches` has the number of rows that each rank
+    computes at once. `rows_of` makes rows from a source's shards and the sequence length; bits_per_byte is only given
+    with the default, Rows, because the bytes of a dialogue's labels are not known.
     """
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     first = sum(micro_batches[:rank])
@@ -398,9 +403,10 @@ def evaluate(
 
 
 def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
-    """Return at most PROOF_TOKENS ids from the start of the first held-out shard, or else of the first training shard.
+    """Return the token ids of the event `proof`: the first ones of the first held-out shard, or else training shard.
 
-    The trained model and its export must give the same loss on them. Under sft.hide_eos, </s> is left out.
+    Takes at most PROOF_TOKENS of them, and at most a row. The trained model and its export must give the same loss on
+    them. Under sft.hide_eos, </s> is left out.
     """
     shard = [*shards.split("held_out"), *shards.split("train")][0]
     hidden = shards.eos_id if recipe.sft is not None and recipe.sft.hide_eos else None  # which the export does not hide

@@ -148,7 +148,10 @@ def seed_all(seed: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Make torch use deterministic operations, and raise an error where there is none; sets global options of torch."""
+    """Make torch use deterministic operations, by global options.
+
+    An operation that has no such form then raises an error.
+    """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs, shows bugs only
     torch.backends.cudnn.deterministic = True
@@ -169,7 +172,7 @@ class GeneratorState(TypedDict):
 
 
 def generator_state() -> GeneratorState:
-    """Return the states of the Python, NumPy, torch CPU and current CUDA (None without) generators."""
+    """Return the states of the generators of Python, NumPy, torch's CPU and the current GPU (None without CUDA)."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -180,7 +183,7 @@ def generator_state() -> GeneratorState:
 
 
 def restore_generators(saved: GeneratorState) -> None:
-    """Set the Python, NumPy, torch CPU and current CUDA generators, if here, to a generator_state()."""
+    """Set the generators of Python, NumPy and torch's CPU to `saved`, and the current GPU's if both have it."""
     random.setstate(saved["python"])
     name, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
@@ -296,8 +299,7 @@ class Rank:
     def held_out(self, read: Callable[[list[Shard]], list[T]]) -> dict[str, list[T]]:
         """Return {source: first items of read(its held-out shards)}, by sorted name; empty if nothing is held out.
 
-        Takes at most as many items of a source as rows of the plan hold eval.max_tokens_per_source tokens, but at least
-        1.
+        Keeps at most eval.max_tokens_per_source // plan.sequence_length items of a source, but at least 1.
         """
         most = max(1, self.recipe.eval.max_tokens_per_source // self.plan.sequence_length)
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}

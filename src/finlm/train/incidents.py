@@ -4,14 +4,13 @@ A step whose loss or gradient is not finite never reaches the weights: DeepSpeed
 moments and schedule alone when the gradient norm over all ranks is not finite (zero/engine.py does so where there is no
 ZeRO), and `weight` turns a loss that is not finite, or a spike to be skipped, into such a gradient without a wait of
 the host. To name such gradients costs a reduction a parameter: they are watched only after a first incident or near
-fp16's smallest loss scale. A rollback from a spike that leaves out its data is PaLM's remedy (arXiv 2204.02311, 5.1).
+fp16's smallest loss scale. A rollback leaves out the data of a spike, as for PaLM (arXiv 2204.02311, 5.1).
 
 A slow rank shows in the time of its reading and forward pass, as whole steps take all ranks the same time; at ZeRO-3
 forward waits for weights too, and only slow reading shows. A GPU that computes wrongly and raises no error spoils the
-weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783): ranks with GPUs of one kind form a ring, and
-now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit; where
-kernels add in an order that changes from call to call, as cuDNN's attention does, their norms are compared. Not
-compared: ZeRO-3, whose weights only the engine's passes gather, other stages, a rank without a second of its kind.
+weights of all (six interruptions in 54 days of Llama 3, arXiv 2407.21783). So ranks with GPUs of one kind form a ring;
+now and then each computes the gradients of its micro-batch and of the previous rank's, compared bit for bit, or by
+norms where kernels vary. Not compared: ZeRO-3, other stages, GPUs alone of a kind.
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ class Watch:
     def judge(self, step: int, loss: float, is_applied: bool, rank_losses: Iterable[float] = ()) -> Incident | None:
         """Return the incident of a finished step, or None; update recent losses, skipped steps and the spike limit.
 
-        `loss` is the mean over all ranks. `rank_losses` has each rank's sum: ranks with NaN or infinity are named.
+        `loss` is the mean over all ranks; `rank_losses` has each rank's sum, to name ranks with NaN. Of spikes in a row
+        that change nothing, only the first is an incident.
         """
         if not math.isfinite(loss):
             bad = [str(rank) for rank, total in enumerate(rank_losses) if not math.isfinite(total)]
@@ -194,9 +194,10 @@ class Gradients:
             self._flags[number] |= ~gradient.isfinite().all()
 
     def name_bad(self) -> str:
-        """Return a clause that names gradients not finite on any rank since watch(), and clear the notes; "" if none.
+        """Return a clause that names the gradient that was not finite first, and counts such gradients; "" without any.
 
-        Collective. If nothing is watched yet, begins to watch and returns "".
+        Looks at all ranks since watch() or the last call, and clears the notes. Collective. If nothing is watched yet,
+        begins to watch and returns "".
         """
         if not self.is_watching:
             self.watch()
@@ -223,7 +224,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return the incident of a step that DeepSpeed skipped; None if applied or the scale is fixed. Collective."""
+        """Return an incident if the fp16 scaler skipped the step (stop at the lowest scale) or None. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None
@@ -277,7 +278,7 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches; count the seconds until the first only: later waits are for the device, not for rows."""
+        """Yield the batches, and count the seconds until the first. Later waits are for the device, not for rows."""
         begun = time.perf_counter()
         for number, batch in enumerate(batches):
             if number == 0:
@@ -318,7 +319,10 @@ class Stragglers:
         self._told: int | None = None
 
     def judge(self, seconds: Sequence[float]) -> Incident | None:
-        """Note each rank's seconds; return an incident if a rank is slow and not the last that was named, else None."""
+        """Store each rank's seconds of work in this step; return an incident if a rank is slow, else None.
+
+        Compares medians of settings.steps steps. Never names the same rank twice in succession.
+        """
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < self.settings.steps:
             return None
@@ -409,7 +413,7 @@ class Twins:
         return None
 
     def _measure(self, data_step: int, rank: int) -> torch.Tensor:
-        """Return each weight's sum of gradient bits (int64; or norm, fp64) for the first micro-batch of `rank`."""
+        """Return each weight's sum of gradient bits (int64), or norm (float64), of the first micro-batch of `rank`."""
         summed = self._module(*self._batches.read_first(data_step, rank))
         # Not backward(): the engine's hooks, which would add to its gradients, do not run.
         gradients = torch.autograd.grad(summed, self._weights)
@@ -427,7 +431,7 @@ class Twins:
 
 
 def rings(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the rings of at least two ranks that have the same GPU kind (None = CPU) and equal micro-batches."""
+    """Return the ranks of each ring: at least two, with the same GPU kind (None = CPU) and equal micro-batches."""
     kinds: dict[tuple[str | None, int], list[int]] = {}
     gpus = [host.gpu for host in plan.hosts for _ in range(host.slots)]
     for rank, kind in enumerate(zip(gpus, plan.rank_micro_batches, strict=True)):

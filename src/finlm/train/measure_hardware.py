@@ -36,7 +36,7 @@ REPEATS = 5
 
 
 def time_links(request: dict[str, Any]) -> int:
-    """Fork this host's ranks, which print results, wait for them, and return 0 when all of them ended well, else 1.
+    """Fork this host's ranks, which print results; wait for them; return 0 when all of them ended well, else 1.
 
     `request` has `backend` (nccl or gloo), `address` and `port` of the first rank, `first_rank` (of this host), `slots`
     (its ranks), `world_size`, `points` (the ranks that are paired), `env` (set in os.environ), `seconds` (after which a
@@ -223,9 +223,10 @@ def measure_gpus() -> None:
 
 
 def measure_gpu(device: torch.device) -> dict[str, Any]:
-    """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies.
+    """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies. Takes seconds.
 
-    The product in bf16 is None below compute capability 8.0, the copy to another GPU is None without another.
+    copy_bytes_per_second counts what is read and what is written, so it is twice the bytes copied; the other rates
+    count them once. The bf16 product is None below compute capability 8.0, link_bytes_per_second without another GPU.
     """
     import torch
 
@@ -278,7 +279,10 @@ def measure_copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def time_work(device: torch.device, work: Callable[[], Any]) -> float:
-    """Return the median seconds of `work` on `device`, over the second half of its runs in 1 s, at least 5."""
+    """Run `work` on `device` again and again; return the median seconds of the second half of the runs.
+
+    Ends after 1 s (twice SECONDS), but not before 5 runs.
+    """
     times: list[float] = []
     begun = time.monotonic()
     while time.monotonic() < begun + 2 * SECONDS or len(times) < 5:

@@ -55,7 +55,7 @@ def main(run_path: Path) -> int:
     Raises UserError as prepare() does, or when no whole checkpoint is left of those that the run had.
     """
     s = prepare(run_path)
-    with kernels.attention(s.plan):
+    with kernels.attention_backends(s.plan):
         return loop(s)
 
 
@@ -63,7 +63,8 @@ def loop(s: Setup) -> int:
     """Train from the newest checkpoint to the plan's last step, and return the process's exit code.
 
     The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
-    Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it.
+    Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it. A call of
+    the engine returns the loss summed over labels, because kernels.swap_loss replaced the model's forward in prepare().
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)
@@ -190,7 +191,7 @@ class Jumps:
             self.add(step, data_step)
 
     def add(self, step: int, data_step: int) -> None:
-        """Make `step` read the data of `data_step`, void jumps at `step` or later, and add 1 to `count`."""
+        """Make `step` read the data of `data_step`, drop earlier jumps at `step` or later, and add 1 to `count`."""
         self.count += 1
         self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
 
@@ -320,7 +321,11 @@ class Guard:
         self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
 
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
-        """Return (documents, clause) of the micro-batch with the highest or no finite loss, on rank 0. Collective."""
+        """Return the documents of the micro-batch with the highest mean loss, and a clause about it. Collective.
+
+        A loss that is not finite is the highest. At most NAMED_DOCUMENTS are returned; ranks other than 0 return ([],
+        "").
+        """
         losses = torch.stack(self._micro_losses)
         every = [torch.empty_like(losses) for _ in range(self.s.plan.world_size)]
         distributed.all_gather(every, losses)

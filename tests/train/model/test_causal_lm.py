@@ -100,7 +100,7 @@ def test_a_model_of_the_hub_keeps_its_context(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_OFFLINE", True)
     loaded, plan = planned("batch.sequence_length=16")
     hub = loaded.model.model_copy(update={"init_from": "owner/name", "revision": commit})
-    assert causal_lm.context(loaded.model_copy(update={"stage": "sft", "model": hub}), plan) == 131072
+    assert causal_lm.context_length(loaded.model_copy(update={"stage": "sft", "model": hub}), plan) == 131072
     assert grpo._start_path(hub) == str(cached), "trl would read the reference's newest revision"
 
 
@@ -230,7 +230,7 @@ def test_a_mistral_keeps_its_window(tmp_path: Path) -> None:
     assert torch.equal(ours.lm_head.weight[:2048], theirs.lm_head.weight)
     loaded, plan = planned(*sets)
     assert shape.of(loaded).windows == (16, 16)
-    assert causal_lm.context(loaded.model_copy(update={"stage": "sft"}), plan) == 131072
+    assert causal_lm.context_length(loaded.model_copy(update={"stage": "sft"}), plan) == 131072
 
 
 def test_padding_rows_are_zero_and_change_no_other_weight(tmp_path: Path) -> None:

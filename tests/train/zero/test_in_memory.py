@@ -115,7 +115,7 @@ def test_a_directory_is_made_with_the_name_of_its_run_while_nobody_cleans_up(tmp
     run, directory = RunDir(tmp_path / "runs" / "tiny-20261124-120000"), tmp_path / "memory" / "tiny"
     directory.parent.mkdir()
     problems: list[str] = []
-    maker = threading.Thread(target=lambda: problems.append(in_memory._make(directory, run)))
+    maker = threading.Thread(target=lambda: problems.append(in_memory._make_directory(directory, run)))
     with in_memory._lock(directory.parent):
         maker.start()
         maker.join(0.3)

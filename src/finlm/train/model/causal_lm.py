@@ -45,12 +45,12 @@ SHAPE = (
 def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
     """Return the transformers configuration of the recipe's model, with the vocabulary before padding.
 
-    Has no dropout, use_cache False, and the context length of context().
+    Has no dropout, use_cache False, and the context length of context_length().
     """
     values = {
         **traits.without_dropout(config_of(recipe.model)),
         "vocab_size": plan.vocab_size,
-        "max_position_embeddings": context(recipe, plan),
+        "max_position_embeddings": context_length(recipe, plan),
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "pad_token_id": None,
@@ -59,7 +59,7 @@ def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTra
     return AutoConfig.for_model(**values)
 
 
-def context(recipe: Recipe, plan: Plan) -> int:
+def context_length(recipe: Recipe, plan: Plan) -> int:
     """Return max_position_embeddings: the tokens of a sequence of the run, or those of model.init_from if it has more.
 
     init_from counts only if its config.json can be read and the recipe does not change its RoPE base
@@ -79,9 +79,9 @@ def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, 
     """Return the recipe's model in the plan's precision: drawn from the seed, or with the weights of model.init_from.
 
     Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
-    which tells what an extended vocabulary was extended from. Raises UserError when init_from cannot be read, lacks
-    weights or has another shape, or when the tokenizer was extended from another. For a new model raises RuntimeError
-    as initialize() does.
+    which tells what an extended vocabulary was extended from. Raises UserError when the weights of init_from cannot be
+    read or lack some, when it has another shape, or when the tokenizer was extended from another; OSError when its
+    config.json cannot be read. For a new model raises RuntimeError as initialize() does.
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -126,13 +126,13 @@ def plain_attention(config: PreTrainedConfig) -> str:
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Return whether the heads of the configuration's model type have sinks, logits that their softmax adds."""
+    """Return whether the heads of this model type have sinks: a further logit in the softmax of each head."""
     row = traits.records().get(config.model_type)
     return row is not None and traits.SINKS in row.layer
 
 
 def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the attn_implementation of the run: batches.NAME if document masks or sinks can use it, or the plain."""
+    """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one."""
     plain, sinks = plain_attention(config), has_sinks(config)
     if not sinks and (plain == "eager" or not recipe.data.document_masks):
         return plain
@@ -143,8 +143,8 @@ def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
 def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
     """Return the kernel that attention takes in training: varlen, flash, efficient, cudnn or math.
 
-    Call it within kernels.attention(plan). On rank 0, prints a warning when a GPU has to take math in place of a fused
-    kernel.
+    Call it within kernels.attention_backends(plan). On rank 0, prints a warning when a GPU has to take math in place of
+    a fused kernel.
     """
     name = _attention(recipe, plan, config)
     if name == batches.NAME:
@@ -162,10 +162,9 @@ def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> st
 def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -> None:
     """Set all weights in place: matrices to normal(0, std), drawn by a generator seeded with (seed, parameter name).
 
-    Sinks are drawn so too, and the decay of linear attention, A_log, as its class does. Biases and vocabulary rows from
-    vocab_size on become 0. Other vectors (norms) stay as their class makes them; raises RuntimeError if the values of
-    such a vector differ, which were drawn at random then.
-    Collective under ZeRO-3.
+    Sinks are drawn so too, and the decay of linear attention, A_log, as its class does. Biases (not dt_bias) and
+    vocabulary rows from vocab_size on become 0. Other vectors (norms) stay as their class makes them. Raises
+    RuntimeError if the values of such a vector differ: then its class drew them at random. Collective under ZeRO-3.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
@@ -248,7 +247,8 @@ def _is_extending(recipe: Recipe, start: PreTrainedConfig) -> bool:
 def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Return the model of model.init_from in the plan's precision, its vocabulary extended and padded as planned.
 
-    Raises UserError for another shape, missing weights, or a tokenizer that does not belong to them.
+    Raises UserError for another shape, unreadable or missing weights, or a tokenizer that does not belong to them, and
+    OSError when config.json cannot be read.
     """
     source, revision = recipe.model.init_from, recipe.model.revision
     start = AutoConfig.from_pretrained(source, revision=revision)

@@ -26,7 +26,10 @@ OF_PACKAGES = (  # functions of transformers' modules that are a package's where
 
 
 def choose_by_device(kind: type) -> None:
-    """Let the layers of a model's class run in torch on a CPU, where the kernels of packages that are here cannot."""
+    """Make the layers of a model's class use torch's code on a CPU, where the kernels of installed packages cannot run.
+
+    Replaces the functions OF_PACKAGES in the module of `kind`, except those that are replaced already.
+    """
     module = sys.modules[kind.__module__]
     for name in OF_PACKAGES:
         function = getattr(module, name, None)
@@ -39,12 +42,12 @@ def _choose(function: Any, first: torch.Tensor, *rest: Any, **given: Any) -> Any
 
 
 def in_torch(function: Any) -> Any:
-    """Return the code in torch of a function of OF_PACKAGES, whatever choose_by_device() made of it."""
+    """Return the torch implementation of a function of OF_PACKAGES, whether choose_by_device() replaced it or not."""
     return inspect.unwrap(function.args[0] if isinstance(function, functools.partial) else function)
 
 
 def mixers(decoder: Any) -> Iterator[Any]:
-    """Yield the module of each layer of linear attention that takes the place of attention; of any class's decoder."""
+    """Yield the linear-attention module of each layer of a decoder that has one. The decoder may be of any class."""
     yield from (module for layer in decoder.layers for module in layer.children() if hasattr(module, "A_log"))
 
 
@@ -125,12 +128,12 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor | No
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the gated delta rule within documents, [tokens, value heads, size], what the backward pass wants).
+    """Return (the gated delta rule within documents, [tokens, value heads, size]; what the backward pass needs).
 
-    q and k are [tokens, key heads, size], made of length 1 here; v is [tokens, value heads, size]. `decay`, the
-    logarithm of what is left of the state, and `beta`, the share that is written, are [tokens, value heads]. `bounds`
-    has the index at which each document begins and, at its end once or more, the number of tokens. The second output,
-    [tokens, value heads, DELTA_CHUNK], is left empty without flash-linear-attention.
+    q and k are [tokens, key heads, size] and are scaled to length 1 here; v is [tokens, value heads, size]. `decay`,
+    the logarithm of what is left of the state, and `beta`, the share that is written, are [tokens, value heads].
+    `bounds` has the index at which each document begins and, at its end once or more, the number of tokens. The second
+    output, [tokens, value heads, DELTA_CHUNK], is left empty without flash-linear-attention.
     """
     if not _uses_kernels(q):
         return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _wanted(q, v)

@@ -80,7 +80,7 @@ def generate(
 
     With `keys`, int64 [prompts], tokens are drawn by `drawing`, the same for the same key; without, the likeliest is
     taken. `model` is a causal model of transformers in evaluation mode, or one with peft's adapters; its attention and
-    its layers' forward are replaced during the call. `compiled` compiles its layers; takes effect on a GPU.
+    its layers' forward are replaced during the call. `compiled` compiles its layers, on a GPU and without experts only.
     """
     batch = _Batch(model, prompts, limits, keys, drawing, compiled)
     try:
@@ -198,7 +198,7 @@ class _Batch:
         return [answers[place] for place in range(len(self.prompts))]
 
     def close(self) -> None:
-        """Free the graph and the caches now: objects refer to each other, and Python would find that out much later."""
+        """Free the graph and the caches now: they are in reference cycles, which Python would collect much later."""
         self.graph = None
         for cache in self.caches:
             cache.both.clear()
@@ -285,9 +285,9 @@ class _Batch:
         return self.model(input_ids=ids, position_ids=positions, **given).logits
 
     def _forward_layer(self, layer: Any, number: int, *arguments: Any, **named: Any) -> Any:
-        """Run a layer of the decoder.
+        """Run layer `number` of the decoder, which may be compiled, and return its output.
 
-        Outside of prompts, with its part of the cache, so that layers share a compiled function.
+        While prompts are computed, it gets the cache of the prompts and is not compiled; else it gets its own cache.
         """
         if isinstance(named["past_key_values"], _PromptCache):
             return type(layer).forward(layer, *arguments, **named)
@@ -419,8 +419,8 @@ def choose(
 def noise(keys: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return Gumbel noise, fp32 [rows, vocab_size]: the largest of scores + noise is a draw from softmax(scores).
 
-    It is a hash of (key, token, entry of the vocabulary), but for rounding equal on every device; torch's generators
-    give a row what depends on its place in the batch. `keys` and `tokens` are int64 [rows].
+    It hashes (key, token, entry of the vocabulary), so it is equal on every device up to rounding. Numbers of torch's
+    generators would depend on the row's place in the batch. `keys` and `tokens` are int64 [rows].
     """
     words = _mix(keys + tokens * _GAMMA)[:, None]
     bits = torch.arange(vocab_size, device=keys.device, dtype=torch.int32) + words.int()

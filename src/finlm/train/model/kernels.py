@@ -48,7 +48,7 @@ _positions: list[torch.Tensor] = []  # of the forward pass at work
 
 
 class RecomputedMlp(torch.nn.Module):
-    """Mixin, put before the model's class, for a feed-forward block that keeps only its input for the backward pass."""
+    """Mixin, put before the model's class: a feed-forward block that keeps only its input for the backward pass."""
 
     draws: bool
 
@@ -87,7 +87,7 @@ def _mix_class(mixin: Any, kind: Any) -> Any:
 
 
 @contextmanager
-def attention(plan: Plan) -> Iterator[None]:
+def attention_backends(plan: Plan) -> Iterator[None]:
     """Within the block, let scaled_dot_product_attention take the plan's backends first, and its math kernel last.
 
     The math kernel keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of
@@ -115,9 +115,9 @@ def attention(plan: Plan) -> Iterator[None]:
 
 
 def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> str:
-    """Return the kernel that torch picks within attention(plan) for the model's heads: flash, efficient, cudnn or math.
+    """Return the kernel that torch picks within attention_backends(plan): flash, efficient, cudnn or math.
 
-    `masked` tells whether attention gets a mask as a tensor.
+    `config` gives the numbers and sizes of heads. `masked` tells whether attention gets a mask as a tensor.
     """
     heads, tokens = config.num_attention_heads, 128
     size, _ = head_sizes(config)  # values are filled up to it
@@ -192,10 +192,10 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
     """Make model(inputs, labels), each int64 [batch, sequence], return the summed loss, an fp32 scalar.
 
-    Replaces the forward of `model` and of its lm_head in place, and patches its masks. Labels are next-token labels;
-    IGNORED counts nothing, and vocabulary rows from vocab_size on are padding. With a third argument, int32 bounds
-    (batches.document_bounds), attention and positions end at a document's end. With `by_row` it returns (that scalar,
-    the losses of the rows [batch], which have no gradient).
+    Replaces the forward of `model` and of its lm_head in place, and patches its masks and linear attention. Labels are
+    next-token labels; IGNORED counts nothing, and vocabulary rows from vocab_size on are padding. With a third
+    argument, int32 bounds (batches.document_bounds), attention and positions end at a document's end. With `by_row` it
+    returns (that scalar, the losses of the rows [batch], which have no gradient).
     """
     form = traits.head_of(model.config.to_dict())
     model.lm_head.forward = partial(_head_loss, model.lm_head, vocab_size, by_row, form)
@@ -228,8 +228,8 @@ def _summed_loss(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the loss that the head's new forward computes from the model's last hidden states.
 
-    Takes the place of model.forward; swap_loss says what is returned. `bounds` (document_bounds, or None) is stored as
-    document_bounds on every attention module.
+    Takes the place of model.forward; swap_loss says what is returned. Stores `bounds` (document_bounds, or None) as
+    document_bounds on attention modules, and the positions within documents on those of linear attention.
     """
     positions = plain_positions(input_ids) if bounds is None else batches.document_positions(bounds, input_ids.shape)
     for module in attention_modules(model.model):  # not as an argument: some types do not hand further ones down
@@ -249,7 +249,7 @@ def attention_modules(decoder: Any) -> Iterator[Any]:
 
 @contextmanager
 def _masks_by(positions: torch.Tensor) -> Iterator[None]:
-    """Within the block, let mask functions that a model calls without position_ids, as some types do, have these."""
+    """Within the block, give these position ids to the mask functions that a model calls without any."""
     _positions.append(positions)
     try:
         yield
@@ -258,9 +258,9 @@ def _masks_by(positions: torch.Tensor) -> Iterator[None]:
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return make(...), with position_ids of _masks_by() where there are none, and None for plain_positions().
+    """Return the mask that `make` makes, with position_ids of _masks_by() if there are none.
 
-    Reading the latter would wait for the GPU.
+    Those of plain_positions() become None: reading them would wait for the GPU.
     """
     if given.get("position_ids") is None and _positions:
         given["position_ids"] = _positions[-1]
@@ -296,7 +296,7 @@ def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named
 
 
 def _to_float8(model: Any) -> None:
-    """Make the decoder's linear layers multiply in float8, in place, with a scale a tensor; the head stays in bf16."""
+    """Make the decoder's linear layers multiply in float8, in place, a scale per tensor; the head stays in bf16."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
 
     convert_to_float8_training(model.model.layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
@@ -342,9 +342,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients formed in forward, times the gradient of the sum; None for a frozen weight.
+        """Return the gradients by hidden and weight: those formed in forward, times the gradient of the sum.
 
-        The other arguments have None too.
+        That of a frozen weight is None, as are those of the arguments that have no gradient.
         """
         scale = upstream[0]
         # torch multiplies 16 bits by an fp32 scalar on the GPU at a quarter of its memory's speed.
@@ -433,8 +433,8 @@ def linear_cross_entropy(
     """Return (loss sum, loss of each row) of hidden [batch, sequence, hidden] against labels [batch, sequence].
 
     Both are fp32, a scalar and [batch]; only the sum has a gradient. `weight` is the head's [rows, hidden], with
-    padding from vocab_size on. On a CPU the head only reads positions whose label counts, a quarter of the quickstart's
-    SFT; on a GPU their changing number would compile the kernel again and again.
+    padding from vocab_size on. On a CPU, leaves out positions whose label does not count, three quarters of the
+    quickstart's SFT. On a GPU their changing number would compile the kernel again and again.
     """
     counted = labels != IGNORED
     is_part = not hidden.is_cuda and 0 < int(counted.sum()) < labels.numel()

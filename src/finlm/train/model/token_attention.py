@@ -87,10 +87,11 @@ def _attend(
     D: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write the outputs of the query heads that share a key head; a program a row, key head and part of the keys.
+    """Write the attention of query heads that share a key head. Grid: rows, key heads, parts of the keys.
 
-    With several parts, `outputs` gets sums that _merge divides, and `most` and `total` the maxima and sums of their
-    softmaxes. Keys of a row's prompt are read from the cache of the row in `sources`.
+    With one part writes final outputs; with several, each part's sums, softmax maximum (`most`) and softmax sum
+    (`total`), which _merge joins. attend() describes the other arguments; its `bounds` are `reach`, `prompts` and
+    `sources`.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, width = tl.arange(0, G), tl.arange(0, D)
@@ -117,7 +118,7 @@ def _attend(
 
 @triton.jit
 def _merge(parts, most, total, outputs, size, SPLITS: tl.constexpr, P: tl.constexpr, D: tl.constexpr):
-    """Write the output of a query head, merged from its parts; a program for each row and query head."""
+    """Write the outputs of query heads, merged from the parts that _attend wrote. Grid: rows times query heads."""
     place, split, width = tl.program_id(0), tl.arange(0, P), tl.arange(0, D)
     at = place * SPLITS + split
     largest = tl.load(most + at, mask=split < SPLITS, other=float("-inf"))

@@ -110,7 +110,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return metrics
 
     def _recorded_answers(self) -> Iterator[rollouts.Answer]:
-        """Yield the answers of the last generation over all ranks, with rewards; None for a term without a value."""
+        """Yield the answers of the last generation, of all ranks, from trl's logs; does not communicate.
+
+        Each has the reward of every term, None where a term gave none, and the weighted sum, in which None counts as 0.
+        """
         logs, weights = self._logs, self.reward_weights.tolist()
         given = zip(logs["prompt"], logs["completion"], logs["advantages"], self.numbers, strict=True)
         for place, (prompt, text, advantage, number) in enumerate(given):
@@ -144,7 +147,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             return None
         self.model.eval()
         likeliest = {name: self._reward_answers(prompts) for name, prompts in self.held_out.items()}
-        drawn = {name: self._reward_drawn(prompts) for name, prompts in self.held_out.items()}
+        drawn = {name: self._mean_drawn_rewards(prompts) for name, prompts in self.held_out.items()}
         self.model.train()
         if not self.state.global_step:
             self.drawn_first = {name: values.tolist() for name, values in drawn.items()}
@@ -152,7 +155,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return self._means(torch.cat(list(likeliest.values()))) | self._rise(drawn, list(drawn)) | {"sources": sources}
 
     def _means(self, values: torch.Tensor) -> dict[str, float | Numbers]:
-        """Return mean reward, number of prompts and mean of each term, from values [prompts, terms] but NaN."""
+        """Return mean reward, number of prompts and mean of each term, from values [prompts, terms]; leaves out NaN."""
         rewards = (values * self.reward_weights).nansum(dim=1)
         terms = dict(zip(self.reward_func_names, values.nanmean(dim=0).tolist(), strict=True))
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
@@ -210,7 +213,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return logps, rest[0] if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss, its advantages weighted; `inputs` stay: with grpo.iterations they come again."""
+        """Return trl's loss, its advantages weighted (Mismatch.correct).
+
+        Does not change `inputs`, and counts their tokens.
+        """
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
         self.tokens_learnt.append(inputs["completion_mask"].sum())
         try:
@@ -236,7 +242,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return self.asked, None, {}
 
     def _read(self, step: int) -> Iterator[list[Prompt]]:
-        """Yield at each micro-step the list of this rank's prompts in the step's generation, each as often as answered.
+        """Yield this rank's prompts of a step at each micro-step: the same list each time, a prompt per answer.
 
         Seeds torch, adds the prompts to the checksum, and sets what generating reads (numbers, keys, asked, longest).
         """
@@ -277,7 +283,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         if plan.attention == "cudnn":  # would prepare itself anew for every length of prompts
             plan = dataclasses.replace(plan, attention="flash")
         with (
-            kernels.attention(plan),
+            kernels.attention_backends(plan),
             unwrap_model_for_generation(
                 self.model_wrapped, self.accelerator, gather_deepspeed3_params=gathers
             ) as model,
@@ -290,7 +296,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             torch.cuda.empty_cache()  # the cache, which the training does not need
         return [answer.ids for answer in answers], [answer.log_probs for answer in answers]
 
-    def _reward_drawn(self, prompts: list[Prompt]) -> torch.Tensor:
+    def _mean_drawn_rewards(self, prompts: list[Prompt]) -> torch.Tensor:
         """Return the mean reward of grpo.held_out_answers drawn answers to each prompt: [prompts].
 
         The noise that draws them is the same every time. Empty when that number is 0. Collective.
@@ -381,7 +387,10 @@ def trainer_of(form: str) -> type[GroupTrainer]:
 
 
 def _start_path(start: Model) -> str:
-    """Return the directory of the start; for a Hub id that of its revision in the cache (trl takes the newest)."""
+    """Return the directory of the start model.
+
+    For a Hub id this is its revision in the cache; trl would take the newest.
+    """
     source = str(start.init_from)
     if Path(source).is_dir():
         return source

@@ -42,7 +42,10 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """Set self.besides to each token's value but the last, [rows, tokens - 1], while tokens are scored (a hook)."""
+        """Set self.besides to the value of each token but the last, [rows, tokens - 1]. A forward hook.
+
+        Does nothing unless tokens are scored.
+        """
         if self.is_scoring:
             self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
@@ -77,7 +80,10 @@ class ValueTrainer(GroupTrainer):
         return rows | {"old_per_token_logps": logps}
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss of answers, without divergence (in the rewards), plus the values'. Collective."""
+        """Return trl's loss of the answers plus the weighted loss of the values. Collective.
+
+        Leaves out trl's divergence term: the divergence is in the rewards.
+        """
         beta, self.beta = self.beta, 0.0
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
@@ -98,7 +104,7 @@ class ValueTrainer(GroupTrainer):
         return earned
 
     def _whiten(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the values with mean 0 and deviation 1 over all ranks' tokens, fp32, 0 where `mask` is. Collective."""
+        """Return the values with mean 0 and deviation 1 over all ranks' tokens; 0 where `mask` is 0. Collective."""
         wide = values.double() * mask
         total, squares, count = self.accelerator.reduce(torch.stack((wide.sum(), wide.square().sum(), mask.sum())))
         mean = total / count
@@ -133,8 +139,8 @@ def estimate(
     """Return (advantages, returns) of every token, each [answers, tokens], 0 where `mask` is 0.
 
     Advantages are the generalized advantage estimates for `rewards` and `values`, both [answers, tokens], with gamma
-    and gae_lambda of `ppo`; nothing of value follows an answer's end. Returns are advantages plus values. `mask` is 1
-    at an answer's tokens.
+    and gae_lambda of `ppo`; the value after an answer's last token is 0. Returns are advantages plus values. `mask` is
+    1 at an answer's tokens.
     """
     values, advantage = values * mask, torch.zeros_like(values[:, 0])
     following, backwards = torch.zeros_like(values[:, 0]), []

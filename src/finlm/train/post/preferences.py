@@ -314,7 +314,10 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank) -> PairTrainer:
-    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded. Raises UserError."""
+    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded.
+
+    Raises UserError as lora.build does.
+    """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)
     if (dpo := r.recipe.dpo) is not None:

@@ -198,7 +198,7 @@ class Watch:
     def judge(self, row: Mapping[str, Any]) -> Iterator[Incident]:
         """Remember a step's measures, the fields of its `step` event, and yield the incidents that begin with it.
 
-        Run it to the end: later incidents are only judged then.
+        Read all that it yields: the later kinds of incident are judged only then.
         """
         for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward"):
             if isinstance(row.get(key), (int, float)):
@@ -248,7 +248,10 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank) -> list[Rewards]:
-    """Return a reward function for each term of grpo.reward: models, the user's files, rules. Raises UserError."""
+    """Return a reward function for each term of grpo.reward: models, the user's files, rules.
+
+    Raises UserError as load_reward_model and read_function do.
+    """
     grpo = r.recipe.grpo
     assert grpo is not None
     made: list[Rewards] = []
@@ -277,7 +280,10 @@ def score_by_rule(
 
 
 def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
-    """Return the user's function from the run's copy of its file, by sha256, which is executed. Raises UserError."""
+    """Return the user's function from the run's copy of its file, which is executed.
+
+    Raises UserError if the copy is missing or does not have the term's sha256, and errors of the user's code.
+    """
     path = run.reward_file(str(term.sha256))
     if not path.is_file() or files.sha256_file(path) != term.sha256:
         raise UserError(
@@ -296,7 +302,10 @@ def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
 def _call_function(
     function: Callable[..., Any], name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the user's function's values, a float or None for each answer. Raises RuntimeError for others."""
+    """Return the user's function's values, a float or None for each answer.
+
+    Raises RuntimeError for any other result.
+    """
     values = list(function(prompts=prompts, completions=completions, answers=answer))
     numbers = [value for value in values if value is not None]
     wrong = next((each for each in numbers if not isinstance(each, (int, float)) or not math.isfinite(each)), None)
@@ -310,7 +319,8 @@ def _call_function(
 def load_reward_model(path: str, r: Rank) -> Rewards:
     """Load a trained reward model on the rank's device and return its reward function.
 
-    Raises UserError when it cannot be loaded, has not exactly one output, or has another vocabulary size.
+    The model is bf16 on a GPU, else as saved. Raises UserError when it cannot be loaded, has not exactly one output, or
+    has another vocabulary size than the plan.
     """
     fix = "train it by a recipe of stage reward from the same start"
     dtype = torch.bfloat16 if r.plan.device == "cuda" else None

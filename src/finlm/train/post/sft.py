@@ -221,8 +221,8 @@ def _summed_loss(
 class Sampler:
     """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by its seed.
 
-    As long as a step has the same number of rows over all ranks, it has the same rows at any number of ranks; only an
-    epoch's end differs, which repeats the first rows until the ranks divide it. (The released pretraining shuffles with
+    A step reads the same rows at any number of ranks, if it has the same number of rows over all ranks. Only an epoch's
+    end differs: it repeats the epoch's first rows until the ranks divide it. (The released pretraining shuffles with
     seed 42 before; two permutations are one, which needs both seeds to be had again.)
     """
 

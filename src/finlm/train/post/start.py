@@ -26,8 +26,8 @@ from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
 def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
     """Return the tokenizer of a run's data, with `sequence_length` as model_max_length.
 
-    It is dialogue_tokenizer() with the shards' chat template, if they have either; else the tokenizer.model's, which
-    takes `add_bos`.
+    If the shards have the directory tokenizer/, it is dialogue_tokenizer(), with their chat template if they have one.
+    Else it is piece_tokenizer() of their tokenizer.model, which takes `add_bos`.
     """
     template = shards.directory / "chat_template.jinja"
     if not (shards.directory / "tokenizer").is_dir():
@@ -83,7 +83,10 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank) -> Any:
-    """Return the start model on the rank's device, with transformers' forward, where trl puts its head. UserError."""
+    """Return the model that the stage starts from, on the rank's device. Raises UserError as lora.build() does.
+
+    The model and its head have transformers' own forward again, because trl puts a head of its own there.
+    """
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = lora.build(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
     for module in (model, model.lm_head):

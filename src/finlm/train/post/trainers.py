@@ -36,15 +36,17 @@ def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
     """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
     Every rank calls it. The code is 0, 1 after a loss or too many gradients that are not finite, 128 + signal after a
-    signal. Raises UserError as open_rank does, or when no whole checkpoint is left of those that the run had.
+    signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of those that the run had.
     """
     r = open_rank(run_path)
-    with kernels.attention(r.plan):  # of the making too: DPO scores its pairs with the model that it starts from
+    with kernels.attention_backends(
+        r.plan
+    ):  # of the making too: DPO scores its pairs with the model that it starts from
         return int(make(r).run())
 
 
 def arguments(kind: Any, r: Rank, **more: Any) -> Any:
-    """Return trl's arguments, of class `kind` (SFTConfig, DPOConfig, ...), by plan, recipe and `more`."""
+    """Return trl's arguments as a `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe; `more` overrides them."""
     plan, optim = r.plan, r.recipe.optim
     common = {
         "output_dir": str(r.run.path / "trainer"),  # nothing is written there
@@ -137,7 +139,7 @@ class Recorded:
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
 
     def run(self: Any) -> int:
-        """Train from the newest checkpoint to the last step, finish the last one, return the exit code. Collective."""
+        """Train from the newest checkpoint to the last step, finish the last save, return the exit code. Collective."""
         self.train()
         step, r = self.state.global_step, self.rank
         status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
@@ -285,9 +287,9 @@ class Steps:
 def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
     """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
-    compute gets `size` indices a call, and its result has `size` as first dimension; the last index fills calls up.
-    Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective, and without
-    gradients.
+    compute gets `size` indices a call, and its result has `size` as first dimension; indices past the end are the last
+    one again. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective; runs
+    without gradients.
     """
     ranks, results = r.plan.world_size, []
     for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):

@@ -102,7 +102,7 @@ class Checkpoints:
         distributed.barrier()
 
     def save_if_due(self, step: int, at_once: bool) -> None:
-        """Save after `step` steps, to disk if due there or `at_once`, else to memory if due. Collective, each step."""
+        """Save after `step` steps: to disk if due or `at_once`, else to memory if due and no save runs. Collective."""
         self._measure_once()
         if at_once or is_due(step, self.keep.every_steps):
             self.save(step)
@@ -112,7 +112,8 @@ class Checkpoints:
     def save(self, step: int, memory: InMemory | None = None) -> None:
         """Start a checkpoint of the state after `step` steps; return when it is copied (asynchronous) or saved.
 
-        Finishes the last save first. `memory` keeps it there, not on disk. Without room, only records and prints why.
+        Finishes the last save first, and records an incident if that takes over WAIT_SECONDS. Saves to `memory` if
+        given, else to disk. Without room, only records and prints why. Collective.
         """
         called, previous = time.monotonic(), self.saving
         self.finish()
@@ -146,7 +147,8 @@ class Checkpoints:
     def resume(self) -> int:
         """Load the newest whole checkpoint and return its step, 0 without any.
 
-        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step. Records `resharded`.
+        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step. May record `resharded`
+        (_load).
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -210,7 +212,7 @@ class Checkpoints:
         return None
 
     def _find_common(self, at_most: int | None) -> dict[int, Path]:
-        """Return {step: directory} of checkpoints on all ranks (`at_most` as in _find_newest). Raises UserError."""
+        """Return {step: directory} of all ranks' checkpoints to `at_most`. UserError if only some ranks have any."""
         # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
         here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
         every = entry.gather_values((host_name(), disk.identities(here.items())))
@@ -223,10 +225,11 @@ class Checkpoints:
         return {step: here[step] for step in common}
 
     def _prove(self, directory: Path) -> tuple[Manifest | None, str | Exception]:
-        """Return (manifest, what is wrong with this rank's share of the files, or ""); None for an unreadable manifest.
+        """Read a checkpoint's manifest and check this rank's share of its files; return (manifest, the problem or "").
 
-        Returns (None, error) for a manifest of another version of finlm or out of reach. The share is its own files and
-        some of absent ranks. The leader prints which files are not in the manifest.
+        Returns (None, problem) if the manifest is unreadable, (None, error) if it is out of reach or of another version
+        of finlm. The share is this rank's files, and some of absent ranks. The leader prints which files are not in the
+        manifest.
         """
         try:
             manifest = Manifest.read(directory)
@@ -277,7 +280,7 @@ class Checkpoints:
         self.watch_loaded = entry.gather_values(loop.get("watch"))[0]
 
     def poll(self) -> None:
-        """Do as _publish_written once all ranks have written their parts. Collective: call it after every step."""
+        """Publish the checkpoint being written, if all ranks have written it. Collective: call it after every step."""
         self._measure_once()
         if self.saving is not None:
             done = torch.tensor(float(self.saving.parts.done()), device=self.engine.device)
@@ -298,7 +301,7 @@ class Checkpoints:
             self.memory.close()
 
     def gather_problems(self, problem: str | Exception) -> list[str]:
-        """Return the problems of all ranks, "" being none, or raise the first that is an error; on every rank."""
+        """Return the problems of all ranks, "" being none. Raises the first that is an exception. Collective."""
         problems = [each for each in entry.gather_values(problem) if each]
         if error := next((each for each in problems if isinstance(each, Exception)), None):
             raise error
@@ -329,7 +332,7 @@ class Checkpoints:
         return extra if len(extra) < len(steps) else []
 
     def _measure_once(self) -> None:
-        """Note a save's bytes, once; if copies do not fit host memory, note an incident (note) and save synchronously.
+        """Measure the bytes of a save, once; if copies do not fit host memory, note an incident and save synchronously.
 
         The bytes are known once the optimizer has stepped: where the first steps are skipped there are no moments yet.
         """
@@ -354,7 +357,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Return why a checkpoint has no room on this directory's disk, or ""; the leader may remove extra ones."""
+        """Return why this directory's disk has no room for a checkpoint, or ""; the leader removes unscheduled ones."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)
@@ -368,7 +371,10 @@ class Checkpoints:
         return f"{host_name()}: {format_bytes(needed)} needed at {self.run.checkpoints}, {format_bytes(free)} free"
 
     def _publish_written(self) -> None:
-        """Publish the written checkpoint, record it, remove old ones; discard it on a rank's OSError, raise others."""
+        """Wait until the checkpoint is written, publish and record it, and remove old ones. Collective.
+
+        On a rank's OSError, removes it instead and records an incident. Raises other errors.
+        """
         saving, self.saving = self.saving, None
         assert saving is not None
         try:
@@ -406,7 +412,7 @@ class Checkpoints:
         self.events.record("in_memory", step=saving.step, **row, next_seconds=round(memory.every_seconds, 1))
 
     def _remove_superseded(self, saved: int) -> None:
-        """Remove, in the thread, the checkpoints on disk that keep_last and the like leave out, or unscheduled ones."""
+        """Start to remove checkpoints that keep_last and the like leave out, and unscheduled ones except `saved`."""
         extra = self._unscheduled_steps()
         steps = [step for step in self._steps_on_disk() if step not in extra]
         superseded = disk.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps)
@@ -417,7 +423,7 @@ class Checkpoints:
             self.pool.submit(disk.remove, self.run.checkpoint(step))
 
     def _record_failure(self, step: int, problems: list[str], memory: InMemory | None = None) -> None:
-        """Record why a checkpoint was not saved; in memory no other is tried before the next start."""
+        """Record and print why a checkpoint was not saved; one in memory is not tried again before the next start."""
         detail = "; ".join(dict.fromkeys(problems))
         if memory is not None:
             memory.problem = detail

@@ -240,7 +240,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         master.data = weights  # which DeepSpeed copies to the weights
 
     def _step_part(self, group_no: int, start: int) -> None:
-        """Step the part from element `start` on, which the group's master weights, moments and gradient are now."""
+        """Step the part that begins at element `start`; master.data, master.grad and the moments hold it now."""
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
@@ -313,10 +313,11 @@ def use_optimizer(plan: Plan) -> Iterator[None]:
 
 
 def tune(optimizer: Any, plan: Plan) -> None:
-    """Replace slow parts of DeepSpeed's optimizer in place, before step 1; at stage 0 in fp32 only skip_non_finite().
+    """Replace slow parts of DeepSpeed's optimizer in place, before step 1.
 
-    At stages 1 and 2, unless the host's cores step: the norm is that of global_norm(), a separate look for gradients
-    that are not finite is left out, and so is the average over one rank.
+    At stage 0 in fp32, only makes it skip steps whose gradient is not finite (skip_non_finite). At stages 1 and 2,
+    unless the host's cores step: takes the norm from global_norm(), and leaves out the separate look for gradients that
+    are not finite and the average over one rank.
     """
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)

@@ -56,7 +56,7 @@ class InMemory:
         """
         self.run, self.minutes, self.ranks = run, keep.memory_minutes, plan.world_size
         self.directory = run.memory(keep.memory_directory)
-        self.problem = _make(self.directory, run)
+        self.problem = _make_directory(self.directory, run)
         self.members, self.sources, self.target = [distributed.get_rank()], list[int](), -1
         self.group: distributed.ProcessGroup | None = None
         self.bytes_here: int | None = None
@@ -70,7 +70,7 @@ class InMemory:
         self.members = entry.ranks_sharing(self.directory)
         if self.leads:
             self._clean()
-        groups = _in_groups(entry.gather_values(self.members[0]))
+        groups = _group_ranks(entry.gather_values(self.members[0]))
         if len(groups) > 1 and plan.zero_stage > 0:  # under stage 0 each host has the whole
             self.sources, self.target = neighbours(groups, distributed.get_rank())
             self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS))
@@ -141,11 +141,11 @@ class InMemory:
         self._since = step, now
 
     def write(self, step: int, write: Callable[[Path], dict[str, Part]], names: Sequence[str]) -> dict[str, Part]:
-        """Write this rank's files of a step's checkpoint and exchange them with the neighbours, in the thread.
+        """Write this rank's files of a step's checkpoint and exchange them with the neighbours.
 
-        `write` writes them to a directory and returns their Parts; `names` has the files that no other rank writes.
-        Returns the Parts of this rank's files and of those that it received. Raises OSError when either fails; after a
-        failed write, the neighbours receive no files.
+        Runs in the saving thread. `write` writes them to a directory and returns their Parts; `names` has the files
+        that no other rank writes. Returns the Parts of this rank's files and of those that it received. Raises OSError
+        when either fails; after a failed write, the neighbours receive no files.
         """
         target = disk.temporary_path(self.directory / f"step-{step}")
         failure: OSError | None = None
@@ -222,12 +222,18 @@ class InMemory:
         return problems
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the leader's checkpoint and link it into the run's checkpoints. Raises OSError."""
+        """Publish the checkpoint of this host and link it into the run's checkpoints. Only the leader calls it.
+
+        Raises OSError.
+        """
         directory = self.directory / f"step-{manifest.step}"
         disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
 
     def discard(self, name: str) -> None:
-        """Remove the leader's checkpoint `name` (step-N), whole or half-written, and the link to it."""
+        """Remove this host's checkpoint `name` (step-N), whole or half-written, and the link to it.
+
+        Only the leader calls it.
+        """
         link = self.run.checkpoints / name
         if link.is_symlink():
             link.unlink(missing_ok=True)
@@ -251,8 +257,8 @@ class InMemory:
 def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], int]:
     """Return (the ranks that send to `rank`, the rank that it sends to). `groups` has the ranks of each host, in order.
 
-    Each host sends to the next host, the last to the first. The k-th rank of a host sends to the k-th of the next,
-    counted round when that has fewer.
+    Each host sends to the next host, the last to the first. The k-th rank of a host sends to the k-th of the next; if
+    that has fewer, the count begins again at its first.
     """
     target = dict[int, int]()
     for number, group in enumerate(groups):
@@ -261,7 +267,7 @@ def neighbours(groups: Sequence[Sequence[int]], rank: int) -> tuple[list[int], i
     return [each for each, to in target.items() if to == rank], target[rank]
 
 
-def _in_groups(leaders: Sequence[int]) -> list[list[int]]:
+def _group_ranks(leaders: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each host; `leaders` has the leader of each rank."""
     return [[rank for rank, leader in enumerate(leaders) if leader == first] for first in dict.fromkeys(leaders)]
 
@@ -277,7 +283,7 @@ def _lock(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make(directory: Path, run: RunDir) -> str:
+def _make_directory(directory: Path, run: RunDir) -> str:
     """Make the run's directory, and its parent for this user alone; return why it cannot be used, or ""."""
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
@@ -292,12 +298,16 @@ def _make(directory: Path, run: RunDir) -> str:
 
 
 def _is_superseded(path: Path, run: RunDir) -> bool:
-    """Return whether the checkpoints at `path` are of a removed run, or of this recipe's run without ranks here."""
+    """Return whether the checkpoints in `path`, the directory of a run, can be removed.
+
+    That is so if its run directory is gone, or if it is a run of this recipe beside `run` and no rank of it is on this
+    host. False if this cannot be told.
+    """
     try:
         other = RunDir(Path((path / RUN).read_text(encoding="utf-8")))
         if not other.path.exists():
             return True
-        if other.path.parent != run.path.resolve().parent or _recipe(other) != _recipe(run):
+        if other.path.parent != run.path.resolve().parent or _recipe_name(other) != _recipe_name(run):
             return False
         with other.host_lock(host_name()).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -308,6 +318,6 @@ def _is_superseded(path: Path, run: RunDir) -> bool:
     return True
 
 
-def _recipe(run: RunDir) -> str:
+def _recipe_name(run: RunDir) -> str:
     """Return the recipe's name in the name of a run directory, <name>-<day>-<time>."""
     return run.path.name.rsplit("-", 2)[0]

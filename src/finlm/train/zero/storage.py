@@ -48,7 +48,8 @@ State = dict[str, Any]
 def load(path: Path, mmap: bool = False) -> State:
     """Return the state in a file written by write(), on the CPU; with `mmap` tensors are mapped and read when used.
 
-    Raises UserError for a file that holds anything but tensors, plain values and the classes of SAFE.
+    Raises UserError for a file that holds anything but tensors, plain values and the classes of SAFE; OSError or
+    RuntimeError if it is missing or damaged.
     """
     try:
         with torch.serialization.safe_globals(SAFE):
@@ -193,10 +194,10 @@ class Buffers:
         self.next = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to the next buffer; return the copy.
+        """Copy the tensor to the next buffer, allocating it if there is none; return the copy.
 
         From a GPU it is complete after torch.cuda.synchronize(). Tensors below SMALL_BYTES get memory of their own.
-        Raises RuntimeError when the tensor has not the size of the next buffer.
+        Raises RuntimeError when the next buffer has another size than the tensor.
         """
         size = tensor.numel() * tensor.element_size()
         if size < SMALL_BYTES:
@@ -302,10 +303,10 @@ class Shards:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return all weights by name, tied ones under both names: trained ones in fp32, frozen ones as saved."""
-        weights = {name: self.weight(name) for name in self.shapes} | self._frozen_tensors()
+        weights = {name: self.weight(name) for name in self.shapes} | self._untrained_tensors()
         return weights | {name: weights[stored] for name, stored in self.same.items()}
 
-    def _frozen_tensors(self) -> dict[str, torch.Tensor]:
+    def _untrained_tensors(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers that are not trained, by name; at stage 3 joined from the ranks' pieces."""
         if not self.is_cut:
             return {name: tensor for name, tensor in self.model["module"].items() if name not in self.shapes}
@@ -405,7 +406,7 @@ def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int
 
 
 def has_groups(engine: Any, model_states: Path) -> bool:
-    """Return whether the parameter groups in a file of model states are the engine's; other versions cut other ones."""
+    """Return whether a file of model states has the engine's parameter groups; other versions form others."""
     saved = load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
