@@ -43,8 +43,9 @@ from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
 def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new: bool = False) -> Shards:
     """Prepare the recipe's token shards unless the cache has them, print what the run reads, and return the shards.
 
-    If data.prepared is set, only checks that directory. `hosts` run the workers of data.engine ray; None is this
-    machine. `accept_new` stores ssh keys of new hosts. Raises UserError for data or a start model that cannot be used.
+    Waits while another process writes to the cache. If data.prepared is set, only checks that directory and builds a
+    missing index of its rows. `hosts` run the workers of data.engine ray; None is this machine. `accept_new` stores ssh
+    keys of new hosts. Raises UserError for data, a start model, a cache or a Ray that cannot be used.
     """
     check_engine(recipe)
     weights.check_layers(recipe)
@@ -85,7 +86,7 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Ite
 
 
 def locate(recipe: Recipe) -> Shards | None:
-    """Return the recipe's shards if they are complete, else None, also when local sources are missing; makes nothing.
+    """Return the recipe's shards, or None if a step or a local source is missing. Makes nothing.
 
     Raises UserError for a data.prepared that cannot be used, and for damaged shards.
     """
@@ -106,7 +107,7 @@ def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
-    """Raise UserError when a path or URL in data.sources matches no file, or when rows are malformed dialogues.
+    """Raise UserError when a path or URL in data.sources matches no file, and for dialogues as convert.check_rows().
 
     With only_urls, checks URLs alone and reads no rows.
     """
@@ -136,7 +137,8 @@ def show_rows(recipe: Recipe, shards: Shards, count: int) -> None:
 def summary(shards: Shards, recipe: Recipe | None = None) -> dict[str, Any]:
     """Return the record of a run's data: documents and tokens by source, lengths, drop reasons, files, tokenizer.
 
-    With a recipe also `reading`: packing and the tokens that the run reads of each source.
+    With a recipe also `reading`: packing and the tokens that the run reads of each source. Then raises UserError as
+    describe_reading() does.
     """
     manifest, counts = shards.manifest, files.read_json(shards.directory / "documents.json")
     train, held_out = manifest["totals"]["train"], manifest["totals"].get("held_out", {})
@@ -176,7 +178,7 @@ def warnings(recipe: Recipe, shards: Shards | None) -> list[str]:
 
 
 def _check_prepared(recipe: Recipe, prepared: str) -> Shards:
-    """Open data.prepared and return it. Raises UserError if it is incomplete or made for another stage or tokenizer."""
+    """Open data.prepared and return it. Raises UserError if it is incomplete, or made for another stage or recipe."""
     shards = Shards(prepared)
     holds = shards.manifest.get("stage", "pretrain")
     if holds != recipe.stage:

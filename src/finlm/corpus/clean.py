@@ -79,8 +79,8 @@ def numeric_table(most: float) -> Filter:
 def _names_numbers(text: str, digits: int) -> bool:
     """Return whether words name a table's numbers.
 
-    If at least half of its lines have a word, there must be a word for 200 digits; else one of the first three lines
-    must have two words, as a table's header has.
+    If at least half of its lines have a word, there must be a word for every 200 digits. Else one of the first three
+    lines must have two words, as a table's header has.
     """
     words = [len(_LETTERS.findall(line)) for line in text.split("\n") if line]
     named = sum(map(bool, words))
@@ -235,7 +235,10 @@ class Cleaner:
 
 @lru_cache(1)
 def load(settings: Clean) -> Cleaner:
-    """Return the cleaner of these settings, built once per process: a keyword list is an automaton of megabytes."""
+    """Return the cleaner of these settings, built once per process: a keyword list is an automaton of megabytes.
+
+    Raises UserError as Cleaner does.
+    """
     return Cleaner(settings)
 
 

@@ -240,7 +240,7 @@ def _gram_records(texts: Sequence[str]) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredHit:
     """A hit with the start of its document, as a chunk's result is kept."""
 
     document: int  # in its chunk
@@ -249,7 +249,7 @@ class Found:
     start: str
 
 
-def find_hits(task: ChunkTask) -> list[Found]:
+def find_hits(task: ChunkTask) -> list[StoredHit]:
     """Return the hits in a chunk, with the first 120 characters of their documents. Runs in a worker."""
     data, ends = task.chunk.read_bytes(), documents.read_index(task.chunk)["end"]
     bounds = [0, *ends.tolist()]
@@ -257,7 +257,7 @@ def find_hits(task: ChunkTask) -> list[Found]:
     for hit in _load_index(*task.beside).find(data, ends):
         start, end = bounds[hit.document : hit.document + 2]
         begins = data[start : min(end, start + 600)].decode("utf-8", errors="ignore")[:120]
-        hits.append(Found(hit.document, hit.question, round(hit.share, 3), begins))
+        hits.append(StoredHit(hit.document, hit.question, round(hit.share, 3), begins))
     return hits
 
 
@@ -282,7 +282,7 @@ def check_benchmarks(context: Context) -> None:
 
 
 def find_contaminated(context: Context, read: Documents) -> Step | None:
-    """Run the step `contamination`, which writes documents.npy and samples; None if data.decontaminate is empty.
+    """Run the step `contamination` unless cached; it writes documents.npy and samples. None without data.decontaminate.
 
     Prints the counts. Raises UserError for benchmark files that cannot be read or changed since they were hashed,
     NotPrepared if the step is missing and the cache may not build.
@@ -310,7 +310,7 @@ def find_contaminated(context: Context, read: Documents) -> Step | None:
         asked: set[int] = set()
         with (directory / "contaminated.jsonl").open("w", encoding="utf-8") as ledger:
             for chunk, made in zip(read.chunks, context.map_kept("contamination", _keep_hits, tasks), strict=True):
-                hits = [Found(**row) for row in json.loads(made["hits"].tobytes())]
+                hits = [StoredHit(**row) for row in json.loads(made["hits"].tobytes())]
                 for hit in hits:
                     question = questions[hit.question]
                     asked.add(hit.question)

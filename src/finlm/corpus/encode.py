@@ -280,10 +280,10 @@ class _Shard:
 
 
 def make_shards(context: Context, read: Documents, chosen: Selection, tokenizer: Step) -> Step:
-    """Run the step `shards`, which writes the shards with tokenizer and documents.json, and print the token counts.
+    """Run the step `shards` unless cached: write the shards with tokenizer and documents.json. Print the token counts.
 
-    Raises UserError if data.token_dtype, data.encoder or the special tokens of the recipe do not suit the tokenizer,
-    NotPrepared if the step is missing and the cache may not build.
+    Raises UserError if the disk is too full, or if data.token_dtype, data.encoder or the special tokens of the recipe
+    do not suit the tokenizer; NotPrepared if the step is missing and the cache may not build.
     """
     dtype = _choose_dtype(context, tokenizer.manifest["vocab_size"])
     model = tokenizer_file(tokenizer.path)

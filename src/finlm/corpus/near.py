@@ -271,7 +271,7 @@ class Verifier:
     def _compare_pairs(self, left: Ids, right: Ids) -> npt.NDArray[np.bool_]:
         """Return bool [pairs]: whether the exact similarity reaches the threshold and _says_nothing_new() is true.
 
-        The similarity is that of the documents' word n-grams, which are kept for later calls.
+        The similarity is the Jaccard similarity of the documents' 5-grams, which are kept for later calls.
         """
         ids = np.unique(np.concatenate((left, right)))
         if self._count > _KEPT_GRAMS:
@@ -324,10 +324,11 @@ VERSION = 2
 def find_near_duplicates(
     context: Context, read: Documents, others: Mapping[str, Any], settle: Callable[[], selection.Decisions]
 ) -> Step | None:
-    """Run the step `near_duplicates`, which writes like.npy (see find_likes); None if data.dedup.method is not near.
+    """Run the step `near_duplicates` unless cached; it writes like.npy (see find_likes).
 
-    settle() returns the decisions of selection.settle, which depend on `others`; it is called only if the step is not
-    in the cache. Prints the counts. Raises NotPrepared if the step is missing and the cache may not build.
+    None unless data.dedup.method is near. settle() returns the decisions of selection.settle, which depend on `others`;
+    it is called only if the step is not in the cache. Prints the counts. Raises NotPrepared if the step is missing and
+    the cache may not build.
     """
     settings = context.data.dedup
     if settings.method != "near":

@@ -353,7 +353,8 @@ def split(values: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> Iterator[npt
 def are_similar(first: Distinct, others: Sequence[Distinct], threshold: float) -> npt.NDArray[np.bool_]:
     """Return bool [others]: whether the Jaccard similarity of each set to `first` is at least `threshold`.
 
-    Sets are sorted distinct hashes. With four others or more, a bound from the low bits of the hashes is tested first.
+    Sets are sorted distinct hashes; an empty `first` is similar to none. With four others or more, a bound from the low
+    bits of the hashes is tested first.
     """
     lengths = np.array([len(other) for other in others])
     same = np.ones(len(others), dtype=np.bool_)

@@ -395,8 +395,8 @@ def _is_bank_card(number: str, before: str, after: str) -> bool:
 def _is_mobile(number: str, before: str, after: str) -> bool:
     """Return whether a number is a mobile phone number, by the words and numbers around it.
 
-    A unit behind or a word such as 编号 before it means no. Then +86 or blanks in it mean yes, an amount word after any
-    phone word no, and a phone word yes; else _is_in_a_row() must be false.
+    The first rule that applies decides. A unit after it or a word such as 编号 before it: no. +86 or blanks in it: yes.
+    An amount word before it, behind any phone word: no. A phone word: yes. Else yes unless _is_in_a_row().
     """
     if _UNIT.match(after) or _NOT_A_PHONE.search(before):
         return False
@@ -417,8 +417,8 @@ def _is_amount(before: str) -> bool:
 def _is_in_a_row(before: str, after: str) -> bool:
     """Return whether a number belongs to a range or table row, or stands alone in brackets.
 
-    A neighbour is joined by a comma, semicolon or slash and is no mobile number, or is separated by blanks and, if it
-    stands behind, is not a short integer.
+    A neighbour counts if a comma, semicolon or slash joins it and it is no mobile number. One apart by blanks also
+    counts, but behind the number only with decimals or more than four characters.
     """
     if _RANGE.match(after) or (_OPENED.search(before) and after[:1] in {")", "）"}):
         return True

@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Table:
-    """A hash table from 64-bit hashes to numbers; linear probing over sorted hashes, so that building needs no loop."""
+    """A hash table from 64-bit hashes to numbers: linear probing over sorted hashes, so building needs no loop."""
 
     slots: Hashes  # [2^bits + spare], _EMPTY where free
     values: Floats
@@ -191,7 +191,7 @@ def check_clean_set(context: Context) -> None:
 
 
 def measure_perplexity(context: Context, read: Documents) -> Step | None:
-    """Run the step `perplexity`, which writes the ln perplexity of each document to log.npy.
+    """Run the step `perplexity` unless cached; it writes the ln perplexity of each document to log.npy.
 
     Returns None if the recipe has no data.clean.perplexity. Also runs the step `language_model`, and prints the limit.
     Raises UserError for a clean set that cannot be used, NotPrepared if a step is missing and the cache may not build.
@@ -246,9 +246,10 @@ def _load_model(path: Path) -> Model:
 
 
 def _make_model(context: Context, settings: Perplexity) -> Step:
-    """Run the step `language_model`, which trains the model on the clean set and writes model.npz.
+    """Run the step `language_model` unless cached; it trains the model on the clean set and writes model.npz.
 
-    Prints its size and perplexity. Raises UserError for a clean set that cannot be used.
+    Prints its size and perplexity. Raises UserError for a clean set that cannot be used, NotPrepared as _find_files()
+    does.
     """
     rules = context.data.clean.model_copy(update={"perplexity": None})
     inputs = _find_inputs(context, settings)

@@ -149,7 +149,7 @@ def hold_out(
     like: npt.NDArray[np.uint32] | None = None,
     prompts: npt.NDArray[np.uint64] | None = None,
 ) -> Decisions:
-    """Return a copy of `settled` without near-duplicates, and with documents held out of the inputs with split "share".
+    """Return a copy of `settled` with near-duplicates dropped, and with documents of split "share" held out.
 
     `like` [documents] has the index of the document that a near-duplicate repeats, else its own index
     (near.find_likes); None skips near-duplicates. A training document that shares its text or prompt with a held-out or

@@ -98,11 +98,11 @@ def _check_weights(recipe: Recipe, names: Sequence[str]) -> None:
     for number, stage in enumerate(recipe.data.mixture):
         weights |= {f"data.mixture[{number}].{name}": getattr(stage, name) for name in ("weights", "to", "tokens")}
     for key, given in weights.items():
-        packing.of_each(given or {}, dict.fromkeys(names, 1), key)
+        packing.weights_by_source(given or {}, dict.fromkeys(names, 1), key)
 
 
 def make_synthetic(context: Context, settings: Synthetic) -> Step:
-    """Run the step `synthetic`, which writes the embedded corpus: documents, dialogues, preference pairs or questions.
+    """Run the step `synthetic` unless cached; it writes the embedded corpus: documents, dialogues, pairs or questions.
 
     Prints its size and seed. Raises NotPrepared if the step is missing and the cache may not build.
     """
@@ -159,7 +159,7 @@ def _generate_file(part: _Part) -> str:
 
 
 def read_documents(context: Context, inputs: Sequence[Input]) -> Documents:
-    """Run the step `documents`, which cleans all inputs, and print its counts.
+    """Run the step `documents` unless cached; it cleans all inputs. Print its counts.
 
     Raises UserError when too many rows of a source are broken, or disk or memory will not suffice; NotPrepared if the
     step or the keyword list is missing and the cache may not build.
@@ -246,10 +246,10 @@ def _check_all_steps(context: Context, inputs: Sequence[Input]) -> None:
 
 
 def select_documents(context: Context, read: Documents, inputs: Sequence[Input]) -> Selection:
-    """Run the step `selection` and those that it needs, and print the counts; decisions.npy has a code per document.
+    """Run the step `selection` and those that it needs unless cached. Print the counts.
 
-    Raises UserError for an entry of data.sources that has nothing left to train on, or a field that holds out nothing;
-    NotPrepared if a step is missing and the cache may not build.
+    The step's decisions.npy has a code per document. Raises UserError for an entry of data.sources that has nothing
+    left to train on, or a field that holds out nothing; NotPrepared if a step is missing and the cache may not build.
     """
     contamination_step = contamination.find_contaminated(context, read)
     perplexity_step = perplexity.measure_perplexity(context, read)
@@ -361,6 +361,8 @@ def _write_samples(
 
 
 class _Dropped(NamedTuple):
+    """A dropped document by its index among all; `like` is the index of the document that it repeats, if it does."""
+
     source: str
     reason: str
     document: int

@@ -55,7 +55,7 @@ def choose_sample(
     number = np.array([names.index(name) for name in sources], dtype=np.int32)[table.source]  # source of each document
     text_bytes = np.bincount(number[is_train], table.text_bytes[is_train], minlength=len(names))
     available = {name: int(size) for name, size in zip(names, text_bytes, strict=True)}
-    weight = weights and packing.of_each(weights, available, "tokenizer.sample_weights")
+    weight = weights and packing.weights_by_source(weights, available, "tokenizer.sample_weights")
     wanted = shares(available, sample_bytes, weight)
     check_memory(sum(wanted.values()))
     chosen = np.zeros(len(decision), dtype=np.bool_)
@@ -94,7 +94,7 @@ def shares(available: Mapping[str, int], wanted: int, weights: Mapping[str, floa
 
 
 def lines(texts: Iterable[str], longest: int = sys.maxsize) -> Iterator[str]:
-    """Yield the lines of documents for sentencepiece; a line over 1000 characters is cut, which may split a word.
+    """Yield the lines of documents for sentencepiece, in pieces of at most 1000 characters; a cut may split a word.
 
     Of a document of more than `longest` bytes only the beginning is used.
     """
@@ -223,10 +223,10 @@ def special_ids(context: Context, file: Path) -> tuple[int | None, int | None]:
 
 
 def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: Path | None) -> Step:
-    """Run the step `tokenizer`: train it when file is None, else extend or copy the existing file; print the result.
+    """Run the step `tokenizer` unless cached: train it when file is None, else extend or copy the file.
 
-    Raises UserError when the tokenizer cannot be used or made, NotPrepared when file is missing and the cache may not
-    build.
+    Print the result. Raises UserError when the tokenizer cannot be used or made, NotPrepared when file is missing and
+    the cache may not build.
     """
     if file is None:
         step = _train_tokenizer(context, read, chosen)
@@ -251,7 +251,10 @@ def make_tokenizer(context: Context, read: Documents, chosen: Selection, file: P
 
 
 def _copy_tokenizer(context: Context, path: Path) -> Step:
-    """Run the step `tokenizer` that copies an existing tokenizer. Raises UserError when it cannot be loaded."""
+    """Run the step `tokenizer` that copies an existing tokenizer.
+
+    Raises UserError if it is unreadable or names no </s>.
+    """
     kind = tokenizer_json if encoders.is_json(path) else vocab
     kind.load(path)
     depends_on = {"version": kind.VERSION, "sha256": kind.fingerprint(path)}
@@ -259,9 +262,9 @@ def _copy_tokenizer(context: Context, path: Path) -> Step:
 
 
 def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> Step:
-    """Run the step `tokenizer` that trains a sentencepiece model on the sample.
+    """Run the step `tokenizer` unless cached: train a sentencepiece model on the sample, whose size is printed.
 
-    Raises UserError if it cannot be trained. Prints the size of the sample.
+    Raises UserError if it cannot be trained.
     """
     settings = context.recipe.tokenizer
     assert settings.vocab_size is not None  # recipe.rules asks for a path or a size
@@ -276,10 +279,10 @@ def _train_tokenizer(context: Context, read: Documents, chosen: Selection) -> St
 
 
 def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path: Path) -> Step:
-    """Run the step `tokenizer` that extends a tokenizer by pieces of the sample.
+    """Run the step `tokenizer` unless cached: extend a tokenizer by pieces of the sample, whose size is printed.
 
-    Checks that text without Chinese is encoded as before. Raises UserError when it cannot be extended. Prints the size
-    of the sample.
+    Checks that text without Chinese is encoded as before, or raises RuntimeError. Raises UserError when the tokenizer
+    cannot be extended.
     """
     settings, is_json = context.recipe.tokenizer, encoders.is_json(path)
     assert settings.extend_to is not None
@@ -310,7 +313,7 @@ def _extend_tokenizer(context: Context, read: Documents, chosen: Selection, path
         "extend_longest": settings.extend_longest,
     }
     if is_json:
-        depends_on |= {"json": tokenizer_json.VERSION, "tokenizers": tokenizer_json.library()}
+        depends_on |= {"json": tokenizer_json.VERSION, "tokenizers": tokenizer_json.library_version()}
     return context.cache.step("tokenizer", depends_on, make, 128 * size)
 
 

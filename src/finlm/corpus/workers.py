@@ -329,7 +329,8 @@ class Context:
         """Yield function(task), a dict of arrays, for every (key, task) in order; compute only what the cache lacks.
 
         New arrays are saved in the cache under `name` and the key by at most `at_most` workers; a damaged file is
-        computed again. Prints how many tasks are left if some are cached.
+        computed again. Prints how many tasks are left if some are cached. Raises what a task raises, and UserError as
+        open_pool() does.
         """
         paths = [self.cache.chunk(name, key).with_suffix(".npz") for key, _ in tasks]
         missing = [not path.is_file() for path in paths]

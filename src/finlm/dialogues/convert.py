@@ -70,7 +70,7 @@ def make_shards(context: Context, tokenizer: Path) -> Step:
 
     `tokenizer` is the directory of the model that training starts from. Raises UserError when the chat template cannot
     be used, data.sides is set, the tokenizer lacks a token that the recipe names, too many rows of a source are broken,
-    or a source has nothing to train on.
+    or a source has nothing to train on; NotPrepared if the step is missing and the cache may not build.
     """
     recipe = context.recipe
     assert recipe.chat is not None
@@ -241,7 +241,10 @@ def encode_block(task: Task, most: int | None = None) -> Encoded:
 
 
 def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of sft and append it to the block's result. Raises Refused or LeftOut with the reason."""
+    """Encode a row of sft and append it to the block's result.
+
+    Raises Refused or LeftOut with the reason, UnicodeEncodeError for half of a surrogate pair.
+    """
     messages, tools = templates.read_messages(row), templates.read_tools(row)
     messages = mask(messages) if isinstance(messages, str) else _mask_messages(messages, mask)
     trimmed = messages.strip() if isinstance(messages, str) else _mask_messages(messages, str.strip)
@@ -266,7 +269,7 @@ def _add(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: T
 
 
 def _add_preference(result: Encoded, encoder: encode.Encoder, mask: Mask, row: Any, task: Task) -> None:
-    """Encode a row of preferences or prompts and append it to the result. Raises Refused or LeftOut with the reason."""
+    """Encode a row of preferences or prompts and append it to the result. Raises as _add() does."""
     preference = read_preference(row, mask, needs_both=task.stage != "grpo")
     prompt = preference.prompt
     texts = [*(message["content"] for message in prompt), preference.chosen or "", preference.rejected or ""]

@@ -192,9 +192,9 @@ class Encoder:
 
 @lru_cache(maxsize=2)
 def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
-    """Return the Encoder for chat, sft and Rules.ends (may be missing) as JSON, a line each; cached in the process.
+    """Return the Encoder of these rules; the last two are kept in the process. Raises UserError as Encoder does.
 
-    Raises UserError.
+    `rules` has chat, sft and perhaps Rules.ends as JSON, a line each; `limit` is the most tokens of a dialogue.
     """
     chat, sft, *ends = rules.split("\n")
     more = [tuple(json.loads(line)) for line in ends]
@@ -202,8 +202,9 @@ def encoder(tokenizer: Path, rules: str, limit: int) -> Encoder:
 
 
 def check_template(name: str, encoder: Encoder) -> None:
-    """Raise UserError for a template that rejects a question and its answer, writes the date, or needs missing tokens.
+    """Raise UserError for a template that cannot encode the dialogues of this encoder's tokenizer.
 
+    It cannot if it needs tokens that the tokenizer lacks, writes today's date, or rejects a question and its answer.
     `name` is chat.template, for errors and the tokens that known templates need.
     """
     tokenizer = encoder.tokenizer

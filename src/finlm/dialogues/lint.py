@@ -105,7 +105,10 @@ def rows_left_out(shards: Shards) -> Counter[str]:
 
 
 def count_labels(recipe: Recipe, shards: Shards) -> Seen:
-    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data. Raises UserError."""
+    """Return the counts of tokens and labels in at most ROWS rows, spread over the training data.
+
+    Builds a missing index of rows; raises UserError when it cannot be written.
+    """
     rows = dialogues.train_rows(shards, recipe)
     ids = np.unique(np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(np.int64))
     inputs, labels = rows.read(ids)
@@ -251,7 +254,10 @@ def print_findings(findings: Sequence[Finding], shards: Shards) -> None:
 
 
 def print_label_rows(recipe: Recipe, shards: Shards, count: int) -> None:
-    """Print the first `count` training rows, what is learnt between ⟦ ⟧, green on a terminal. Raises UserError."""
+    """Print the first `count` training rows; what is learnt stands between ⟦ ⟧, green on a terminal.
+
+    Raises UserError as open_tokenizer() and count_labels() do.
+    """
     library = recipe.sft.tokenizer if recipe.sft else "auto"
     tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", library)
     data = dialogues.train_rows(shards, recipe)

@@ -140,6 +140,8 @@ _RIGHT = (
 
 
 class _Patterns(NamedTuple):
+    """The patterns of find_named_letter() and find_decided_letter() for some letters."""
+
     whole: re.Pattern[str]
     line: re.Pattern[str]
     concludes: re.Pattern[str]

@@ -180,7 +180,7 @@ BLOCK_DOCUMENTS = 1000  # documents that the released code concatenates at once
 def build_index(directory: Path, shards: Sequence[Shard], packing: Packing, sequence_length: int) -> Index:
     """Return the index of these training shards; build it in their directory, under a lock, if it is missing.
 
-    Waits, and prints that, while another process holds the lock. Raises UserError when the index cannot be written.
+    While another process holds the lock, prints that it waits. Raises UserError when the index cannot be written.
     """
     path = index_path(directory, packing, sequence_length)
     try:
@@ -336,9 +336,9 @@ def document_bounds(shards: Sequence[Shard]) -> Longs:
 
 
 def prepare_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
-    """Return the training rows of prepared shards; `how` is data.packing, whose missing index is built.
+    """Return the training rows of prepared shards for the data.packing `how`; build a missing index first.
 
-    Raises UserError when it cannot be written, and when there is no row.
+    Raises UserError when the index cannot be written, and when there is no row.
     """
     if how != "concat":
         build_index(shards.directory, shards.split("train"), packing.kind_of(how), sequence_length)

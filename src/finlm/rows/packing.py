@@ -233,9 +233,9 @@ def has_next_token(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def open_rows(shards: Shards, sequence_length: int, how: str) -> Rows | PackedRows:
-    """Return the training rows of prepared shards; `how` is data.packing, whose index must exist.
+    """Return the training rows of prepared shards; `how` is data.packing.
 
-    The packing concat needs no index.
+    Every packing but concat needs its index (build_index); raises FileNotFoundError without it.
     """
     train = shards.split("train")
     if how == "concat":
@@ -249,9 +249,9 @@ def kind_of(how: str) -> Packing:
 
 
 def _open_decoder(tokenizer: Path) -> Callable[[list[int]], str]:
-    """Return a function from ids to text.
+    """Return a function from ids to text for a tokenizer's file.
 
-    It does not leave out control tokens, so ids should be without them.
+    Leave control tokens out of the ids: of a tokenizer.json their names appear in the text.
     """
     if tokenizer.suffix == ".json":
         from tokenizers import Tokenizer
@@ -400,13 +400,13 @@ def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
 
 
 def _normalise_weights(weights: Mapping[str, float], ranges: Mapping[str, range]) -> npt.NDArray[np.float64]:
-    """Return the weights of the sources, float64 [sources], with sum 1. Raises UserError as of_each does."""
+    """Return the weights of the sources, float64 [sources], with sum 1. Raises UserError as weights_by_source does."""
     sizes = {name: len(rows) for name, rows in ranges.items()}
-    values = np.array([*of_each(weights, sizes, "data.mixture").values()], dtype=np.float64)
+    values = np.array([*weights_by_source(weights, sizes, "data.mixture").values()], dtype=np.float64)
     return np.asarray(values / values.sum())
 
 
-def of_each(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) -> dict[str, float]:
+def weights_by_source(weights: Mapping[str, float], sizes: Mapping[str, int], key: str) -> dict[str, float]:
     """Return {source: weight}; the sources that match a glob share its weight by their `sizes`, others get 0.
 
     Raises UserError, naming the recipe key `key`, for a name or glob that matches no source with text.

@@ -51,9 +51,9 @@ class Shard:
         return np.asarray(np.memmap(index, dtype="<u8", mode="r", shape=(self.documents + 1,)))
 
     def documents_before(self, places: npt.ArrayLike) -> Ids:
-        """Return how many documents begin before each of these token positions.
+        """Return how many documents begin before each of these token positions: int64, in the shape of `places`.
 
-        This is also the index of the first document that does not.
+        That number is also the index of the first document that begins at the position or later.
         """
         # In the index's own type: for any other integers numpy converts the whole index first, at every call (3.4 ms
         # instead of 7 microseconds in two million documents; a small model waited for it longer than for its GPU).
@@ -234,7 +234,7 @@ class Order:
         self._half_bits = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, of the positions (any shape, any integer type)."""
+        """Return the row ids of the positions: int64, in their shape. Positions are integers from 0 on."""
         shape = np.shape(positions)
         flat = np.asarray(positions, dtype=np.uint64).ravel()
         epoch, value = np.divmod(flat, np.uint64(self.count))

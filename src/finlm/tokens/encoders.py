@@ -168,7 +168,10 @@ def is_json(model: Path) -> bool:
 
 
 def reference(model: Path) -> Sentencepiece | Tokenizers:
-    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json. Raises UserError."""
+    """Return the encoder that defines the ids of a tokenizer.model or tokenizer.json.
+
+    Raises UserError if it is unreadable.
+    """
     return Tokenizers(model) if is_json(model) else Sentencepiece(model)
 
 
@@ -178,7 +181,10 @@ def cuts(model: Path) -> Cuts:
 
 
 class Gigatoken:
-    """gigatoken's encoder, the fastest. Raises ValueError for a model that it cannot take."""
+    """gigatoken's encoder, the fastest.
+
+    Raises ValueError or RuntimeError for a model that it cannot take, ImportError if the package is missing.
+    """
 
     name = "gigatoken"
 
@@ -266,7 +272,7 @@ def _convert(model: bytes) -> str:
 
 
 def _settings(model: Path) -> str:
-    """Return gigatoken's settings as JSON, without control pieces. ValueError for a model with unused pieces."""
+    """Return gigatoken's settings as JSON, without control pieces. Raises ValueError for a model with unused pieces."""
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
     processor = vocab.load(model)

@@ -111,7 +111,7 @@ def extend(
     sample = Sample.of(lines)
     wanted, dropped = size - base.size, set[str]()
     while True:  # without what turned out not to be reached
-        added = _characters(base, sample, wanted, longest, character_coverage, dropped)
+        added = _add_characters(base, sample, wanted, longest, character_coverage, dropped)
         if longest > 1:
             _add_longer(base, sample, added, wanted, longest, dropped)
         made = enlarge(base, added)
@@ -149,7 +149,10 @@ def enlarge(base: Base, added: Added) -> dict[str, Any]:
 
 
 def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
-    """Check that both tokenizers give the same ids for the old tokens and the texts (vocab.count_unchanged)."""
+    """Return vocab.count_unchanged() of both files for the old tokens and then the texts.
+
+    Raises RuntimeError as it does.
+    """
     before, after = load(old), load(new)
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
 
@@ -162,7 +165,10 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
 
 
 def is_extension(extended: Path, base: Path, size: int) -> bool:
-    """Return whether a tokenizer.json has `size` ids, and `base`'s pieces and first merges. UserError as load()."""
+    """Return whether a tokenizer.json has `size` ids, and `base`'s pieces and first merges.
+
+    Raises UserError if `extended` is not a byte-level BPE tokenizer, NotJson for damaged files.
+    """
     large, small = (files.read_json(path)["model"] for path in (extended, base))
     begins = large["merges"][: len(small["merges"])] == small["merges"]
     return load_base(extended).size == size and begins and small["vocab"].items() <= large["vocab"].items()
@@ -198,10 +204,12 @@ _LETTER_OF = _alphabet()
 _BYTE_OF = {letter: byte for byte, letter in _LETTER_OF.items()}
 
 
-def _characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
-    """Return pieces for missing characters, each merged from its old tokens from the left, at most `wanted`.
+def _add_characters(base: Base, sample: Sample, wanted: int, longest: int, coverage: float, dropped: set[str]) -> Added:
+    """Return pieces and merges for missing Chinese characters; each joins its old tokens from left to right.
 
-    Skips characters in `dropped`, and those whose merges could also occur in text that is not Chinese.
+    Adds at most `wanted` pieces, parts of characters included. Tries the most frequent characters of the sample, up to
+    the share `coverage` of it; if `longest` is 1, all Chinese ones. Skips spellings in `dropped`, and characters of
+    which a part could begin a character that is not Chinese.
     """
     vocab, encoder = base.settings["model"]["vocab"], base.tokenizer().model
     added = Added(set(vocab))
@@ -286,7 +294,7 @@ def _is_chinese_only(begin: str) -> bool:
 NAME = "tokenizer.json"
 
 
-def library() -> str:
+def library_version() -> str:
     """Return the version of the package tokenizers, which defines the ids."""
     return metadata.version("tokenizers")
 
@@ -345,7 +353,10 @@ def added_tokens(path: Path) -> tuple[str, ...]:
 
 
 def gigatoken_settings(path: Path) -> Mapping[str, Any]:
-    """Return the file's settings without control tokens, whose names in a text are text. Raises NotJson."""
+    """Return the settings in the file without control tokens, so that their names in a text are text.
+
+    Raises NotJson.
+    """
     settings: Mapping[str, Any] = files.read_json(path)
     tokens = [token for token in settings.get("added_tokens") or () if not token["special"]]
     return {**settings, "added_tokens": tokens}

@@ -41,7 +41,10 @@ UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 
 def find(named: Path) -> Path:
-    """Return tokenizer.json, else tokenizer.model, of a model directory, or a path as it is. Raises UserError."""
+    """Return the tokenizer's file: `named` itself, or tokenizer.json, else tokenizer.model, in the directory `named`.
+
+    Raises UserError if the directory has neither. A file that is named may be missing.
+    """
     if not named.is_dir():
         return named
     for name in ("tokenizer.json", "tokenizer.model"):
@@ -73,7 +76,7 @@ def fingerprint(path: Path) -> str:
 
 
 def copy(path: Path, directory: Path) -> Described:
-    """Copy a model with </s> to directory/tokenizer.model and return its description. Raises UserError."""
+    """Copy a model to directory/tokenizer.model and return its description. Raises UserError if it has no </s>."""
     processor = load(path)
     if processor.eos_id() < 0:
         raise UserError(f"{path} has no end-of-document piece (</s>)", fix="use a tokenizer with an eos id")
@@ -82,7 +85,10 @@ def copy(path: Path, directory: Path) -> Described:
 
 
 def train(lines: Iterable[str], directory: Path, vocab_size: int, character_coverage: float) -> Described:
-    """Train a sentencepiece model on the lines, write directory/tokenizer.model, and describe it. Raises UserError."""
+    """Train a sentencepiece model on the lines, write directory/tokenizer.model, and return its description.
+
+    Raises UserError if sentencepiece refuses, for a vocab_size too large or too small for the text, say.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -163,7 +169,10 @@ class Sample:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Sample:
-        """Return the counts of the lines, in 2.5 bytes or less for each byte. Raises UserError without any Chinese."""
+        """Return the counts of the lines, using at most 2.5 bytes of memory a byte of text.
+
+        Raises UserError without Chinese.
+        """
         sample = cls(Counter(), Counter())
         for line in lines:
             sample.runs.update(_RUN.findall(line))
@@ -248,13 +257,19 @@ def append_pieces(base: Any, pieces: Sequence[str]) -> Any:
 
 
 def check_unchanged(old: Any, new: Any, texts: Iterable[str]) -> int:
-    """Check that both processors give the same ids for old's pieces and the texts (count_unchanged)."""
+    """Return count_unchanged() of both processors for the pieces of `old` and then the texts.
+
+    Raises RuntimeError as it does.
+    """
     pieces = (old.id_to_piece(number).replace("▁", " ") for number in range(old.vocab_size()))
     return count_unchanged(old.encode, new.encode, itertools.chain(pieces, texts))
 
 
 def count_unchanged(old: Callable[[str], Any], new: Callable[[str], Any], texts: Iterable[str]) -> int:
-    """Return the number of texts. Raises RuntimeError if old and new give one of them, less its Chinese, other ids."""
+    """Encode each text without its Chinese by both functions; return the number of texts.
+
+    Raises RuntimeError if `old` and `new` give other ids for one.
+    """
     count = 0
     for text in texts:
         plain = CHINESE.sub("", text)
@@ -330,7 +345,7 @@ def _keep_living(base: Any, candidates: list[str], wanted: int) -> tuple[list[st
 
 
 def _find_dead(model: Any, old: int) -> set[str]:
-    """Return the new pieces, from id `old` on, that do not encode to themselves: no merges lead to them."""
+    """Return a sentencepiece ModelProto's pieces from id `old` on that do not encode to their own id."""
     alone = ModelProto.FromString(model.SerializeToString())
     alone.normalizer_spec.add_dummy_prefix = False
     processor = sentencepiece.SentencePieceProcessor(model_proto=alone.SerializeToString())

@@ -430,9 +430,9 @@ def _is_list(path: step_cache.File, encoding: str) -> bool:
 
 
 def _list_blocks(path: step_cache.File, encoding: str, advance: screen.Advance, sha256: str) -> Iterator[Block]:
-    """Yield the rows of a file that is a JSON list as blocks of JSON lines.
+    """Yield the rows of a file that is a JSON list as blocks of 10,000 JSON lines. Holds the whole file in memory.
 
-    Raises UserError when it cannot be parsed.
+    Raises UserError when it cannot be parsed or, unless `sha256` is "", has another hash.
     """
     try:
         rows = parse_json(b"".join(readers.pieces(path, encoding, 2**20, advance, sha256)))

@@ -395,9 +395,8 @@ def _source(path: File) -> Any:
 def _columns(item: Input, path: File, names: list[str]) -> list[str]:
     """Return the columns with the text, the counted fields and those that decide what is held out.
 
-    A field is a column's whole name, or its part before the first dot is.
-
-    Returns all names if item.text_field is WHOLE_ROW. Raises UserError when no column holds the text.
+    A field names a whole column, or a value inside the column that its part before the first dot names. Returns all
+    names if item.text_field is WHOLE_ROW. Raises UserError when no column holds the text.
     """
     if item.text_field == WHOLE_ROW:
         return names

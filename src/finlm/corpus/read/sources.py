@@ -91,8 +91,8 @@ def find_inputs(source: Source, key: str, *, fetch: bool = True) -> list[Input]:
     """Return the inputs of an entry of data.sources; `key` is its recipe key, for error messages.
 
     Without a name in the entry, each JSON-lines file is an input; files of any other format are an input per format.
-    Raises UserError when no file matches, and for a store that does not answer; without `fetch`, which downloads,
-    NotPrepared for files of the Hub that are not in its cache.
+    Raises UserError when no file matches, more than 1,000 files would each be a source, or a store does not answer.
+    Without `fetch`, which downloads, raises NotPrepared for files of the Hub that are not in its cache.
     """
     if source.dataset is not None:
         paths: Sequence[File] = remote.fetch_dataset(source, key, fetch=fetch)
