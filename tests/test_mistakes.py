@@ -389,8 +389,8 @@ def test_a_mistake_is_told_at_once_with_what_to_do(
     if command[0] != "prepare":
         monkeypatch.setattr(prepare, "run", lambda _: pytest.fail("prepared"))
     told: list[UserError] = []
-    print_error = screen.fail
-    monkeypatch.setattr(screen, "fail", lambda error: (told.append(error), print_error(error)))
+    print_error = screen.print_error
+    monkeypatch.setattr(screen, "print_error", lambda error: (told.append(error), print_error(error)))
     assert main.main(command) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("error: ") == 1 and says in err, err

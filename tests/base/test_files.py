@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finlm.base import files, runs, step_cache
+from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 
 
@@ -58,3 +60,18 @@ def test_only_checkpoints_with_a_manifest_count(tmp_path: Path) -> None:
     for step in (100, 5):
         files.write_json(run.checkpoint(step) / "manifest.json", {})
     assert [step for step, _ in run.complete_checkpoints()] == [5, 100]
+
+
+def test_a_file_that_is_removed_while_it_is_hashed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sha256 = tmp_path / "news.jsonl", step_cache.sha256
+    source.write_text("{}", encoding="utf-8")
+
+    def hash_and_remove(path: Path, advance: Any) -> str:
+        digest = sha256(path, advance)
+        path.unlink()
+        return digest
+
+    monkeypatch.setattr(step_cache, "sha256", hash_and_remove)
+    with pytest.raises(UserError, match=r"news\.jsonl changed while it was read") as told:
+        step_cache.Cache(tmp_path, build=True).fingerprints([source])
+    assert told.value.evidence == "it is gone"

@@ -28,7 +28,7 @@ with screen.board("a run") as draw:
     screen.say("a line")
     if draw:
         draw(0.5, [("step", "10 of 20")])
-    screen.fail(screen.UserError("a mistake", fix="mend it"))
+    screen.print_error(screen.UserError("a mistake", fix="mend it"))
 screen.say("another line")
 os.write(1, b"went on\\n")
 """

@@ -30,7 +30,7 @@ hosts, root = dict.fromkeys(request.pop("hosts"), pathlib.Path), pathlib.Path(re
 try:
     results = sync.sync(root, hosts, **request | {"data": [pathlib.Path(p) for p in request.get("data", [])]})
 except UserError as error:
-    screen.fail(error)
+    screen.print_error(error)
     sys.exit(2)
 print(json.dumps([dataclasses.asdict(result) for result in results]))
 """

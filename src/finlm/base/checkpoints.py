@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 20
 
 
 class Unreadable(UserError):
-    """Raised when a manifest is not JSON, so damaged; other versions and foreign manifests raise a plain UserError."""
+    """Raised when a manifest is not JSON, so damaged; `Manifest.read` names the other errors."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Manifest:
     def from_json(value: Any, where: str) -> Manifest:
         """Return the Manifest of manifest.json's parsed content, `value`; `where` is the path that errors name.
 
-        Raises UserError if a field is missing or invalid, the version is another, or a file name leads outside the
-        directory.
+        Raises UserError if a field is missing or invalid, for another version of the format, and for a file name that
+        leads outside the directory.
         """
         try:
             if value["version"] != VERSION:
@@ -114,7 +114,10 @@ class Manifest:
 
     @staticmethod
     def read_if_readable(directory: Path) -> Manifest | None:
-        """Return the manifest as `read` does; None if it is missing or not JSON. Raises UserError if not finlm's."""
+        """Return the manifest as `read` does; None if it is missing or not JSON.
+
+        Raises UserError for another version and for a file that is no checkpoint's manifest.
+        """
         try:
             return Manifest.read(directory)
         except (FileNotFoundError, Unreadable):
@@ -124,8 +127,8 @@ class Manifest:
     def read(directory: Path) -> Manifest:
         """Return the manifest of a complete checkpoint from its manifest.json.
 
-        Raises FileNotFoundError without manifest.json, Unreadable when it is not JSON, UserError when finlm did not
-        write it.
+        Raises FileNotFoundError without manifest.json, Unreadable when it is not JSON, and UserError for another
+        version or a file that is no checkpoint's manifest.
         """
         path = directory / MANIFEST
         try:
@@ -137,7 +140,7 @@ class Manifest:
 
 
 def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
-    """Return the steps that every host has a checkpoint of, from the same save.
+    """Return the steps for which every host has a checkpoint of the same save.
 
     `each` has one {step: identity} per host, at least one host. An identity "" is unknown and matches any other.
     """
@@ -148,7 +151,7 @@ def common_steps(each: Sequence[Mapping[int, str]]) -> set[int]:
 def missing_error(
     where: Path, steps: Mapping[str, Iterable[int]], *, recorded: int = 0, damaged: str = ""
 ) -> UserError:
-    """Return, without raising it, the UserError of a run at `where` whose checkpoints are not on all hosts.
+    """Return, without raising it, the UserError for a run at `where` that has no checkpoint common to all hosts.
 
     `steps` maps host names to the steps that they have. `recorded` is the newest step that events.jsonl says was saved,
     0 if none. `damaged` names damaged checkpoints, "" if none.
@@ -267,7 +270,10 @@ def temporary_path(directory: Path) -> Path:
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into step-N's temporary directory and rename that to `directory`, in place of a former one."""
+    """Write the manifest into step-N's temporary directory and rename this to `directory`, in place of a former one.
+
+    The directory must exist, with its files flushed. Raises OSError.
+    """
     saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())
     sync_path(saved)
@@ -293,7 +299,8 @@ def publish_linked(directory: Path, link: Path, manifest: Manifest) -> None:
 def remove(directory: Path) -> None:
     """Remove a checkpoint, if it exists; rename it first, so that a kill leaves no incomplete checkpoint at this path.
 
-    If `directory` is a symlink to a checkpoint in memory, remove the link and then the checkpoint.
+    If `directory` is a symlink to a checkpoint in memory, removes the link and then the checkpoint. What cannot be
+    deleted stays under the name .step-N.removed, without an error.
     """
     if directory.is_symlink():
         link, directory = directory, Path(os.path.realpath(directory))
@@ -306,7 +313,7 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a damaged checkpoint to step-N.damaged (replacing an earlier one) and return the new path."""
+    """Rename a damaged checkpoint to step-N.damaged and return the new path; deletes an earlier one of this name."""
     damaged = directory.with_name(f"{directory.name}.damaged")
     shutil.rmtree(damaged, ignore_errors=True)
     return directory.rename(damaged)

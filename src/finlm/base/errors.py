@@ -11,7 +11,7 @@ import os
 
 
 class UserError(Exception):
-    """A mistake that the user can correct: the problem, the evidence for it, and the fix."""
+    """A mistake that the user can correct: the problem, the evidence for it, and the fix; str() gives all three."""
 
     exit_code = 2
 

@@ -64,7 +64,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_from(path: Path, offset: int) -> str:
-    """Return the text of a file from the byte `offset` on; "" if there is no file. Replaces what is not UTF-8."""
+    """Return the text of a file from the byte `offset` on; "" if there is no file.
+
+    Bytes that are not UTF-8 become U+FFFD.
+    """
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -111,7 +114,10 @@ def sha256_json(value: Any) -> str:
 
 @contextmanager
 def lock(path: Path, busy: UserError) -> Iterator[None]:
-    """Hold an exclusive lock (flock) on a file in the block; raise `busy` if another process has it. Makes the file."""
+    """Hold an exclusive lock (flock) on a file in the block; raise `busy` at once if another process has it.
+
+    Makes the file, or empties it.
+    """
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

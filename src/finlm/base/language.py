@@ -41,7 +41,7 @@ missed: set[str] = set()  # sentences that had no translation, for the tests
 
 
 class _Pattern(NamedTuple):
-    """A sentence of the catalogue with holes: its longest stretch of fixed text, and the sentence in both languages."""
+    """A catalogue sentence with holes: its longest stretch of fixed text, the English and the Chinese sentence."""
 
     fixed: str
     english: str
@@ -51,8 +51,8 @@ class _Pattern(NamedTuple):
 def choose(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
     """Return the language of messages, "en" or "zh", from --lang in the arguments, else from the environment.
 
-    Any other value of --lang gives "en". In the environment the first variable of VARIABLES that is set decides; "en"
-    if none is.
+    --lang with another value, or none, gives "en". In the environment the first variable of VARIABLES that is set
+    decides; "en" if none is.
     """
     for position, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
@@ -88,11 +88,11 @@ def words(language: str) -> Mapping[str, str]:
 def translate(text: str, language: str | None = None) -> str:
     """Return a message translated line by line to `language` (default: the current one); unknown text stays English.
 
-    Adds unknown sentences to `missed`.
+    A sentence that is known in part is translated in part. Adds unknown sentences of two words or more to `missed`.
     """
     if (language or _language) == "en" or not text:
         return text
-    return "\n".join(map(_line, text.split("\n")))
+    return "\n".join(map(_translate_line, text.split("\n")))
 
 
 @functools.cache
@@ -104,11 +104,11 @@ def _catalogue() -> dict[str, dict[str, str]]:
 @functools.cache
 def _patterns() -> list[_Pattern]:
     """Return the catalogue's sentences that have holes, those with the most fixed text first."""
-    found = []
+    patterns = []
     for english, chinese in _catalogue()["messages"].items():
         if HOLE.search(english):
-            found.append(_Pattern(max(HOLE.sub("\n", english).split("\n"), key=len), english, chinese))
-    return sorted(found, key=lambda pattern: -len(HOLE.sub("", pattern.english)))
+            patterns.append(_Pattern(max(HOLE.sub("\n", english).split("\n"), key=len), english, chinese))
+    return sorted(patterns, key=lambda pattern: -len(HOLE.sub("", pattern.english)))
 
 
 @functools.cache
@@ -125,69 +125,88 @@ def _hole_pattern(name: str) -> str:
     return ".+" if name.startswith("_") else _NUMBERS.get(name, "(?:(?!; ).)+?")
 
 
-def _line(line: str) -> str:
-    """Return a line translated, with its indentation, list mark (- or #) and columns kept."""
+def _translate_line(line: str) -> str:
+    """Return one line in Chinese, keeping its indentation, list mark (- or #) and the positions of its columns.
+
+    Columns are texts with two or more blanks between them. Of a line with columns, drops blanks at the end.
+    """
     start = re.match(r"\s*(?:- |# )?", line)
     indent = start[0] if start else ""
     body = line[len(indent) :]
     cells = re.split(r"(\s{2,})", body)
     if len(cells) == 1:
-        return indent + _part(body)
+        return indent + _translate_part(body)
     said = indent
     for cell, gap in zip(cells[::2], [*cells[1::2], ""], strict=True):
-        known = _part(cell)
+        known = _translate_part(cell)
         said += known + " " * max(2 * bool(gap), len(gap) - (width(known) - width(cell)))
     return said.rstrip()
 
 
-def _part(text: str) -> str:
-    """Return a sentence or part of one, translated if known, else as given; adds unknown sentences to `missed`."""
-    known = _find(text)
+def _translate_part(text: str) -> str:
+    """Return the Chinese of a sentence or a part of one; the text as given if it is unknown.
+
+    Adds unknown text of two words or more to `missed`.
+    """
+    known = _find_translation(text)
     if known is None and _SENTENCE.search(text):
         missed.add(text)
     return text if known is None else known
 
 
-def _find(text: str) -> str | None:
-    """Return the translation of a sentence: as a whole, else by its parts. None when no part of it is known."""
+def _find_translation(text: str) -> str | None:
+    """Return the Chinese of a sentence, as a whole, else by its parts; None when no part is known.
+
+    Unknown parts stay English; those with two words or more are added to `missed`.
+    """
     said = _exact(text)
     if said is not None:
         return said
     main, remark = _split_remark(text)
     if meaning := _exact(remark):
-        return f"{_part(main)}（{meaning}）"
+        return f"{_translate_part(main)}（{meaning}）"
     key, colon, rest = text.partition(": ")
     if colon and " " not in key:
-        if said := _match(text, f"{key}: "):
+        if said := _fill_pattern(text, f"{key}: "):
             return said
-        if " " in rest and not _SETTINGS.match(rest) and (said := _find(rest)):
+        if " " in rest and not _SETTINGS.match(rest) and (said := _find_translation(rest)):
             return f"{_exact(f'{key}:') or f'{key}：'}{said}"
-    return _match(text) or _find_parts(text, main, remark)
+    return _fill_pattern(text) or _translate_parts(text, main, remark)
 
 
-def _match(text: str, start: str = "") -> str | None:
-    """Return a sentence translated by the first matching pattern that begins with `start`; None if none does."""
+def _fill_pattern(text: str, start: str = "") -> str | None:
+    """Return the translation of `text` by the first catalogue pattern that fits all of it; None if none fits.
+
+    Tries only patterns whose English begins with `start`, those with the most fixed text first. What fills a hole whose
+    name begins with an underscore is translated too, and if unknown is added to `missed`.
+    """
     for pattern in _patterns():
         if not pattern.english.startswith(start) or pattern.fixed not in text:
             continue
         if match := _sentence_pattern(pattern.english).fullmatch(text):
-            holes = {name: _part(held) if name.startswith("_") else held for name, held in match.groupdict().items()}
+            holes = {
+                name: _translate_part(held) if name.startswith("_") else held
+                for name, held in match.groupdict().items()
+            }
             return HOLE.sub(lambda hole, holes=holes: holes[hole[1]], pattern.chinese)  # type: ignore[misc]
     return None
 
 
-def _find_parts(text: str, main: str, remark: str) -> str | None:
+def _translate_parts(text: str, main: str, remark: str) -> str | None:
     """Return a sentence translated clause by clause, or item by item at commas; None when no clause is known.
 
-    `main` and `remark` are what _split_remark(text) returned.
+    `main` and `remark` are what _split_remark(text) returned. Clauses end at "; ". Items are translated only if each of
+    two words or more is known.
     """
     if "; " in text:
         clauses = text.split("; ")
-        return "；".join(map(_part, clauses)) if any(_find(clause) for clause in clauses) else None
-    if remark and ((said := _find(main)) or _find(remark)):
-        return f"{said or _part(main)}（{_part(remark)}）"
+        return (
+            "；".join(map(_translate_part, clauses)) if any(_find_translation(clause) for clause in clauses) else None
+        )
+    if remark and ((said := _find_translation(main)) or _find_translation(remark)):
+        return f"{said or _translate_part(main)}（{_translate_part(remark)}）"
     items = text.split(", ")
-    known = [_find(item) for item in items] if len(items) > 1 else []
+    known = [_find_translation(item) for item in items] if len(items) > 1 else []
     if any(known) and all(said or not _SENTENCE.search(item) for said, item in zip(known, items, strict=True)):
         return "，".join(said or item for said, item in zip(known, items, strict=True))
     return None
@@ -199,7 +218,7 @@ def _exact(text: str) -> str | None:
 
 
 def _split_remark(text: str) -> tuple[str, str]:
-    """Return (text before, text in) the parentheses that end `text` after a space; (text, "") if none do."""
+    """Return (text before, text inside) the parentheses that end `text`; (text, "") unless a space precedes them."""
     depth = 0
     for position in range(len(text) - 1, 0, -1) if text.endswith(")") else ():
         depth += {")": 1, "(": -1}.get(text[position], 0)

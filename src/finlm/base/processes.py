@@ -66,7 +66,10 @@ class Status(NamedTuple):
 
 
 def read_status(pid: int) -> Status | None:
-    """Return the Status of a process from /proc; None when there is no such process."""
+    """Return the Status of a process from /proc; None when there is no such process or no /proc.
+
+    The code is 0 while the process runs.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -119,7 +122,7 @@ def python_path(code: Path, env: Mapping[str, str]) -> str:
 def free_port(port: int) -> int | str:
     """Return `port` if it can be listened on, or for 0 a random free port of PORTS; else the system's reason as text.
 
-    For 0, tries 100 ports. The port is not kept open.
+    For 0, tries 100 ports. The port is free again when this returns, so another process may take it.
     """
     reason = ""
     for candidate in random.SystemRandom().sample(PORTS, TRIES) if port == 0 else (port,):

@@ -73,7 +73,10 @@ class RunDir:
 
     @property
     def shards(self) -> Path:
-        """Directory of the prepared data: the symlink `shards`, else manifest.json's path, or FileNotFoundError."""
+        """Directory of the prepared data: the symlink `shards`, else the path in manifest.json.
+
+        Raises FileNotFoundError without either, NotJson for a damaged manifest.
+        """
         link = self.path / "shards"
         return link if link.is_symlink() else Path(files.read_json(self.manifest)["shards"]["path"])
 
@@ -127,8 +130,8 @@ class RunDir:
     def count_failures(self) -> tuple[int, float]:
         """Return (number of launches that failed, seconds of all launches), from events.jsonl.
 
-        A launch failed if its last event is not an `end`, or an `end` with status failed. Its seconds run from its
-        start to its last step or end.
+        Of each launch, counts the events `start`, `step` and `end`. It failed if the last of these is not an `end`, or
+        an `end` with status failed. Its seconds run from the first of these to the last.
         """
         launches = list[tuple[float, float, bool]]()  # first and last row, whether it ended well
         for row in self.read_events():
@@ -170,7 +173,7 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def open_run(path: str | Path) -> RunDir:
-    """Return the run directory at path. Raises UserError when its recipe, plan or DeepSpeed settings are missing."""
+    """Return the RunDir at `path`. Raises UserError when its recipe.yaml, plan.json or ds_config.json is missing."""
     run = RunDir(Path(path))
     missing = [p.name for p in (run.recipe, run.plan, run.ds_config) if not p.exists()]
     if missing:
@@ -183,7 +186,10 @@ def open_run(path: str | Path) -> RunDir:
 
 
 def run_of(path: Path) -> RunDir | None:
-    """Return the run whose directory, export or checkpoint `path` is; None when it belongs to no run."""
+    """Return the run directory that `path` is or lies in, at most two levels below it; None if there is none.
+
+    It finds the run of its export and of a checkpoint of it. A run directory has plan.json and recipe.yaml.
+    """
     for directory in (path, path.parent, path.parent.parent):
         if (directory / "plan.json").is_file() and (directory / "recipe.yaml").is_file():
             return RunDir(directory.resolve())

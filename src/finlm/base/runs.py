@@ -84,10 +84,10 @@ def seal_model(directory: Path, **origin: Any) -> None:
 
 
 def prove_model(directory: Path) -> None:
-    """Compare a model directory with its finlm.json; do nothing without one.
+    """Compare a model directory's files with its finlm.json by size and sha256; do nothing without that file.
 
-    Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory. Prints
-    how much was compared.
+    Raises UserError if finlm.json is damaged or a file differs. Ignores names that lead outside the directory. Skips
+    files that this process has compared before, and prints how much was compared if it takes a second, as prove() does.
     """
     path = directory / MODEL_MANIFEST
     if not path.is_file():
@@ -108,7 +108,10 @@ _held: set[Path] = set()  # run directories that this process has locked
 
 @contextmanager
 def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
-    """Make and yield an empty directory runs/<stem>, or <stem>.2 ...; remove it when it raises, if empty."""
+    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on if it exists.
+
+    When the block raises, removes the directory if it is empty. Raises OSError if it cannot be made.
+    """
     for count in itertools.count(1):
         path = runs / (stem if count == 1 else f"{stem}.{count}")
         try:
@@ -127,7 +130,8 @@ def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
 def is_finished(run: RunDir) -> bool:
     """Return whether `finlm train` did all steps of the run: finished.json exists.
 
-    A run of a version without finished.json, as its manifest shows, is finished if events.jsonl has a `prediction`.
+    Earlier versions wrote no finished.json. A run of theirs, which has no manifest or one without the key `completion`,
+    is finished if events.jsonl has a `prediction`.
     """
     if run.finished.exists():
         return True
@@ -154,8 +158,9 @@ def newest_runs(runs: Path) -> list[RunDir]:
 def newest_checkpoint(run: RunDir) -> Path:
     """Return the directory of the newest complete checkpoint with all ranks' files, else of the newest complete one.
 
-    Prints to stderr when it passes over a newer one, which has parts on other hosts or a damaged manifest. Returns a
-    checkpoint of another version, for its reader to explain. Raises UserError when there is none.
+    Prints to stderr which newer ones it passes over: those with parts on other hosts, if there is a whole one, and
+    those with a damaged manifest. Returns a checkpoint of another version, for its reader to explain. Raises UserError
+    when there is none.
     """
     complete = run.complete_checkpoints()
     if not complete:
@@ -189,8 +194,8 @@ def run_of_checkpoint(path: Path) -> RunDir:
 def complete_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest one if `path` is a run, after comparing its files' hashes.
 
-    Raises UserError when there is no complete one, when some of its files are on other hosts, or when it is damaged.
-    Prints how much was compared.
+    Raises UserError when it is not complete, is of another version, has files on other hosts only, or is damaged. Skips
+    the comparison, and prints, as prove() does.
     """
     if (path / "plan.json").is_file():
         path = newest_checkpoint(RunDir(path))
@@ -224,8 +229,8 @@ def lock_run(run: RunDir) -> Iterator[None]:
     Writes this process's pid and host into .lock. Raises UserError with the pid of the process that holds the lock. The
     ranks hold another lock, .lock-<host> (see hold).
     """
-    own = run.path.resolve()
-    if own in _held:
+    path = run.path.resolve()
+    if path in _held:
         yield
         return
     with (run.path / ".lock").open("a+") as file:
@@ -241,11 +246,11 @@ def lock_run(run: RunDir) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()} {os.uname().nodename}\n")
         file.flush()
-        _held.add(own)
+        _held.add(path)
         try:
             yield
         finally:
-            _held.remove(own)
+            _held.remove(path)
 
 
 def holder(run: RunDir) -> tuple[str, str]:
@@ -258,7 +263,10 @@ def holder(run: RunDir) -> tuple[str, str]:
 
 
 def is_held(run: RunDir) -> bool | None:
-    """Return whether a process of this machine holds the run's lock; None if .lock or /proc/locks cannot be read."""
+    """Return whether a process of this machine holds the run's lock; None if .lock or /proc/locks cannot be read.
+
+    Includes this process.
+    """
     try:
         inode = (run.path / ".lock").stat().st_ino
         # Without the device: of btrfs and overlayfs /proc/locks has another one than stat.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _STDOUT, _STDERR = 1, 2
 _results = _STDOUT
-_is_read = True
+_is_stdout_open = True
 
 # Between characters of two columns a line may break; never before a closing mark.
 _WORD = re.compile(rf"\s*(?:[{WIDE}][，。、；：）」]*|[^\s{WIDE}]+)")
@@ -56,9 +56,9 @@ def send_results(*, to_stderr: bool) -> None:
     _results = _STDERR if to_stderr else _STDOUT
 
 
-def is_read() -> bool:
+def is_stdout_open() -> bool:
     """Return whether stdout can still be written to; False once a write to it has failed."""
-    return _is_read
+    return _is_stdout_open
 
 
 def flush() -> None:
@@ -71,10 +71,10 @@ def flush() -> None:
 def _ignore_closed(number: int) -> Iterator[None]:
     """Suppress OSError while the block writes to file descriptor `number`.
 
-    A closed stream is redirected to /dev/null, and so is stdout after any OSError, whereupon is_read() is False. Raises
-    UserError if writing to stdout fails for another reason, such as a full disk.
+    A closed stream is redirected to /dev/null. So is stdout after any OSError; is_stdout_open() is False from then on.
+    Raises UserError if writing to stdout fails for another reason, such as a full disk.
     """
-    global _is_read
+    global _is_stdout_open
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def _ignore_closed(number: int) -> Iterator[None]:
             os.dup2(null, number)  # what is buffered goes there too, else the interpreter's own last flush fails
             os.close(null)
         if number == _STDOUT:
-            _is_read = False
+            _is_stdout_open = False
             if not is_gone:
                 fix = "free space there, or write to another disk"
                 raise UserError(f"the result cannot be written to stdout: {error.strerror}", fix=fix) from None
@@ -157,7 +157,7 @@ def heading(text: str) -> None:
 
 
 def write(text: str) -> None:
-    """Print a piece of the result as it is: not translated, not folded, without an end of line."""
+    """Print a piece of the result as it is: not translated, not folded, no end of line added. Raises as show() does."""
     with _ignore_closed(_results):
         print(text, end="", file=_stream(_results), flush=True)
 
@@ -169,7 +169,10 @@ def print_json(document: Any) -> None:
 
 
 def print_styled(parts: Sequence[tuple[str, str]]) -> None:
-    """Print (text, rich style; "" = plain) pairs as one paragraph of the result, each text translated."""
+    """Print (text, rich style; "" = plain) pairs as one paragraph of the result, each text translated.
+
+    Raises as show() does.
+    """
     from rich.text import Text
 
     console(_results).print(Text.assemble(*((translate(text), style) for text, style in parts)))
@@ -225,7 +228,8 @@ def fold(line: str, columns: int) -> str:
 def progress(description: str, total: float | None, unit: str = "") -> Iterator[Advance]:
     """Show a progress bar with elapsed and remaining time on stderr during the block; yield the function that moves it.
 
-    If stderr is not a terminal, that function prints a line at each tenth of `total`, ending with `unit`.
+    If stderr is not a terminal, this function prints a line at each tenth of `total`, ending with `unit`; nothing if
+    `total` is None.
     """
     if not sys.stderr.isatty():
         yield _plain_progress(description, total, unit)
@@ -244,7 +248,7 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
 
 @contextmanager
 def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
-    """Show a bar above named values during the block; yield the function that redraws it, None when not on a terminal.
+    """Show a bar above named values during the block; yield the function that redraws it, or None if not on a terminal.
 
     Draws on stderr, or with `is_result` where results go. Vanishes at the end of the block.
     """
@@ -289,8 +293,11 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
     return advance
 
 
-def fail(error: UserError) -> None:
-    """Print an error as problem / evidence / fix to stderr, translated; on a terminal these labels are coloured."""
+def print_error(error: UserError) -> None:
+    """Print an error as problem / evidence / fix to stderr, translated; on a terminal these labels are coloured.
+
+    Neither raises nor ends the process.
+    """
     for label, text, style in (
         ("error:", error.problem, "bold red"),
         ("  evidence:", error.evidence, "bold"),

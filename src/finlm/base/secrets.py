@@ -60,7 +60,7 @@ def redact_key(key: str, value: Any) -> Any:
 def redact_text(text: str) -> str:
     """Return source code or a diff with REDACTED for tokens, URL logins and values assigned to secret names."""
     return _ASSIGNED.sub(
-        lambda found: f"{found['name']}{found['quote']}{REDACTED}{found['quote']}", _without_tokens(text)
+        lambda match: f"{match['name']}{match['quote']}{REDACTED}{match['quote']}", _without_tokens(text)
     )
 
 

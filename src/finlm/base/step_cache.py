@@ -106,14 +106,14 @@ class Cache:
         self.build = build
         self._fingerprints = directory / "fingerprints.json"
         self._is_swept = False
-        self.used: list[Path] = []  # the steps that were asked for and are there, in order
+        self.used: list[Path] = []  # the steps that were in the cache already, in the order they were asked for
 
     @contextmanager
     def lock_cache(self) -> Iterator[None]:
         """Lock the cache directory in the block, waiting for another process; first remove what a killed one left.
 
-        Raises UserError when the directory cannot be written, or when the disk is full during the block. Prints that it
-        waits.
+        Makes the directory if it is missing. Prints that it waits. Raises UserError when the directory cannot be
+        written, or when the disk is full during the block.
         """
         with ExitStack() as held:
             try:
@@ -138,9 +138,11 @@ class Cache:
     ) -> Step:
         """Return the step of this name and these inputs from the cache, or build it with make(directory) -> manifest.
 
-        A step whose files have the wrong length is removed and built again, with a notice on stderr. `needed_bytes` is
+        `make` writes into an empty temporary directory; its manifest is stored with step, key and file lengths added. A
+        step whose files have the wrong length is removed and built again, with a notice on stderr. `needed_bytes` is
         the disk space to check for before building, or a function that returns it. Raises UserError when the disk is
-        too full, NotPrepared when the step is missing or damaged and build is False.
+        too full or a stored manifest is not JSON, and NotPrepared when the step is missing or damaged and build is
+        False.
         """
         key = files.sha256_json({"step": name, **depends_on})
         path = self.directory / f"{name}-{key[:16]}"
@@ -172,11 +174,12 @@ class Cache:
         return self.directory / "chunks" / name / key[:2] / key
 
     def fingerprints(self, paths: Sequence[File]) -> list[Fingerprint]:
-        """Return a Fingerprint of each file; files with path, inode, size and times known from before are not read.
+        """Return the Fingerprint of each file; files with path, inode, size and times known from before are not read.
 
-        Of a store's file, size and version must be known instead; several of those are read at once. Stores new hashes
-        in fingerprints.json. Raises UserError for a file that cannot be read or changes meanwhile, NotPrepared for a
-        file with no known hash when build is False, OSError for a missing local file.
+        Of a store's file, size and version must be known instead; several of those are read at once. Shows a bar for
+        more than 2 GB. Stores new hashes in fingerprints.json. Raises UserError for a file that cannot be read or
+        changes meanwhile, NotPrepared for a file with no known hash when build is False, OSError for a missing local
+        file.
         """
         known = files.read_json(self._fingerprints) if self._fingerprints.is_file() else {}
         states = [_state(path) for path in paths]
@@ -214,7 +217,7 @@ def require_space(directory: Path, needed_bytes: int, step: str) -> None:
 def full_disk_is_a_user_error(directory: Path, step: str) -> Iterator[None]:
     """Turn an OSError of the block that says full disk or quota (ENOSPC, EDQUOT) into a UserError that names the step.
 
-    Callers remove unfinished files.
+    Passes on any other error. Its message says that unfinished files were removed, which the caller must do.
     """
     try:
         yield
@@ -278,13 +281,14 @@ def _size(state: list[Any]) -> int:
 
 
 def check_unchanged(path: File, state: list[Any]) -> None:
-    """Raise UserError when a file no longer has this state (_state, or state_now for a store's file)."""
-    if (_state(path) if isinstance(path, Path) else path.state_now()) != state:
+    """Raise UserError when a file is gone or no longer has this state (_state, or state_now for a store's file)."""
+    is_gone = isinstance(path, Path) and not path.exists()
+    if is_gone or (_state(path) if isinstance(path, Path) else path.state_now()) != state:
         raise file_changed(path)
 
 
 def file_changed(path: File) -> UserError:
-    """Return the UserError for a file whose bytes changed while, or after, they were hashed."""
+    """Return, without raising it, the UserError for a file whose bytes changed while, or after, they were hashed."""
     if isinstance(path, Path):
         size: Any = path.stat().st_size if path.exists() else None
     else:
@@ -313,7 +317,10 @@ def _hash_all(paths: Sequence[File], advance: screen.Advance) -> Iterator[str]:
 
 
 def sha256(path: File, advance: screen.Advance = ignore_progress) -> str:
-    """Return a file's hex sha256; calls advance(bytes) for each block. Raises UserError when it cannot be opened."""
+    """Return a file's hex sha256; calls advance(bytes) for each block.
+
+    Raises UserError when the file cannot be opened, OSError when reading fails later.
+    """
     digest = hashlib.sha256()
     try:
         file = path.open("rb", buffering=0) if isinstance(path, Path) else path.open("rb")
@@ -344,7 +351,10 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside path; rename it to path at the end, or remove it after an error."""
+    """Yield a new temporary directory beside `path`; rename it to `path` at the end, or remove it after an error.
+
+    Raises OSError if `path` exists by then, unless it is an empty directory.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

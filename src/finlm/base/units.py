@@ -64,12 +64,13 @@ def format_duration(seconds: float) -> str:
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many bytes of memory this process can still use: MemAvailable, or less where a cgroup limits it.
 
-    Page cache counts as free. `proc` and `cgroup` are where these file systems are mounted.
+    Page cache counts as free. `proc` and `cgroup` are where these file systems are mounted. Raises OSError without
+    /proc/meminfo.
     """
     rows = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     least = int(rows["MemAvailable"].split()[0]) * 1024
-    own = proc / "self" / "cgroup"
-    for line in own.read_text().splitlines() if own.is_file() else ():
+    groups = proc / "self" / "cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, name = line.split(":", 2)
         old = "memory" in controllers.split(",")
         if controllers and not old:
@@ -87,7 +88,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 def _bytes_left(directory: Path, limit: str, used: str, otherwise: int) -> int:
     """Return the bytes that a cgroup's limit leaves, inactive page cache included; `otherwise` if it has no limit.
 
-    `limit` and `used` are the names of the files in the cgroup's directory to read.
+    `limit` and `used` are the names of the files in the cgroup's directory to read. Returns `otherwise` too if they
+    cannot be read. Less than 0 is possible.
     """
     try:
         most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.send_results(to_stderr=getattr(options, "json", False))
         return _run(options)
     except UserError as error:
-        screen.fail(error)
+        screen.print_error(error)
         return error.exit_code
     finally:
         screen.flush()
@@ -91,12 +91,14 @@ def _run(options: argparse.Namespace) -> int:
         if extra is None:
             raise
         fix = f"pip install 'finlm[{extra}]'; in a checkout: bash scripts/setup.sh"
-        screen.fail(UserError(f"{options.command} needs the package {error.name}", fix=fix))
+        screen.print_error(UserError(f"{options.command} needs the package {error.name}", fix=fix))
         return UserError.exit_code
     except OSError as error:
         if error.filename is None or error.errno not in REFUSED:
             raise
-        screen.fail(UserError(f"{options.command}: {error.filename}: {error.strerror}", fix=REFUSED[error.errno]))
+        screen.print_error(
+            UserError(f"{options.command}: {error.filename}: {error.strerror}", fix=REFUSED[error.errno])
+        )
         return UserError.exit_code
     except KeyboardInterrupt:
         screen.say("interrupted")

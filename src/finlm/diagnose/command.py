@@ -152,7 +152,7 @@ def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:
 def _print_refusal(problem: str, evidence: str) -> int:
     """Print the problem with a fix to stderr and return exit code 2."""
     fix = "give log files, - for standard input, or a run directory"
-    screen.fail(UserError(problem, evidence=evidence, fix=fix))
+    screen.print_error(UserError(problem, evidence=evidence, fix=fix))
     return 2
 
 

@@ -81,7 +81,7 @@ def run(
                 messages.append({"role": "assistant", "content": _answer(talker, messages, sampling, max_tokens)})
             except UserError as error:  # no room left, say; the conversation can be begun anew
                 messages.pop()
-                screen.fail(error)
+                screen.print_error(error)
                 if not sys.stdin.isatty():
                     return error.exit_code
 

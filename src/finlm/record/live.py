@@ -232,7 +232,7 @@ def watch(run: RunDir) -> int:
             if number == 0 and view.state.step:
                 screen.show(view.state.line(time.time()))
             view.refresh()
-            if not screen.is_read():
+            if not screen.is_stdout_open():
                 return 0
     if view.state.end is None:
         screen.show(f"nothing runs it any more; the last word was at step {view.state.step:,}")

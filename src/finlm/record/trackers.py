@@ -336,7 +336,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         follow(run, name, parent_ended)
     except UserError as error:
-        screen.fail(error)
+        screen.print_error(error)
         return error.exit_code
     return 0
 
