@@ -16,8 +16,8 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan import planner
 from finlm.plan.plan import Plan
-from finlm.recipe import cluster, parents, recipe, shape
-from finlm.recipe.models import traits
+from finlm.recipe import cluster, recipe, shape
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
 from finlm.train import batches
 from finlm.train.model import kernels
@@ -295,7 +295,7 @@ def test_unusual_configurations_are_what_transformers_makes_of_them(name: str) -
         for key, value in (SIZES | UNUSUAL[name]).items()
         if value is not None or key == "q_lora_rank"  # whose null is a choice of its own
     }
-    parents.refuse_model(said, name)
+    refusals.refuse_model(said, name)
     at = cells.case_of(said, traits.shipped()[said["model_type"]], *small_run())
     wrong = {
         each: why for each in ("loss", "packed rows", "parameters", "activations") if (why := cells.CELLS[each](at))

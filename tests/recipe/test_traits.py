@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finlm.base.errors import UserError
-from finlm.recipe import derive, parents, recipe, shape
+from finlm.recipe import derive, recipe, shape
 from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import config_of
 
@@ -190,7 +190,7 @@ def test_what_no_layer_here_computes_is_refused_when_the_recipe_is_read(
     sets = ("stage=sft", f"model={{init_from: {start(tmp_path, QWEN3_4B | changes)}}}", "tokenizer={}")
     with pytest.raises(UserError) as error:
         loaded = recipe.load(QUICKSTART, (*sets, "train.steps=30")).recipe
-        parents.refuse_model(loaded.model.config or {}, str(tmp_path), loaded.batch.sequence_length)
+        refusals.refuse_model(loaded.model.config or {}, str(tmp_path), loaded.batch.sequence_length)
     assert evidence in error.value.evidence
 
 
@@ -208,12 +208,12 @@ def test_a_class_that_transformers_lacks_is_told_with_its_code(tmp_path: Path) -
     code = {"auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}}
     path = Path(start(tmp_path, QWEN3_4B | code | {"model_type": "baichuan"})) / "config.json"
     with pytest.raises(UserError, match="transformers has no model_type 'baichuan'") as error:
-        parents.read_config(path)
+        refusals.read_config(path)
     assert error.value.evidence.startswith("auto_map names code")
     start(tmp_path, QWEN3_4B | code)
-    assert "auto_map" not in parents.read_config(path)
+    assert "auto_map" not in refusals.read_config(path)
     start(tmp_path, QWEN3_4B | {"model_type": "qwen3_5_text"})  # known to transformers, and told by others
-    parents.read_config(path)
+    refusals.read_config(path)
 
 
 def test_a_mixtral_needs_no_head_dim_where_a_hunyuan_does() -> None:

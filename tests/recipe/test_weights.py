@@ -45,15 +45,15 @@ def write(path: Path, shapes: dict[str, list[int]]) -> bytes:
 
 def refused(directory: Path) -> str:
     with pytest.raises(UserError, match="holds no whole model") as caught:
-        weights.check(directory, CONFIG)
+        weights.check_weight_files(directory, CONFIG)
     return caught.value.evidence
 
 
 def test_a_whole_model_is_whole_and_one_of_another_kind_is_left_to_its_loading(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", SHAPES)
-    weights.check(tmp_path, CONFIG)
+    weights.check_weight_files(tmp_path, CONFIG)
     write(tmp_path / "model.safetensors", {"transformer.h.0.attn": [4]})
-    weights.check(tmp_path, CONFIG)
+    weights.check_weight_files(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +179,16 @@ def test_layers_without_experts_a_routers_buffer_and_predictors_of_further_token
         shapes |= {f"model.layers.{number}.{name}": list(size) for name, size in tensors if len(size) < 3}
     shapes |= {"model.layers.1.mlp.gate.e_score_correction_bias": [2], "model.layers.2.eh_proj.weight": [64, 128]}
     write(tmp_path / "model.safetensors", shapes)
-    weights.check(tmp_path, config)
+    weights.check_weight_files(tmp_path, config)
     write(tmp_path / "model.safetensors", shapes | {"model.layers.0.mlp.gate.weight": [2, 64]})
     with pytest.raises(UserError, match="do not fit") as caught:
-        weights.check(tmp_path, config)
+        weights.check_weight_files(tmp_path, config)
     assert "model.layers.0.mlp.gate.weight is none of a deepseek_v3" in caught.value.evidence
 
 
 def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path) -> None:
     whole(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
-    weights.check(tmp_path, LLAMA)
+    weights.check_weight_files(tmp_path, LLAMA)
     config = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
     layer = [(name, size) for name, size in traits.read(config).layer if len(size) < 3]
     shapes = dict(OUTER)
@@ -196,7 +196,7 @@ def test_experts_may_lie_one_by_one_and_older_files_hold_buffers(tmp_path: Path)
         shapes |= {f"model.layers.{number}.{n.replace('mlp.', 'block_sparse_moe.')}": list(s) for n, s in layer}
         shapes |= {f"model.layers.{number}.block_sparse_moe.experts.{n}.w1.weight": [128, 64] for n in (0, 1)}
     write(tmp_path / "model.safetensors", shapes)
-    weights.check(tmp_path, config)
+    weights.check_weight_files(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_tensors_have_the_names_that_models_are_released_with(
         shapes |= {f"model.layers.{number}.{name.replace(new, old)}": list(size) for name, size in layer.items()}
     assert any(old in name for name in shapes)
     write(tmp_path / "model.safetensors", shapes)
-    weights.check(tmp_path, config)
+    weights.check_weight_files(tmp_path, config)
     write(tmp_path / "model.safetensors", {name.replace(old, "mlp.no."): size for name, size in shapes.items()})
     with pytest.raises(UserError, match="do not fit"):
-        weights.check(tmp_path, config)
+        weights.check_weight_files(tmp_path, config)
 
 
 def test_a_plan_by_config_json_alone_says_that_weights_are_missing(
@@ -412,7 +412,7 @@ def test_a_model_of_modelscope_is_planned_by_its_config_and_its_weights_are_fetc
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     weights.fetch_weights(wanted)
-    assert len(modelscope) == 3 and weights.check(directory, LLAMA) is None
+    assert len(modelscope) == 3 and weights.check_weight_files(directory, LLAMA) is None
 
 
 @pytest.mark.parametrize(

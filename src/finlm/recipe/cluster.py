@@ -70,7 +70,7 @@ class Cluster:
         return sum(host.slots for host in self.hosts)
 
     def replace(self, lost: str, spare: Host) -> Cluster:
-        """Return the cluster with `spare` in the position of the lost host.
+        """Return the cluster with `spare` in the position of the host `lost`.
 
         The spare leaves `spares`; the lost host is dropped and does not go to `away`.
         """
@@ -130,10 +130,10 @@ def load(
 ) -> Cluster:
     """Return the cluster of a hostfile; its hosts marked `spare` become the spares.
 
-    A host's GPU kind is `gpu`, else that of the host of the same name in `hardware`, else None (CPU ranks). `access` is
-    the recipe's `hosts:`. `include` and `exclude` are DeepSpeed's filters. Raises UserError that lists bad lines as
-    file:line, and for an unreadable file, a wrong filter, a host of `access` that the file lacks, or when only spares
-    are left.
+    A host's GPU kind is `gpu`, else that of the host of the same name in `hardware`, else None (CPU ranks). Memory and
+    network speed (else 10 Gbit/s) also come from `hardware`. `access` is the recipe's `hosts:`. `include` and `exclude`
+    are DeepSpeed's filters. Raises UserError that lists bad lines as file:line, and for an unreadable file, a wrong
+    filter, a host of `access` that the file lacks, or when only spares are left.
     """
     path = Path(hostfile)
     slots, spare = _read(path)
@@ -191,7 +191,10 @@ def entries(path: Path) -> list[tuple[int, str]]:
 
 
 def _read(path: Path) -> tuple[dict[str, int], set[str]]:
-    """Return (slots by host in the file's order, names of the spares). Raises UserError that lists the bad lines."""
+    """Return (slots by host in the file's order, names of the spares) of a hostfile.
+
+    Raises UserError that lists the first bad lines as file:line, and for a file that is unreadable or names no host.
+    """
     slots: dict[str, int] = {}
     spares = set[str]()
     first: dict[str, int] = {}
@@ -226,7 +229,7 @@ def _advise_line(line: str) -> str:
 
 
 def _advise_access(text: str) -> str:
-    """Return a hint for a `user@name:port` (write both into hosts:) or Slurm's list of nodes; "" for other text."""
+    """Return a hint for `user@name:port` (write both into hosts:) or for Slurm's list of nodes; "" for other text."""
     if re.fullmatch(r"[A-Za-z0-9.,-]*\[[0-9,-]+\]\S*", text):
         return f": `scontrol show hostnames '{text}'` lists the names, one a line"
     match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
@@ -253,7 +256,10 @@ def _filter_slots(slots: Mapping[str, int], include: str, exclude: str) -> dict[
 
 
 def _parse_filter(text: str, every: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Parse a filter: `a@b:0,2` -> {a: all of its slots in `every`, b: (0, 2)}. Raises UserError for unknown ones."""
+    """Parse a filter: `a@b:0,2` -> {a: all of its slots in `every`, b: (0, 2)}.
+
+    Raises UserError for an unknown host or slot, and for text of another form.
+    """
     devices = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
@@ -301,7 +307,7 @@ def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
 
 
 def visible_gpus() -> dict[int, str]:
-    """Return {GPU index: name} by nvidia-smi, limited to and ordered by CUDA_VISIBLE_DEVICES; {} without a driver."""
+    """Return {GPU index: name} by nvidia-smi, limited to and ordered by CUDA_VISIBLE_DEVICES; {} if it fails."""
     rows = {int(row["index"]): row for row in ask_gpus("index", "name", "uuid")}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     uuids = {number: row["uuid"] for number, row in rows.items()}
@@ -309,7 +315,11 @@ def visible_gpus() -> dict[int, str]:
 
 
 def visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
-    """Yield GPU indices by CUDA's rule: indices or beginnings of `uuids`, in order, to the first invalid item."""
+    """Yield the GPU indices that CUDA_VISIBLE_DEVICES=`visible` names, in its order, up to the first invalid item.
+
+    `uuids` is {index: UUID}. An item is an index or the beginning of a UUID, from "GPU-" on. If several UUIDs begin so,
+    it means the first, where CUDA sees an invalid item. A GPU named twice is yielded twice.
+    """
     for item in (part.strip() for part in visible.split(",")):
         if item.isdigit() and int(item) in uuids:
             yield int(item)

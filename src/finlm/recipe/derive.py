@@ -54,7 +54,8 @@ def new_path(name: str, file: str, recipes: Path) -> Path:
 def draft_of(path: Path, text: str) -> Iterator[Path]:
     """Write `text` to a draft beside `path` and yield the draft's path; rename it to `path` when the block ends.
 
-    Makes the folder if necessary. When the block raises, removes the draft, and the folder if it is then empty.
+    Makes the folder if necessary, and replaces a file at `path`. When the block raises, removes the draft, and the
+    folder if it is then empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
@@ -84,11 +85,15 @@ def fork(
     text = parent.read_text(encoding="utf-8")
     shown = recipe.relative(parent) if given == parent else str(given)  # not where pip put it here
     lineage = f"{shown}@{files.sha256_file(parent)[:12]}"
-    own = name if path.stem == "pretrain" else f"{name}-{path.stem}"
+    new_name = name if path.stem == "pretrain" else f"{name}-{path.stem}"
     inherits = _entry("base").search(text) is not None
     # What lies outside the working directory may be gone or another version tomorrow.
     copy = copy or inherits or not parent.resolve().is_relative_to(Path.cwd())
-    made = _copy_recipe(text, own, lineage, parent, path) if copy else _inheriting(own, lineage, parent, path)
+    made = (
+        _copy_recipe(text, new_name, lineage, parent, path)
+        if copy
+        else _inherit_recipe(new_name, lineage, parent, path)
+    )
     with draft_of(path, _say_overrides(made, overrides, parent)) as draft:
         if _read_content(draft) != _content(loaded):
             raise UserError(
@@ -102,8 +107,8 @@ def fork(
 def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
     """Return the recipe text with the overrides of `--set` written into it; comments and formats stay.
 
-    `parent` supplies inherited lists that an override changes in part. Raises UserError for an invalid override, or a
-    key that leads past what the recipe has.
+    `parent` supplies inherited lists that an override changes in part. Raises UserError for an invalid override, a key
+    that leads past what the recipe has, and an unreadable parent.
     """
     if not overrides:
         return text
@@ -118,7 +123,7 @@ def _say_overrides(text: str, overrides: Sequence[str], parent: Path) -> str:
 
 
 def _read_content(draft: Path) -> Recipe | None:
-    """Return the recipe of a draft as _content does; None when it is no valid recipe."""
+    """Return the recipe of a draft without name and origin, as _content does; None when it is no valid recipe."""
     try:
         return _content(recipe.load(draft))
     except UserError:
@@ -131,7 +136,10 @@ def _content(loaded: recipe.Loaded) -> Recipe:
 
 
 def parent_of(path: Path) -> Path:
-    """Return the path of the recipe that a recipe was made from. Raises UserError when that is unknown or missing."""
+    """Return the path of the recipe that the recipe at `path` was made from, by its forked_from.
+
+    Raises UserError when forked_from is absent, when that recipe is missing, or when this recipe has mistakes.
+    """
     lineage = recipe.load(path).recipe.forked_from
     if lineage is None:
         raise UserError(
@@ -145,7 +153,7 @@ def parent_of(path: Path) -> Path:
     return parent
 
 
-def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
+def _inherit_recipe(name: str, lineage: str, parent: Path, path: Path) -> str:
     """Return the text of a recipe at `path` that inherits everything from `parent`; `lineage` is its forked_from."""
     base = Path(os.path.relpath(parent.resolve(), path.parent.resolve())).as_posix()
     after = path.stem != "pretrain"
@@ -165,20 +173,20 @@ def _inheriting(name: str, lineage: str, parent: Path, path: Path) -> str:
 
 
 def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
-    """Return the parent's text as a recipe at `path`: another name, description and forked_from, without expect:.
+    """Return the parent's text as a recipe at `path`, with a new name, description and forked_from, and without expect.
 
     Expects that keys of the top level start their line and that their values are indented below them. A `base:` is
     rewritten to be relative to `path`.
     """
     origin = lineage.partition("@")[0]
-    own = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
-    own += f"description: {_DESCRIPTION.format(origin)}\nforked_from: {lineage}"
+    head = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
+    head += f"description: {_DESCRIPTION.format(origin)}\nforked_from: {lineage}"
     text = _entry("forked_from").sub("", text)
     text = _entry("description").sub("", text)
     text = _entry("expect").sub("", text)  # measured on the parent
-    text, found = _entry("name").subn(lambda entry: f"{own}{entry['comment'] or ''}\n", text, count=1)
-    if not found:
-        text = f"{own}\n{text}"
+    text, count = _entry("name").subn(lambda entry: f"{head}{entry['comment'] or ''}\n", text, count=1)
+    if not count:
+        text = f"{head}\n{text}"
 
     def replace_base(entry: re.Match[str]) -> str:
         target = (parent.parent / YAML(typ="safe", pure=True).load(entry[0])["base"]).resolve()
@@ -250,9 +258,10 @@ _TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, wh
 
 
 def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe shrunk to toy scale, with `overrides` applied last; fills expect: from expect.toy.
+    """Load a recipe shrunk to toy scale, with `overrides` applied last.
 
-    The toy has no expect: when overrides change the training. Raises UserError as recipe.load does.
+    The toy's `expect` holds the losses of expect.toy, if the recipe has them and no override changes the training. Else
+    it is None. Raises UserError as recipe.load does.
     """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
@@ -277,7 +286,10 @@ def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def toy_config(config: traits.Config | None) -> traits.Config | None:
-    """Return a small model.config of the same type, for a toy; None for a Llama or no config. Raises UserError."""
+    """Return a small model.config of the same type, for a toy; None for a Llama or no config.
+
+    Raises UserError for a type that finlm does not know.
+    """
     if config is None or config["model_type"] == "llama":
         return None
     row = traits.record_of(config)
@@ -294,8 +306,8 @@ def toy_config(config: traits.Config | None) -> traits.Config | None:
 def for_publication(recipe: Recipe) -> Recipe:
     """Return a valid recipe for the same training without private details, for model cards and trackers.
 
-    Removes env, hosts:, self_qa and checkpoint.memory_directory, names hosts host1, host2, ..., and masks credentials.
-    Cuts absolute paths to their last part, and those inside a run's export to what begins with the run's name.
+    Removes env, hosts:, self_qa and checkpoint.memory_directory, names hosts host1, host2 and so on, and masks
+    credentials. Shortens absolute paths as _without_directories does.
     """
     aliases: dict[str, str] = {}
 
@@ -319,7 +331,10 @@ def for_publication(recipe: Recipe) -> Recipe:
 
 
 def _without_directories(value: Any) -> Any:
-    """Return a JSON value without directories of absolute paths (exports: from the run's name on) and credentials."""
+    """Return a copy of a JSON value in which absolute paths have lost their directories and credentials are masked.
+
+    A path keeps its last part; one with a part `export`, as in a run's export, keeps all from the part before it on.
+    """
     if isinstance(value, dict):
         return {key: _without_directories(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -108,10 +108,12 @@ def is_directory(init_from: str) -> bool:
 
 
 def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Fill in a tuning recipe's values from its start model, in place; return ([(key, mistake)], {key: its origin}).
+    """Fill in a recipe's values from its start model, in place; return ([(key, mistake)], {key filled in: init_from}).
 
-    A pretraining recipe is only checked. `load` loads a recipe named in model.init_from. `of_run` is True for a run's
-    recipe: if complete, its start, which may be gone, is not read. UserError: a needed start that cannot be read.
+    In a pretraining recipe fills in only model.config; in others also empty sections of the stage and
+    data.document_masks. `load` loads a recipe named in model.init_from. With `of_run`, for a run's recipe, does not
+    read the start, which may be gone, unless a tuning recipe lacks keys. Raises UserError for a needed start that
+    cannot be read, and for one that finlm cannot train.
     """
     model = values.get("model")
     if not isinstance(model, dict):
@@ -134,14 +136,14 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
     parent = _parent(init_from, model.get("revision"), load, is_needed=not is_complete)
     if parent is None:
         return [], {}
-    mistakes = list(_writes_nothing(values["stage"], init_from, parent))
+    mistakes = list(_reward_model_mistakes(values["stage"], init_from, parent))
     mistakes += [
         (f"model.{key}", f"{model[key]}, but {init_from} has {parent.model[key]}: leave it out")
         for key in SHAPE
         if model.get(key, "auto") not in ("auto", None) and key in parent.model
         if parent.model[key] not in ("auto", None, model[key])
     ]
-    mistakes += _other_config(model, init_from, parent)
+    mistakes += _config_mistakes(model, init_from, parent)
     filled = {f"model.{key}": init_from for key in parent.model if key not in model}
     values["model"] = {**parent.model, **model, "config": parent.config}
     if "tokenizer" not in values:
@@ -151,20 +153,23 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
 
 
 def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Check a pretraining `model` against its start's config.json, if here, set model["config"]; as inherit does."""
+    """Check a pretraining `model` section against its start's config.json, if that is here, and set model["config"].
+
+    Returns and raises as inherit does.
+    """
     init_from, revision = model.get("init_from"), model.get("revision")
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
     if parent is None:
         return [], {}
-    mistakes = [*_other_config(model, str(init_from), parent), *_another_model(model, str(init_from), parent)]
+    mistakes = [*_config_mistakes(model, str(init_from), parent), *_shape_mistakes(model, str(init_from), parent)]
     filled = {} if "config" in model else {"model.config": str(init_from)}
     model["config"] = parent.config
     return mistakes, filled
 
 
-def _another_model(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield (key, mistake) where a pretraining recipe differs from its start in shape, RoPE or epsilon."""
-    yield from _writes_nothing("pretrain", init_from, parent)
+def _shape_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """Yield (key, mistake) where a pretraining recipe's `model` differs from its start in shape, RoPE or epsilon."""
+    yield from _reward_model_mistakes("pretrain", init_from, parent)
     if model.get("former_rope_theta") and len(traits.ropes(parent.config or {})) > 1:
         yield "model.former_rope_theta", f"{init_from} has a RoPE for each kind of layer, of which none can be changed"
     for key in _HELD:  # the vocabulary may grow
@@ -180,13 +185,13 @@ def _another_model(model: Keys, init_from: str, parent: Parent) -> Iterator[tupl
         yield "model.norm_eps", f"{wanted}, but {init_from} has {theirs}: write that"
 
 
-def _writes_nothing(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
-    """Yield (key, mistake) if a language model starts from a reward model: its head would be drawn at random."""
+def _reward_model_mistakes(stage: str, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+    """Yield (key, mistake) if a stage other than reward starts from a reward model, which has no head for text."""
     if stage != "reward" and parent.is_judge:
         yield "model.init_from", f"{init_from} is a reward model; stage {stage} starts from one that writes"
 
 
-def _other_config(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
+def _config_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple[str, str]]:
     """Yield (key, mistake) for each key of the recipe's model.config that differs from the start's config.json."""
     written, theirs = model.get("config"), parent.config or {"model_type": "llama"}
     for key, value in written.items() if isinstance(written, dict) else ():
@@ -195,7 +200,10 @@ def _other_config(model: Keys, init_from: str, parent: Parent) -> Iterator[tuple
 
 
 def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the values that decide the weights a recipe trains, as JSON. `start`: those of its start, if known."""
+    """Return the values that decide the weights a recipe trains, as a JSON object: name and all keys but SAME_MODEL.
+
+    `start` has these values of the run that it starts from, if known, and replaces model.init_from.
+    """
     values = recipe.model_dump(mode="json")
     for key in SAME_MODEL:
         section, _, name = key.partition(".")
@@ -211,7 +219,10 @@ def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str,
 
 
 def start_of(recipe: Recipe) -> Start | None:
-    """Return the model that a recipe starts from; None for a start from scratch. Reads the run that made it, if any."""
+    """Return the model that a recipe starts from; None for a start from scratch. Reads the run that made it, if any.
+
+    A missing model is no error. Raises NotJson for a damaged plan.json, finlm.json or manifest.json.
+    """
     from finlm.recipe.recipe import load
 
     init_from = recipe.model.init_from
@@ -233,14 +244,17 @@ def start_of(recipe: Recipe) -> Start | None:
 
 
 def read_origin(directory: Path) -> Start | None:
-    """Return run, recipe and step of an export from its finlm.json; None without that file or a run in it."""
+    """Return run, recipe and step of an export from finlm.json; None without it or a run in it. Raises NotJson."""
     path = directory / checkpoints.MODEL_MANIFEST
     said = files.read_json(path) if path.is_file() else {}
     return Start(said["run"], said["recipe"], said["step"]) if "run" in said else None
 
 
 def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
-    """Return what a run started from, by that directory or, if gone, by its manifest; None if from scratch."""
+    """Return what a run of this recipe started from; None if from scratch. Raises NotJson as start_of does.
+
+    For a start whose run is not here or cannot be read, takes the record in the run's manifest, if any.
+    """
     start = start_of(recipe)
     if start is None or start.settings is not None or not run.manifest.exists():
         return start
@@ -268,7 +282,11 @@ def export_of(key: str, named: str) -> str:
 
 
 def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -> Parent | None:
-    """Return the Parent of a recipe or model. If it is not here: None; if `is_needed`, fetch it or raise UserError."""
+    """Return the Parent of the recipe or model that `init_from` names; None if it is not here.
+
+    With `is_needed`, fetches a missing config.json and raises UserError if it cannot. Always raises UserError for a
+    recipe with mistakes or a model that finlm cannot train.
+    """
     if is_recipe(init_from):
         if not is_needed and not find_shipped(Path(init_from)).exists():
             return None
@@ -285,15 +303,18 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
-    """Return {key of SHAPE: value} of a model directory or Hub model. Raises UserError if finlm cannot train it."""
+    """Return {key of SHAPE: value} of a model directory or Hub model. UserError as from config_path and _of_config."""
     model = _of_config(config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
 
 def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
-    """Return the Parent of a config.json. Raises UserError when finlm does not train its model."""
-    config = read_config(path)
-    refuse_model(config, init_from)
+    """Return the Parent of the config.json at `path`, with `tokenizer`, which is not checked, as its tokenizer.path.
+
+    `init_from` only names the model in errors. Raises UserError if finlm does not train the model.
+    """
+    config = refusals.read_config(path)
+    refusals.refuse_model(config, init_from)
     model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
     model["ffn_size"] = config[traits.record_of(config).ffn_key]
     known = {**traits.record_of(config).defaults, **config}
@@ -310,18 +331,18 @@ def _tokenizer_of(directory: Path) -> str:
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path if it exists, else the recipe of that name that came with finlm, else the path unchanged."""
+    """Return the path if it exists, else finlm's own file of that recipes/... name, else the path unchanged."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("recipes",):
         return path
     return shipped_file(path) or path
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return {recipes/<family>/<stage>.yaml: path} of recipes that came with finlm and of ./recipes, which wins."""
-    shipped, own = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
-    folders = [shipped.parents[1], own] if shipped else [own]
-    found = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]
-    return dict(sorted((f"recipes/{path.parent.name}/{path.name}", path) for path in found))
+    """Return {recipes/<family>/<stage>.yaml: path} of finlm's recipes and of ./recipes, which has precedence."""
+    shipped, here = shipped_file(Path("recipes/quickstart/pretrain.yaml")), Path("recipes")
+    folders = [shipped.parents[1], here] if shipped else [here]
+    paths = [path for folder in folders for path in folder.glob("*/*.yaml") if not path.name.startswith(".")]
+    return dict(sorted((f"recipes/{path.parent.name}/{path.name}", path) for path in paths))
 
 
 def shipped_file(path: Path) -> Path | None:
@@ -338,7 +359,7 @@ def shipped_file(path: Path) -> Path | None:
 
 
 def context_tokens(directory: Path) -> int:
-    """Return the context length in tokens by a model directory's config.json; 2**31 if it does not say."""
+    """Return the context length in tokens by a model directory's config.json; 2**31 if missing or not said."""
     path = directory / "config.json"
     config = files.read_json(path) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)
@@ -347,15 +368,6 @@ def context_tokens(directory: Path) -> int:
 def is_reward_model(config: traits.Config) -> bool:
     """Return whether a config.json is a reward model's, a sequence classifier."""
     return any("SequenceClassification" in name for name in config.get("architectures") or ())
-
-
-def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> None:
-    """Raise UserError when a model's config.json has something that finlm does not train, or an unadmitted type.
-
-    `longest` is the number of tokens of the longest sequence, 0 if unknown.
-    """
-    refusals.refuse_unsupported(config, f"model.init_from: {init_from}", longest)
-    refusals.check_admitted(config)
 
 
 def cached_config_path(init_from: str, revision: str | None) -> Path | None:
@@ -389,22 +401,6 @@ def config_path(init_from: str, revision: str | None) -> Path:
     problem = f"model.init_from: cannot fetch config.json of {init_from}"
     with hub_errors(problem, "check id and revision, or write the model's shape into the recipe"):
         return Path(hf_hub_download(init_from, "config.json", revision=revision))
-
-
-def read_config(path: Path) -> traits.Config:
-    """Return a config.json without auto_map and _name_or_path.
-
-    Raises UserError when it is no JSON object, its RoPE parameters are none, or transformers has no class for it.
-    """
-    config = files.read_json(path)
-    fix = "put the config.json of a model that transformers saved in its place"
-    if not isinstance(config, dict):
-        raise UserError(f"{path} describes no model", evidence="it is no JSON object", fix=fix)
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise UserError(f"{path} describes no model", evidence=f"{key}: {config[key]!r} is no object", fix=fix)
-    refusals.check_class(config, str(path))
-    return {key: value for key, value in config.items() if key not in ("auto_map", "_name_or_path")}
 
 
 @contextmanager

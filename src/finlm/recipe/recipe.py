@@ -65,7 +65,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
     """Read a recipe and return it with the origins of its values.
 
     `overrides` are "a.b=value" strings; `parent` loads the recipe it starts from (default: load). Overrides that change
-    the training remove expect:. Downloads a ModelScope model's config. Raises UserError that lists every mistake.
+    the training remove expect:. A warm-up, mixture or suites that no longer fit are changed; Loaded.said tells it.
+    Fetches config.json of a start if need be. Raises UserError that lists all mistakes in keys, or at once for an
+    unreadable file, an invalid override or a start that finlm cannot use.
     """
     file = parents.find_shipped(Path(path))
     document = _read_with_base(file)
@@ -105,7 +107,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
 
 
 def _mistakes(path: str | Path, problems: Sequence[str]) -> UserError:
-    """Return a UserError with all problems and fixes of unknown keys; in Chinese, also register key translations."""
+    """Return the UserError about all problems, not raised; with Chinese messages, register keys' translations."""
     if language.current() == "zh":
         language.add(reference.meanings())
     count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
@@ -132,7 +134,11 @@ def dump(recipe: Recipe) -> str:
 
 
 def _read_with_base(path: Path) -> _Document:
-    """Read a recipe file and merge it over its base. Raises UserError for unreadable files and a base with a base."""
+    """Read a recipe file and merge it over its base, without the base's expect and forked_from.
+
+    The base's train.steps, tokens or epochs give way to another one of these in the file. Raises UserError for
+    unreadable files and a base with a base.
+    """
     child = _read(path)
     base = child.values.pop("base", None)
     where = child.lines.pop(("base",), str(path))
@@ -148,9 +154,9 @@ def _read_with_base(path: Path) -> _Document:
             evidence=parent.lines[("base",)],
             fix="inheritance is one level deep: copy what you need",
         )
-    for own in ("expect", "forked_from"):  # measured on the parent; where the parent itself comes from
-        parent.values.pop(own, None)
-        parent.lines = {location: line for location, line in parent.lines.items() if location[0] != own}
+    for key in ("expect", "forked_from"):  # measured on the parent; where the parent itself comes from
+        parent.values.pop(key, None)
+        parent.lines = {location: line for location, line in parent.lines.items() if location[0] != key}
     _forget_lengths(parent, _lengths(child))
     return _Document(_merge(parent.values, child.values), _merge_lines(parent.lines, child))
 
@@ -209,12 +215,15 @@ def relative(path: Path) -> str:
 
 
 def _plain(node: Any, location: Location, file: str, lines: dict[Location, str]) -> Any:
-    """Return ruamel's round-trip nodes as dict / list / scalars; add {location: file:line} to `lines`."""
+    """Return ruamel's round-trip nodes as dict / list / scalars; add {location: file:line} to `lines`.
+
+    A value with an unknown tag becomes the text "TAG value". Raises RecursionError for a list within itself.
+    """
     if isinstance(node, CommentedMap):
         result = {}
         for key, value in node.items():
-            own = (node.lc.data or {}).get(key, [node.lc.line])  # those that << merges in have no line here
-            lines[(*location, key)] = f"{file}:{own[0] + 1}"
+            place = (node.lc.data or {}).get(key, [node.lc.line])  # those that << merges in have no line here
+            lines[(*location, key)] = f"{file}:{place[0] + 1}"
             result[str(key)] = _plain(value, (*location, str(key)), file, lines)
         return result
     if isinstance(node, CommentedSeq):
@@ -264,7 +273,8 @@ def _forget_lengths(document: _Document, nearer: Sequence[str]) -> None:
 def _shorten_warmup(document: _Document) -> tuple[str, ...]:
     """Shorten in place a warm-up longer than the run that --set asks for, to a tenth of it; return (a sentence,).
 
-    Changes nothing and returns () if the warm-up fits or --set gives it.
+    Keeps at least 2 steps. Changes nothing and returns () if the warm-up fits, --set gives it or no length, the run has
+    under 3 steps, or values are invalid.
     """
     train, optim, batch = (document.values.get(name) for name in ("train", "optim", "batch"))
     lines = document.lines
@@ -316,7 +326,7 @@ def _expand_home(document: _Document) -> None:
 
 
 def _at(values: Any, location: Location) -> Any:
-    """Return the value at a location of nested dicts and lists."""
+    """Return the value at a location of nested dicts and lists. Raises KeyError or IndexError if there is none."""
     for part in location:
         values = values[part] if isinstance(part, int) and isinstance(values, list) else values[str(part)]
     return values
@@ -332,7 +342,10 @@ def _override(document: _Document, text: str) -> None:
 
 
 def parse_override(text: str) -> tuple[Location, Any]:
-    """Return (location, value as ruamel's node) of "a.b[0]=value". Raises UserError for no "=" or invalid YAML."""
+    """Return (location, value as ruamel's node) of "a.b[0]=value". A value that is no valid YAML is taken as text.
+
+    Raises UserError without "=" or key, for a control character, and for a list within itself.
+    """
     key, separator, raw = text.partition("=")
     if not separator or not key:
         raise UserError(f"--set {text}: expected key=value", fix="for example --set optim.lr=3e-4")
@@ -383,7 +396,7 @@ def _no_place(setting: str, parts: Location, depth: int, there: Any) -> UserErro
 
 
 def _split(key: str) -> Location:
-    """Return the location of a dotted key: 'data.sources[0].path' or '.0.path' -> ('data', 'sources', 0, 'path')."""
+    """Return the location of a dotted key: a.b[0].c or a.b.0.c -> ('a', 'b', 0, 'c')."""
     parts = key.replace("[", ".").replace("]", "").split(".")
     return tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
 
@@ -400,7 +413,7 @@ def _line(document: _Document, location: Location, path: str) -> str:
 
 
 def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, str]]:
-    """Fill in model paths and hashes of functions in grpo.reward; return [(key, mistake)]. Raises UserError."""
+    """Fill in paths and hashes in the terms of grpo.reward, in place; return [(key, mistake)]. Raises UserError."""
     if not isinstance(grpo, dict) or "reward" not in grpo:
         return []
     terms = grpo["reward"] = terms_of(grpo["reward"])
@@ -416,17 +429,17 @@ def _fill_in_terms(grpo: Any, read: Callable[[str], Loaded]) -> list[tuple[str, 
         elif term.get("rule") == "model":
             term["path"] = parents.export_of("grpo.reward", term["path"])
         elif term.get("rule") == "function":
-            found, wrong = _read_function(term["path"])
+            sha256, wrong = _read_function(term["path"])
             mistakes += [(f"grpo.reward[{place}].path", wrong)] if wrong else []
-            if found is not None and term.setdefault("sha256", found) != found:
+            if sha256 is not None and term.setdefault("sha256", sha256) != sha256:
                 mistakes.append(
-                    (f"grpo.reward[{place}].sha256", f"{term['path'].rpartition(':')[0]} has the hash {found}")
+                    (f"grpo.reward[{place}].sha256", f"{term['path'].rpartition(':')[0]} has the hash {sha256}")
                 )
     return mistakes
 
 
 def _read_function(named: str) -> tuple[str | None, str]:
-    """Return (sha256 of the file of FILE.py:NAME or None, mistake or ""). The file is parsed and not run."""
+    """Return (sha256 of the file, None if unreadable; mistake or "") of a function FILE.py:NAME, without running it."""
     file, _, name = named.rpartition(":")
     try:
         source = Path(file).read_bytes()

@@ -110,7 +110,10 @@ def _below(made_of: type[Section], prefix: str) -> Iterator[Part]:
 
 
 def _sections(annotation: Any, suffix: str = "") -> Iterator[tuple[type[Section], str]]:
-    """Yield (section, how a key reaches into it: "", [i] or .NAME) for the sections that a value may be."""
+    """Yield (section, suffix) for each section that a value of the type may be or hold.
+
+    The suffix says how a key reaches into it: "", [i] for a list, .NAME for a mapping.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, suffix
         return
@@ -158,13 +161,13 @@ def translations() -> Mapping[str, str]:
 
 def meanings() -> dict[str, str]:
     """Return {English description of a key: Chinese one}, both without full stop, to translate mistakes."""
-    chinese, found = translations(), {}
+    chinese, pairs = translations(), {}
     for part in parts():
         for name, field in part.made_of.model_fields.items():
             full = f"{part.key}.{name}" if part.key else name
             if field.description and full in chinese:
-                found[field.description.rstrip(".")] = chinese[full].rstrip("。")
-    return found
+                pairs[field.description.rstrip(".")] = chinese[full].rstrip("。")
+    return pairs
 
 
 def _value(field: FieldInfo, lang: str) -> str:
@@ -245,7 +248,10 @@ def _anchor(part: Part) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages, or with --check print stale ones and keys without Chinese, and return whether some are."""
+    """Write both pages, or with --check only print which are stale; return 1 with --check if any is, else 0.
+
+    In both cases also prints the keys without a Chinese sentence, which do not change the result.
+    """
     pages = {path: page(lang) for lang, path in PAGES.items()}
     stale = screen.write_pages(pages, argv, "python -m finlm.recipe.reference")
     missing = [key for key in keys() if key not in translations()]
@@ -287,7 +293,10 @@ def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
 
 
 def _known_part(location: Location, kind: str) -> Location:
-    """Return pydantic's location without union members; for `kind` extra_forbidden, the unknown key stays in it."""
+    """Return pydantic's location up to the last known key, without union members.
+
+    For `kind` extra_forbidden, pydantic's type of the error, the unknown key stays in it.
+    """
     model: type[Section] | None = Recipe
     for index, part in enumerate(location):
         if isinstance(part, int):
@@ -304,12 +313,12 @@ def _known_part(location: Location, kind: str) -> Location:
 
 def _section(annotation: Any) -> type[Section] | None:
     """Return the first section inside a type, or None."""
-    found = next(_sections(annotation), None)
-    return None if found is None else found[0]
+    first = next(_sections(annotation), None)
+    return None if first is None else first[0]
 
 
 def _sentence(items: list[Any], location: Location) -> str:
-    """Return the sentence about pydantic's complaints at one location."""
+    """Return the sentence about pydantic's complaints `items`, all at one location of the recipe."""
     value, kind = items[0]["input"], items[0]["type"]
     if kind == "extra_forbidden":
         return f"unknown key{_did_you_mean(location)}"
@@ -428,7 +437,7 @@ def _did_you_mean(location: Location) -> str:
 
 
 def all_keys(model: type[BaseModel], prefix: Location) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, last name) of every key below a section."""
+    """Yield (dotted key, last name) of every key below the section `model` that is no section itself."""
     for name, info in model.model_fields.items():
         section = _section(info.annotation)
         if section is None:

@@ -23,17 +23,23 @@ FP8_STAGES = (1, 2)  # torchao casts whole weights; ZeRO-3 would gather them in 
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for every inconsistency of the recipe."""
-    yield from _model(recipe)
-    yield from _tokenizer(recipe)
-    yield from _data(recipe)
-    yield from _length(recipe)
-    yield from _zero(recipe)
-    yield from _post_training(recipe)
+    """Yield (dotted key, sentence) for every inconsistency of the recipe.
+
+    Raises UserError for a model type that is not admitted.
+    """
+    yield from _check_model(recipe)
+    yield from _check_tokenizer(recipe)
+    yield from _check_data(recipe)
+    yield from _check_length(recipe)
+    yield from _check_zero(recipe)
+    yield from _check_post_training(recipe)
 
 
-def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for the problems of the section model."""
+def _check_model(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, sentence) for the problems of the section model, and of what is asked of its layers.
+
+    Raises UserError for a model type that is not admitted.
+    """
     model = recipe.model
     yield from shapes.problems(recipe)
     if model.former_rope_theta is not None and (model.init_from is None or recipe.stage != "pretrain"):
@@ -42,7 +48,7 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.kv_heads", f"{model.kv_heads} does not divide heads ({model.heads})"
 
 
-def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of the section tokenizer."""
     tokenizer, rows = recipe.tokenizer, recipe.model.vocab_size
     if tokenizer.path is not None and tokenizer.vocab_size is not None:
@@ -62,7 +68,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "tokenizer.sample_weights", "gives no source a weight above 0"
 
 
-def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of sources, mixture and token_dtype."""
     for index, source in enumerate(recipe.data.sources):
         if sum(where is not None for where in (source.path, source.dataset, source.synthetic)) != 1:
@@ -92,7 +98,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of length, batch, checkpoints and learning-rate schedule."""
     train, batch, optim = recipe.train, recipe.batch, recipe.optim
     given = [name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None]
@@ -124,7 +130,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "optim.warmup_steps", "DeepSpeed's decaying schedules warm up for at least 2 steps; give 2 or more"
 
 
-def _zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_zero(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of ZeRO, precision and gradient sums."""
     zero = recipe.zero
     if recipe.train.precision == "fp8":
@@ -196,7 +202,8 @@ def has_world(values: Mapping[str, Any]) -> bool:
 def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> Iterator[str]:
     """Empty data.mixture and eval.suites in place if no source is synthetic; yield a sentence about each.
 
-    Keys that --set gives stay. `lines` maps each location to its origin and is changed too.
+    Changes them as it is iterated. Keys that --set gives stay. `lines` maps each location to its origin and is changed
+    too.
     """
     for place in (("data", "mixture"), ("eval", "suites")) if not has_world(values) else ():
         section = values.get(place[0])
@@ -211,8 +218,11 @@ def leave_world_out(values: Mapping[str, Any], lines: dict[Location, str]) -> It
 _DOCUMENTS_ONLY = "works on documents only; leave it out"
 
 
-def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for the problems of suites and of the stages after pretraining."""
+def _check_post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, sentence) for the problems of suites, synthetic sources and the stages after pretraining.
+
+    Includes sections without effect in the recipe's stage.
+    """
     if recipe.eval.suites and not any(source.synthetic for source in recipe.data.sources):
         yield "eval.suites", "asks about the embedded corpus, which is no source here; set it to []"
     for index, source in enumerate(recipe.data.sources):
@@ -233,16 +243,16 @@ def _post_training(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("sft", "dpo", "reward", "grpo"):
         if getattr(recipe, name) is not None and recipe.stage != name:
             yield name, f"has no effect in stage {recipe.stage}; leave it out"
-    yield from _documents_only(recipe.data)
+    yield from _check_documents_only(recipe.data)
     if recipe.train.precision == "fp8":
         yield "train.precision", "fp8 trains from scratch only; use auto"
-    yield from _sft(recipe)
-    yield from _preference(recipe)
+    yield from _check_sft(recipe)
+    yield from _check_preference(recipe)
     if recipe.lora is not None and recipe.lora.quantize == "nf4":
-        yield from _nf4(recipe)
+        yield from _check_nf4(recipe)
 
 
-def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
+def _check_documents_only(data: Data) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for each key that works on documents only, not at its default or `clean: none`."""
     for name in ("decontaminate", "min_characters", "encoder", "token_dtype", "shard_tokens", "packing"):
         if getattr(data, name) != Data.model_fields[name].default:
@@ -260,7 +270,7 @@ def _documents_only(data: Data) -> Iterator[tuple[str, str]]:
             yield f"data.clean.{name}", _DOCUMENTS_ONLY
 
 
-def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of the section sft."""
     sft = recipe.sft
     if sft is None:
@@ -272,10 +282,10 @@ def _sft(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "sft.order", "sampler knows no weights; leave data.mixture out"
 
 
-def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for what cannot go with weights in 4 bits: ZeRO-3, offload of parameters, compiling.
+def _check_nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, sentence) for settings that do not work with weights in 4 bits, which are no parameters.
 
-    These weights are no parameters. Also checks that the hidden size is a multiple of 64.
+    These are ZeRO-3, offload of parameters, compiling, and a hidden size that is not a multiple of 64.
     """
     if recipe.zero.stage == 3:
         yield "zero.stage", "3 divides weights, which lora.quantize: nf4 keeps whole on every rank; use 1 or 2"
@@ -287,7 +297,7 @@ def _nf4(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "lora.quantize", f"nf4 has a scale for 64 weights; {recipe.model.hidden_size} is not a multiple of 64"
 
 
-def _preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_preference(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, sentence) for the problems of the stages dpo, reward and grpo."""
     if recipe.stage in ("dpo", "reward", "grpo"):
         if recipe.train.compile is True:
@@ -406,5 +416,5 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str | None:
 
 
 def is_within(key: str, keys: Sequence[str]) -> bool:
-    """Return whether a dotted key is one of the keys, or below one."""
+    """Return whether a dotted key is one of the keys or below one; an item of a list, a[0], is not below a."""
     return any(f"{key}.".startswith(f"{other}.") for other in keys)

@@ -391,7 +391,7 @@ class Recipe(Section):
     def read(cls, path: Path) -> Recipe:
         """Return the recipe of a run directory, in which every key is written; recipe.load reads what people write.
 
-        Raises UserError when another version of finlm wrote it, with other keys.
+        Raises UserError when another version of finlm wrote it, with other keys; OSError when it cannot be read.
         """
         try:
             return _parse(path.read_text(encoding="utf-8"))
@@ -408,7 +408,10 @@ def _parse(text: str) -> Recipe:
 
 
 def config_of(model: Model) -> traits.Config:
-    """Return config.json of a recipe's model, but vocab_size and special tokens' ids. UserError if unknown type."""
+    """Return the config.json of a recipe's model, without vocab_size and the ids of special tokens.
+
+    Raises UserError for a model type that finlm does not know.
+    """
     config = dict(model.config or {"model_type": "llama"})
     row = traits.record_of(config)
     config |= {

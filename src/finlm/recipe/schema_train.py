@@ -208,6 +208,7 @@ def _interval(value: object) -> object:
 
 
 def _share(value: float | tuple[float, float]) -> float | tuple[float, float]:
+    """Return the value unchanged. Raises ValueError unless the number, or both ends, lie between 0 and 1."""
     if not all(0 <= end <= 1 for end in (value if isinstance(value, tuple) else (value,))):
         raise ValueError(f"a share lies between 0 and 1, got {value!r}")
     return value

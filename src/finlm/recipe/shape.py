@@ -66,9 +66,9 @@ class ModelShape:
 
     @property
     def kinds(self) -> list[tuple[int, ModelShape]]:
-        """(number of layers, shape as if all layers were so) of each kind of layer, the last one with attention.
+        """The kinds of layers: for each (number of layers, shape as if all layers were of this kind).
 
-        The first is that without experts, or of linear attention.
+        One kind if all are alike; else layers without experts, or with linear attention, come first.
         """
         if self.linear:
             mixing = dataclasses.replace(self, linear=0, linear_layer=(), layer=self.linear_layer)
@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def is_linear(self) -> bool:
-        """Whether all layers have linear attention, as one of `kinds`."""
+        """Whether all layers have linear attention; for a shape from `kinds`."""
         return self.delta is not None and not self.linear
 
     @property
@@ -170,7 +170,7 @@ class ModelShape:
         """Elements of a token's queries, keys and latents that pass through norms inside a layer's attention."""
         if self.is_linear:  # DeltaNet.kept_bytes counts its norm
             return 0
-        found = sum(width for width in self.bare_norms if width != self.hidden)
+        elements = sum(width for width in self.bare_norms if width != self.hidden)
         for name, sizes in self.tensors:
             if "norm" in name and "attn." in name and "bias" not in name:
                 module = name.partition("attn.")[2]
@@ -179,8 +179,8 @@ class ModelShape:
                     and not self.latent
                     and not any(part.isdigit() for part in module.split("."))
                 )
-                found += (self.q_width if module[0] == "q" else self.kv_width) if is_a_head else sizes[0]
-        return found
+                elements += (self.q_width if module[0] == "q" else self.kv_width) if is_a_head else sizes[0]
+        return elements
 
     @property
     def is_parallel(self) -> bool:
@@ -275,7 +275,7 @@ class ModelShape:
         return self.parameters - self.matrix_parameters + round(self.layers * self.active_matrices)
 
     def attended(self, sequence: int) -> float:
-        """Return the mean over all layers of the tokens that a query meets in `sequence` tokens, if not causal.
+        """Return how many of `sequence` tokens a query meets, in the mean over all layers and without causality.
 
         A sliding window counts twice: causality halves full attention and not a window. Linear attention meets none.
         """
@@ -283,9 +283,9 @@ class ModelShape:
         return (seen + sequence * (self.layers - len(self.windows) - self.linear)) / self.layers
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return training FLOPs a token (PaLM, appendix B) of active parameters, sequence and layers.
+        """Return the FLOPs of a training step per token (PaLM, appendix B) in rows of `sequence` tokens.
 
-        A layer of linear attention has 3 times DeltaNet.flops in place of what attention has.
+        A layer of linear attention counts 3 times DeltaNet.flops in place of attention's products.
         """
         # A tied head multiplies too, so only the embedding look-up is left out.
         matmul = self.active_parameters - (0 if self.tied else self.embedding_parameters)
@@ -294,7 +294,7 @@ class ModelShape:
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, sentence) for what a recipe asks that its model's layers lack. UserError if not admitted."""
+    """Yield (dotted key, sentence) for what a recipe asks and its model's layers lack. UserError if not admitted."""
     model, config = recipe.model, config_of(recipe.model)
     refusals.check_admitted(config)
     shape = of_config(config, 1)
@@ -324,7 +324,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def of(recipe: Recipe, vocab_size: int | None = None) -> ModelShape:
-    """Return the shape of a recipe's model; vocab_size fills in `auto`, else the recipe's tokenizer size does.
+    """Return the shape of a recipe's model; `vocab_size` fills in `auto`, else the recipe's tokenizer size does.
 
     Raises UserError for a model type that is not admitted, or an unknown vocabulary.
     """
@@ -377,7 +377,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits; an 8-bit scale fo
 
 
 def layout(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
-    """Return keyword arguments of memory.Layout that follow from the recipe's stage.
+    """Return the keyword arguments of memory.Layout that follow from the recipe's stage and adapters.
 
     DPO needs no second model: the reference's log-probabilities are computed before training starts.
     """
@@ -422,12 +422,12 @@ def is_quantized(recipe: Recipe) -> bool:
 
 
 def frozen_parameters(shape: ModelShape, has_adapters: bool, quantized: bool) -> int:
-    """Return how many frozen parameters a checkpoint holds: 0 without adapters; matrices in 4 bits are not saved."""
+    """Return how many frozen parameters a checkpoint holds: 0 without adapters; `quantized` matrices are not saved."""
     return has_adapters * (shape.parameters - quantized * shape.matrix_parameters)
 
 
 def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the parameters of all adapters: rank x (inputs + outputs) of a layer (arXiv 2106.09685); 0 without."""
+    """Return the parameters of all adapters: rank x (inputs + outputs) a layer (arXiv 2106.09685); 0 without lora."""
     if recipe.lora is None:
         return 0
     names = adapted(recipe, shape)

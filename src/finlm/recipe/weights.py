@@ -20,7 +20,7 @@ from finlm.base import files, runs, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.recipe import parents
-from finlm.recipe.models import traits
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe
 
 TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what transformers reads one from
@@ -58,7 +58,7 @@ def fetch_description(init_from: str, revision: str | None) -> str:
 
 
 def fetch_weights(recipe: Recipe) -> None:
-    """Download the weights of a ModelScope model in model.init_from if they are missing or cut short.
+    """Download the weights of a ModelScope model in model.init_from if they are missing, cut short or unfit.
 
     Does nothing for other models. Raises UserError as _fetch does. Prints what it downloads.
     """
@@ -75,7 +75,8 @@ def fetch_weights(recipe: Recipe) -> None:
 def _fetch(directory: str, patterns: Sequence[str]) -> None:
     """Download the files that match these patterns into `directory`, models/ORG/NAME@REVISION; print that to stderr.
 
-    Raises UserError for an impossible revision, without the package modelscope-hub, and when the download fails.
+    Raises UserError for an impossible revision, without the package modelscope-hub, and when the download fails. Then
+    removes the directory if it is empty.
     """
     match = _FETCHED.fullmatch(directory)
     if match is None:
@@ -105,8 +106,9 @@ def _fetch(directory: str, patterns: Sequence[str]) -> None:
 def check_model(recipe: Recipe) -> None:
     """Raise UserError when finlm cannot train the model of model.init_from; called before data are prepared.
 
-    Also raises it for an unfit reward model of grpo, or vLLM that grpo.engine needs and is not installed. Weights that
-    are still to be fetched are not looked at.
+    Also raises it for an unfit reward model of grpo, or vLLM that grpo.engine needs and is not installed. If
+    model.init_from is a directory, checks its weights as check_judge does. Weights that are still to be fetched are not
+    looked at. May download config.json of a Hub model.
     """
     check_judge(recipe)
     if recipe.grpo is not None and recipe.grpo.engine != "transformers" and importlib.util.find_spec("vllm") is None:
@@ -129,10 +131,13 @@ def _is_unfetched(directory: str) -> bool:
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raise UserError when weights of model.init_from are cut short or do not fit config.json; skip if not here."""
+    """Raise UserError when weights of model.init_from are cut short or do not fit config.json.
+
+    Does nothing if they are not here. Raises NotJson for a damaged config.json.
+    """
     directory = Path(recipe.model.init_from or "-")
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
-        check(directory, files.read_json(directory / "config.json"))
+        check_weight_files(directory, files.read_json(directory / "config.json"))
 
 
 def missing_start(recipe: Recipe) -> Iterator[str]:
@@ -161,8 +166,8 @@ def check_layers(recipe: Recipe) -> None:
         path = parents.config_path(model.init_from, model.revision)
     except UserError:  # not there, or no network here
         return
-    parents.refuse_model(
-        parents.read_config(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
+    refusals.refuse_model(
+        refusals.read_config(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
     )
 
 
@@ -183,7 +188,11 @@ def with_reward_model(recipe: Recipe, place: int, directory: str) -> Recipe:
 
 
 def check_judge(recipe: Recipe) -> None:
-    """Raise UserError when a `model` term of grpo.reward is neither a recipe nor a whole reward model's directory."""
+    """Raise UserError when a `model` term of grpo.reward names no complete reward model; skip terms that name a recipe.
+
+    A complete one has config.json and whole weights that fit it. If it has finlm.json, compares all its files with it
+    (runs.prove_model).
+    """
     fix = "write choice, or name the export of a run of stage reward from the same start"
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "model" or parents.is_recipe(term.path):
@@ -199,19 +208,26 @@ def check_judge(recipe: Recipe) -> None:
 
 
 def _check_directory(key: str, named: str, fix: str) -> Path:
-    """Return the model directory of a key, checked against config.json and finlm.json. Raises UserError."""
+    """Return the model directory `named`, after checking its weights against config.json and finlm.json.
+
+    Raises UserError, which begins with `key`, when there is no model or it is not whole. `fix` is the fix for the
+    former.
+    """
     path = Path(named)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
-    check(path, files.read_json(path / "config.json"))
+    check_weight_files(path, files.read_json(path / "config.json"))
     runs.prove_model(path)
     return path
 
 
 def check_files(directory: Path) -> None:
-    """Raise UserError when a model directory lacks whole *.safetensors or a tokenizer; before torch is loaded."""
-    config = parents.read_config(directory / "config.json")
+    """Raise UserError when a model directory lacks whole *.safetensors or a tokenizer; before torch is loaded.
+
+    Raises OSError without config.json.
+    """
+    config = refusals.read_config(directory / "config.json")
     if not any(directory.glob("*.safetensors")):
         names = ", ".join(sorted(path.name for path in directory.iterdir() if path.name != "config.json")[:8])
         fix = "put its *.safetensors there; of a *.bin or *.gguf: save_pretrained of transformers, `finlm import-gguf`"
@@ -222,7 +238,7 @@ def check_files(directory: Path) -> None:
         raise UserError(f"{directory} has no tokenizer", evidence=f"none of {', '.join(TOKENIZERS)}", fix=fix)
 
 
-def check(directory: Path, config: Mapping[str, Any]) -> None:
+def check_weight_files(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise UserError when a safetensors file in `directory` is cut short or missing, or does not fit `config`."""
     if wrong := list(_list_misfits(_read_headers(directory, config), config)):
         raise UserError(
@@ -233,7 +249,11 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return {tensor: shape} of a directory's safetensors files. Raises UserError if cut short or unfit."""
+    """Return {tensor: shape} of a directory's safetensors files.
+
+    Raises UserError if one is cut short, damaged, missing by the index, or does not fit `config`, the parsed
+    config.json.
+    """
     shapes: dict[str, list[int]] = {}
     problems = []
     for path in sorted(directory.glob("*.safetensors")):

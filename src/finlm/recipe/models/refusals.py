@@ -23,6 +23,32 @@ def check_admitted(config: traits.Config) -> None:
         )
 
 
+def read_config(path: Path) -> traits.Config:
+    """Return a config.json without auto_map and _name_or_path.
+
+    Raises UserError when it is no JSON object, its RoPE parameters are no object, or transformers has no class for it;
+    OSError when it cannot be read.
+    """
+    config = files.read_json(path)
+    fix = "put the config.json of a model that transformers saved in its place"
+    if not isinstance(config, dict):
+        raise UserError(f"{path} describes no model", evidence="it is no JSON object", fix=fix)
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise UserError(f"{path} describes no model", evidence=f"{key}: {config[key]!r} is no object", fix=fix)
+    check_class(config, str(path))
+    return {key: value for key, value in config.items() if key not in ("auto_map", "_name_or_path")}
+
+
+def refuse_model(config: traits.Config, init_from: str, longest: int = 0) -> None:
+    """Raise UserError when a model's config.json has something that finlm does not train, or an unadmitted type.
+
+    `longest` is the number of tokens of the longest sequence, 0 if unknown.
+    """
+    refuse_unsupported(config, f"model.init_from: {init_from}", longest)
+    check_admitted(config)
+
+
 def check_class(config: traits.Config, named: str) -> None:
     """Raise UserError when the installed transformers has no class for config.json's model_type.
 
