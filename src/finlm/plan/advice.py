@@ -28,7 +28,10 @@ NIGHT_HOURS = 12
 
 @dataclass(frozen=True)
 class Advice:
-    """What a plan means. Bytes are of all hosts together, disk bytes of the host that needs most; seconds predicted."""
+    """What a plan means. Bytes are of all hosts together, disk bytes of the host that needs most; seconds predicted.
+
+    None stands for what is unknown or does not apply: times and costs without a predicted speed, for example.
+    """
 
     tokens: int
     tokens_per_parameter: float
@@ -127,7 +130,7 @@ def hosts_that_may_be_lost(recipe: Recipe, plan: Plan) -> int:
 
 
 def copy_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> int:
-    """Return the bytes that checkpoint.copies sends a checkpoint: the shards of all hosts but the first; else 0."""
+    """Return the bytes per checkpoint that checkpoint.copies sends: the shards of all hosts but the first; else 0."""
     if not recipe.checkpoint.copies or plan.zero_stage == 0 or len(plan.hosts) == 1:
         return 0
     whole, own = checkpoint_bytes(recipe, shape, plan)
@@ -166,9 +169,10 @@ def losable_hosts(recipe: Recipe, shape: ModelShape, plan: Plan) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int, int]:
-    """Return (bytes of a checkpoint, of the largest rank's files): 16-bit weights, fp32 master, Adam's two moments.
+    """Return (bytes of a checkpoint, bytes of the largest rank's files).
 
-    Stage 3 keeps no separate weights, stage 0 in fp32 no separate master. With adapters, frozen weights are kept too.
+    They hold 16-bit weights, fp32 master and Adam's two moments. Stage 3 keeps no separate weights, stage 0 in fp32 no
+    separate master. With adapters, frozen weights are kept too.
     """
     e = memory.ELEMENT_BYTES[plan.precision]
     has_master = plan.zero_stage > 0 or e == 2
@@ -182,7 +186,10 @@ def checkpoint_bytes(recipe: Recipe, shape: ModelShape, plan: Plan) -> tuple[int
 
 
 def _disk_bytes(recipe: Recipe, shape: ModelShape, plan: Plan, whole: int, share: int) -> int:
-    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and export."""
+    """Return the disk bytes of the host that needs most: checkpoints, the one being written, copies, and the export.
+
+    `whole` and `share` are what checkpoint_bytes returned.
+    """
     of_host = whole if len(plan.hosts) == 1 else min(whole, share * max(host.slots for host in plan.hosts))
     copies = copy_bytes(recipe, shape, plan) * copies_kept(recipe, plan)
     return _most_saved(recipe, plan) * of_host + copies + memory.ELEMENT_BYTES[plan.precision] * shape.parameters
@@ -198,7 +205,11 @@ def _most_saved(recipe: Recipe, plan: Plan) -> int:
 
 
 def _advised_steps(plan: Plan, stall: float, write: float, step_seconds: float | None) -> int | None:
-    """Return the steps between checkpoints that lose the least time, to two digits; None without a speed."""
+    """Return the steps between checkpoints that lose the least time, to two digits; None without a speed.
+
+    `stall` and `write` are the seconds that training waits, and until the checkpoint is written. At most the run's
+    steps.
+    """
     if step_seconds is None:
         return None
     seconds = best_interval(stall, seconds_between(plan.world_size), write)
@@ -260,7 +271,10 @@ Fitting = Callable[[Recipe, Cluster], list[Candidate]]
 
 
 def fix_checkpoints(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
-    """Return which checkpoint keys to change so that the recipe fits, as `fitting` tells; "" if not enough."""
+    """Return a sentence on which checkpoint keys to change so that the recipe fits; "" if no such change is enough.
+
+    `fitting` returns the candidates of a recipe that fit a cluster.
+    """
     without = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"memory_minutes": None})})
     if recipe.checkpoint.memory_minutes is not None and fitting(without, cluster):
         return "leave checkpoint.memory_minutes out: checkpoints on disk alone need none of this host memory"
@@ -283,7 +297,10 @@ def other_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> str:
 
 
 def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield at most one sentence: how many such hosts would do, with the keys to set; tries up to 32 times as many."""
+    """Yield at most one sentence: how many such hosts would do, with the keys to set. Tries up to 32 times as many.
+
+    The planner may choose everything anew on them.
+    """
     free, hosts = search.relax_recipe(recipe), len(cluster.hosts)
     for factor in MORE_HOSTS:
         if found := fitting(free, search.on_more_hosts(cluster, factor)):
@@ -303,7 +320,10 @@ def _shorter_rows(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterato
 
 
 def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[str]:
-    """Yield at most one sentence: the known GPU kind with the least memory that would do in every host."""
+    """Yield at most one sentence: the known GPU kind with the least memory that would do in every host.
+
+    It has more memory than all present GPUs and is at least as new.
+    """
     kinds = [gpus.find(host.gpu) for host in cluster.hosts if host.gpu]
     least, newest = (max((getattr(one, n) for one in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
     known = (one for one in gpus.kinds().values() if one.compute_capability >= newest and one.memory_bytes > least > 0)
@@ -315,9 +335,9 @@ def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator
 
 
 def nearest_settings(recipe: Recipe, found: Sequence[Candidate]) -> tuple[str, Candidate]:
-    """Return (text of the keys to set, the candidate) of the candidate that asks for the fewest changes.
+    """Return (text of the keys to set, the candidate) of the candidate in `found` that asks for the fewest changes.
 
-    Keys that the recipe leaves to auto, or has at that value, need no change.
+    Keys that the recipe leaves to auto, or has at that value, need no change. Raises ValueError for no candidates.
     """
     nearest = min(found, key=lambda one: (len(_to_change(recipe, one)), one.complexity))
     return ", ".join(f"{key}: {value}" for key, value in _to_change(recipe, nearest).items()), nearest
@@ -354,7 +374,11 @@ class Change:
 
 
 def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest: Fastest) -> list[Change]:
-    """Return up to 5 changes that bring 5 % or more by `fastest`, best first; [] on CPU."""
+    """Return up to 5 changes that make training at least 5 % faster, best first; [] if `chosen` has no predicted speed.
+
+    `fastest` returns the candidate that the planner takes for a recipe on a cluster, None if nothing fits. Of changes
+    that bring the same, returns the first.
+    """
     now = chosen.tokens_per_second
     if now is None:
         return []
@@ -388,7 +412,11 @@ def settings(before: Candidate, after: Candidate) -> str:
 
 
 def _possible_changes(recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Recipe, Cluster]]:
-    """Yield (change, with `{settings}` for the planner's, recipe with its free choices, cluster)."""
+    """Yield (text, recipe, cluster) for each change that might make training faster, with the change made.
+
+    `{settings}` in the text stands for the planner's choices. Only that change, and those of the number of hosts, set
+    the recipe's planner choices to auto.
+    """
     free = search.relax_recipe(recipe)
     if free != recipe:
         yield "{settings}", free, cluster

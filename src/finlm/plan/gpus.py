@@ -91,7 +91,7 @@ class Gpu:
 
 @functools.cache
 def kinds() -> dict[str, Gpu]:
-    """Return every kind of gpus.yaml by name, in file order."""
+    """Return every kind of gpus.yaml by name, in file order; cached."""
     text = resources.files("finlm.plan").joinpath("gpus.yaml").read_text(encoding="utf-8")
     return {name: _parse_kind(name, **row) for name, row in YAML(typ="safe").load(text)["kinds"].items()}
 
@@ -113,7 +113,10 @@ def declare(gpu: Gpu) -> None:
 
 @functools.cache
 def find(name: str) -> Gpu:
-    """Return the GPU kind of this name or nvidia-smi pattern, declared kinds first. Raises PlanError."""
+    """Return the GPU kind of this name or nvidia-smi pattern, declared kinds first; cached.
+
+    Raises PlanError for an unknown name.
+    """
     known = kinds()
     by_name = {kind.casefold(): gpu for kind, gpu in known.items()} | _declared
     if name.casefold() in by_name:
@@ -212,7 +215,10 @@ def check_devices(cluster: Cluster) -> None:
 def attention(
     cluster: Cluster, precision: str, deterministic: bool
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
-    """Return the sdpa backend that all GPUs have, fastest on the oldest; "default" on CPU. Raises PlanError."""
+    """Return the sdpa backend that is fastest on the cluster's oldest GPU; "default" on CPU.
+
+    It is "efficient" in fp32 and before Ampere. Raises PlanError for an unknown GPU kind.
+    """
     if cluster.is_cpu:
         return "default"
     capability = min(find(host.gpu or "").compute_capability for host in cluster.hosts)
@@ -225,7 +231,10 @@ def attention(
 
 
 def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | None:
-    """Return (problem, fix) when the hardware cannot run this precision, else None. Raises PlanError."""
+    """Return (problem, fix) when the hardware cannot run this precision, else None.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     if cluster.is_cpu:
         if precision == "fp16":
             return "fp16 does not run on CPU ranks (DeepSpeed: Type fp16 is not supported)", "use auto, fp32 or bf16"
@@ -249,7 +258,10 @@ def _capability(host: str, gpu: str | None) -> str:
 
 
 def precision(recipe: Recipe, cluster: Cluster) -> tuple[str, list[str]]:
-    """Return (precision, sentences with the reason). Raises PlanError when the hardware cannot run train.precision."""
+    """Return (precision, sentences with the reason); auto is fp32 on CPU, bf16 where every GPU has it, else fp16.
+
+    Raises PlanError when the hardware cannot run train.precision, and for an unknown GPU kind.
+    """
     wanted = recipe.train.precision
     if wanted != "auto":
         problem = precision_problem(wanted, cluster)
@@ -332,8 +344,9 @@ def remember_run(
     """Store the GPU speed that a finished run shows in runs.jsonl and return it; None if the run shows none.
 
     `planned` and `measured` are tokens/s. Only 16-bit pretraining and SFT runs count, on GPUs of one kind, whose step
-    is mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as planned. Raises OSError,
-    ValueError or TypeError when the file cannot be written or is damaged.
+    is mostly arithmetic; what the plan adds to that (transfers, the optimizer) is taken as planned. Raises PlanError
+    for a GPU kind that is unknown by now, and OSError, ValueError or TypeError when the file cannot be written or is
+    damaged.
     """
     kinds, parts = {host.gpu for host in plan.hosts}, plan.step_seconds
     if not (planned and measured and plan.gpu_mfu and parts) or len(kinds) != 1:
@@ -353,7 +366,10 @@ def remember_run(
 
 
 def _read_runs() -> list[MeasuredRun]:
-    """Return the finished runs in the user's list, oldest first; [] without the file."""
+    """Return the finished runs in the user's list, oldest first; [] without the file.
+
+    Raises ValueError or TypeError if the file is damaged.
+    """
     if not runs_file().exists():
         return []
     return [MeasuredRun(**json.loads(line)) for line in runs_file().read_text(encoding="utf-8").splitlines()]
@@ -413,10 +429,10 @@ def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def store(measured: list[Gpu]) -> None:
-    """Write these GPU kinds into the user's table; other kinds that it has stay. A damaged table is replaced."""
+    """Write these GPU kinds into the user's table; other kinds that it has stay. Replaces a damaged table."""
     try:
         kept = _read_user_kinds()
-    except Exception:  # damaged: read() says that measuring mends it
+    except Exception:  # damaged: declare_calibrated() says that measuring mends it
         kept = []
     rows = {gpu.name: {k: v for k, v in dataclasses.asdict(gpu).items() if k != "name"} for gpu in (*kept, *measured)}
     user_file().parent.mkdir(parents=True, exist_ok=True)

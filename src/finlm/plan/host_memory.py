@@ -58,7 +58,10 @@ def host_items(
 
 
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Return the bytes of the copies of a host of `slots` ranks for asynchronous checkpoints: states, weights once."""
+    """Return the bytes of the copies in a host's memory from which its checkpoints are written while training goes on.
+
+    Counts the states of `slots` ranks; weights that all ranks share count once.
+    """
     size = trained_parameters(shape, layout)
     frozen = shapes.frozen_parameters(shape, layout.trainable is not None, layout.weight_bytes is not None)
     kept = share(frozen, layout, 3) * (slots if layout.zero_stage == 3 else 1)

@@ -275,9 +275,9 @@ def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> 
 
 
 def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return the bytes beside the states while a rank generates answers, by item; {} if it generates none.
+    """Return the bytes, by item, that a rank needs to generate answers, beside its states; {} if it generates none.
 
-    They are keys and values, and what PROMPT_TOKENS tokens of prompts, or one token of all rows, need beside them.
+    "generation of a token" is the larger of reading PROMPT_TOKENS tokens of prompts and making all rows' next token.
     """
     rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
     if not rows:

@@ -47,15 +47,19 @@ class Taken:
 
 
 def read(log: str) -> Taken | None:
-    """Return the figures of the last Taken.line() in a rank's log; None when the log has none."""
+    """Return the figures of the last Taken.line() in a rank's log; None when the log has none.
+
+    Raises ValueError or TypeError for a line that was cut short.
+    """
     lines = [line for line in log.splitlines() if line.startswith(MARK)]
     return Taken(**json.loads(lines[-1].removeprefix(MARK))) if lines else None
 
 
 def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], error: BaseException) -> UserError:
-    """Return the UserError of a rank that ran out of memory; its fix is the next plan that fits, or larger GPUs.
+    """Return, without raising it, the UserError of a rank that ran out of memory.
 
-    `taken` is {host's name: figures} of the host that failed; its RAM stands for that of all.
+    `error` is torch's. `taken` is {host's name: figures} of the host that failed, one entry; its RAM stands for that of
+    all. The fix is the next plan that fits, or larger GPUs.
     """
     (figures,) = taken.values()
     device, largest = "GPU" if plan.device == "cuda" else "rank", format_items(plan.gpu_bytes_items, most=4)

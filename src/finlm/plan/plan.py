@@ -116,7 +116,7 @@ class Plan:
 
 
 def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
-    """Return the most parameters of an optimizer group, which all ranks share; a larger matrix is a group itself."""
+    """Return the most parameters of an optimizer group over all ranks; a matrix with more is a group of its own."""
     return world_size * (STREAM_GROUP if offload_optimizer == "stream" else OPTIMIZER_GROUP)
 
 
@@ -159,10 +159,11 @@ def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
-def refuse_hosts(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, changes: Sequence[str]) -> UserError:
-    """Return the UserError for the run in `path`, saved after `step`, that the hosts of `plan` cannot go on with.
+def hosts_error(path: Path, step: int, planned: Mapping[str, Any], plan: Plan, changes: Sequence[str]) -> UserError:
+    """Return, without raising it, the UserError for the run in `path` that the hosts of `plan` cannot go on with.
 
-    `planned` is its plan.json, and `changes` says what would differ. The fix is the keys that go on with it, if any.
+    The run was saved after `step`. `planned` is its plan.json, and `changes` says what would differ. The fix is the
+    keys that go on with it, if there are any.
     """
     tokens, ranks = planned["tokens_per_step"], plan.world_size
     rows = tokens // planned["sequence_length"]

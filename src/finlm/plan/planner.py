@@ -31,7 +31,10 @@ FP16_SAFE_LR = 3e-4
 
 
 def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
-    """Yield the reasons for stage, offload, recompute and micro-batch where they are auto, by all candidates."""
+    """Yield the reasons for stage, offload, recompute and micro-batch where the recipe leaves them to auto.
+
+    `found` are all candidates, fitting or not. Also yields a sentence on GRPO's answers.
+    """
     layout, zero = chosen.layout, recipe.zero
     if zero.stage == "auto":
         yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, found)}"
@@ -164,7 +167,7 @@ def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
 def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int) -> str:
     """Return the sentence on why checkpoints are synchronous: a copy in host memory does not fit.
 
-    `recipe` is the one that asks for asynchronous checkpoints; it must have candidates (ValueError).
+    `recipe` asks for asynchronous checkpoints. Raises ValueError if it has no candidates.
     """
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
     need = _need(min(kept, key=lambda one: (one.gpu_bytes > (one.gpu_limit or one.gpu_bytes), one.over)))
@@ -176,9 +179,10 @@ def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: 
 def nothing_fits_error(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
 ) -> PlanError:
-    """Return the error that gives the smallest candidate's memory and the nearest change that would fit.
+    """Return, without raising it, the PlanError for a recipe with the candidates `found`, none of which fits.
 
-    `found` are the recipe's candidates, none of which fits; there is at least one.
+    It gives the smallest candidate's memory and the nearest change that would fit. If `found` is empty, it says that
+    DeepSpeed accepts no configuration of the recipe's zero: section.
     """
     fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
     others = fitting(free, cluster)
@@ -239,8 +243,8 @@ def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
     """Return the plan of a recipe on a cluster; `train_tokens` are the tokens of one epoch, which train.epochs needs.
 
-    Raises PlanError when nothing fits, only some hosts have GPUs, they cannot run the precision, or the micro-batches,
-    the number of steps or the warmup do not work out.
+    Raises PlanError when nothing fits, a GPU kind is unknown, only some hosts have GPUs, they cannot run the precision,
+    or the micro-batches, the number of steps or the warmup do not work out.
     """
     gpus.check_devices(cluster)
     precision, reasons = gpus.precision(recipe, cluster)
@@ -310,7 +314,7 @@ def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recip
 
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
-    """Return the candidate that make would choose; None when nothing fits or it cannot be planned."""
+    """Return the candidate that make() would choose; None when nothing fits or it cannot be planned."""
     fitting = [one for one in list_candidates(recipe, cluster, shape) if one.fits]
     return search.best(fitting) if fitting else None
 
@@ -374,7 +378,10 @@ def _plan(
 
 
 def _rows_per_step(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the rows of a step: whole micro-steps and GRPO groups, nearest to the recipe's. Raises PlanError."""
+    """Return the rows of a step, in whole micro-steps and GRPO groups, as near to the recipe's as possible.
+
+    Raises PlanError if batch.micro_batch does not match the hosts.
+    """
     given = search.given_micro_batches(recipe, cluster)
     unit = search.rows_per_micro_step(given, cluster) if given else cluster.world_size
     if recipe.grpo is not None:

@@ -142,10 +142,10 @@ def relax_recipe(recipe: Recipe) -> Recipe:
 def choices(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int
 ) -> tuple[Recipe, list[Candidate]]:
-    """Return (recipe, its candidates), fitting or not.
+    """Return (recipe, its candidates), fitting or not. Raises PlanError as candidates does.
 
-    If none fits and the recipe does not set checkpoint.asynchronous, tries asynchronous: false, and returns that recipe
-    with its candidates if one fits.
+    If none fits and the recipe does not set checkpoint.asynchronous, tries false, and returns that recipe with its
+    candidates if one fits.
     """
     found = list(candidates(recipe, cluster, shape, precision, rows_per_step))
     if any(one.fits for one in found) or "asynchronous" in recipe.checkpoint.model_fields_set:
@@ -214,7 +214,7 @@ def candidates(
             **shapes.layout(recipe, shape),
         )
         for micro_batches, accumulation in _micro_batches(recipe, cluster, shape, layout, rows_per_step):
-            yield measure(recipe, cluster, shape, layout, micro_batches, accumulation)
+            yield predict(recipe, cluster, shape, layout, micro_batches, accumulation)
 
 
 def _micro_batches(
@@ -257,7 +257,7 @@ def _balanced_micro_batches(
                 yield tuple(of_kind[host.gpu or ""] for host in cluster.hosts), accumulation
 
 
-def measure(
+def predict(
     recipe: Recipe,
     cluster: Cluster,
     shape: ModelShape,
@@ -265,7 +265,10 @@ def measure(
     micro_batches: tuple[int, ...],
     accumulation: int,
 ) -> Candidate:
-    """Return the Candidate of a layout: predicted memory and speed on this cluster; micro_batches are the hosts'."""
+    """Return the Candidate of a layout, with predicted memory and speed on this cluster; micro_batches are the hosts'.
+
+    The layout's own micro-batch does not count. Speed is None on CPU.
+    """
     if layout.device == "cuda":
         shape = dataclasses.replace(shape, vocab=shape.padded_vocab)
     shape = shape if layout.has_vocabulary_head else dataclasses.replace(shape, tied=True)  # a reward's has one row
@@ -315,7 +318,10 @@ def measure(
 
 
 def squeeze_cache(items: dict[str, int], limit: int | None) -> dict[str, int]:
-    """Return the items with the cache (`fragmentation`) shrunk to fit `limit` bytes, if it can; unchanged on CPU."""
+    """Return the items with the cache (`fragmentation`) shrunk to fit `limit` bytes, but not below the least it needs.
+
+    Returns them unchanged on CPU and if `limit` is None.
+    """
     if limit is None or "process" in items:
         return items
     spare = limit - sum(size for name, size in items.items() if name != "fragmentation")
@@ -328,7 +334,9 @@ def _with_generation_rows(
 ) -> Layout:
     """Return the layout with its micro-batch and, for GRPO, how many answers a rank generates at once.
 
-    Keys and values may take what training needs anyway, or what a GPU has without a margin; chunks are about equal.
+    Takes grpo.generation_rows, at most all answers, if it is a number. For auto, takes what fits in the smallest GPU
+    less MARGIN, or in what training needs if that is more (all answers if no memory is known), in chunks of about equal
+    size.
     """
     layout = dataclasses.replace(layout, micro_batch=micro_batch, accumulates=accumulation > 1)
     answers = micro_batch * accumulation
@@ -354,7 +362,7 @@ def threads(recipe: Recipe) -> int:
 
 
 def device_memory(host: Host) -> int | None:
-    """Return the usable bytes of one of the host's GPUs, or of a CPU rank's share of its RAM; None if unknown."""
+    """Return the usable bytes of a GPU of the host, or of a CPU rank; None if unknown. Host.device_bytes come first."""
     if host.device_bytes is not None:
         return host.device_bytes
     if host.gpu is not None:

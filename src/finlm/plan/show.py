@@ -33,7 +33,7 @@ from finlm.recipe.schema import Recipe
 
 
 def print_plan(made: Plan, loaded: Loaded) -> None:
-    """Print to stdout the plan's decisions, memory, time and reasons."""
+    """Print to stdout the plan's decisions, memory, time and reasons; and which hosts may fail."""
     screen.heading(f"plan of {loaded.path}")
     lost = advice.losable_hosts(loaded.recipe, shapes.of(loaded.recipe, made.vocab_size), made)
     for name, value in [*rows(made), *([("may fail", lost)] if lost else [])]:

@@ -25,7 +25,7 @@ from finlm.base.step_cache import NotPrepared
 from finlm.doctor import gpus
 from finlm.hosts import checkpoint_parts, ssh
 from finlm.launch.restart import HostLost
-from finlm.plan.plan import Plan, refuse_hosts
+from finlm.plan.plan import Plan, hosts_error
 from finlm.recipe import parents, rules
 from finlm.recipe import recipe as recipes
 from finlm.recipe.cluster import Cluster, Host
@@ -213,7 +213,7 @@ def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> It
         if other := _list_changes(WHAT, planned, plan):
             screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
             if (step := run.newest_recorded()) and former.batch.tokens_per_step == wanted.batch.tokens_per_step:
-                refused.append(refuse_hosts(run.path, step, planned, plan, other))
+                refused.append(hosts_error(run.path, step, planned, plan, other))
             continue
         stages = planned["zero_stage"], plan.zero_stage
         if "nvme" in (planned["offload_optimizer"], plan.offload_optimizer) or (0 in stages and stages != (0, 0)):
