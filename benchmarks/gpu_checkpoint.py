@@ -56,7 +56,7 @@ def make(where: Path, gpu: str | None, layers: int, width: Sequence[str]) -> Run
     hosts = cluster.Cluster((cluster.Host("localhost", 1, gpu, units.available_bytes()),))
     training = pipeline.Training(loaded, hosts, where / "runs")
     pipeline.prepare_data(training)
-    pipeline.make_plan(training)
+    pipeline.plan_run(training)
     return pipeline.create_run(training)
 
 

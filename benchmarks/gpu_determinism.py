@@ -56,7 +56,7 @@ def make(options: argparse.Namespace, gpus: int, stage: int, deterministic: bool
     host = cluster.Host("localhost", gpus, options.gpu if cluster.visible_gpus() else None, 100 * 2**30)
     training = pipeline.Training(loaded, cluster.Cluster((host,)), where / "runs")
     pipeline.prepare_data(training)
-    pipeline.make_plan(training)
+    pipeline.plan_run(training)
     return pipeline.create_run(training)
 
 

@@ -106,7 +106,7 @@ class Job:
         self.run = RunDir(Path(tempfile.mkdtemp(dir=work)))
         files.write_text(self.run.recipe, recipe.dump(loaded))
         files.write_json(self.run.plan, self.plan.to_json())
-        files.write_json(self.run.ds_config, config.deepspeed(loaded, self.plan))
+        files.write_json(self.run.ds_config, config.deepspeed_settings(loaded, self.plan))
         files.write_json(self.run.manifest, {"shards": {"path": str(work / "shards")}})
         self.env = host_env(loaded, self.plan, Host("localhost", case.gpus))
         port = processes.free_port(0)

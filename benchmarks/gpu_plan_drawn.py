@@ -69,7 +69,7 @@ class Job:
         draw.write(self.run.path, values, self.steps + 1, rows)
         files.write_text(self.run.recipe, recipe.dump(self.loaded))
         files.write_json(self.run.plan, self.plan.to_json())
-        files.write_json(self.run.ds_config, config.deepspeed(self.loaded, self.plan))
+        files.write_json(self.run.ds_config, config.deepspeed_settings(self.loaded, self.plan))
         files.write_json(self.run.manifest, {"shards": {"path": str(self.run.path / "shards")}})
 
     def start(self) -> None:

@@ -104,7 +104,7 @@ def ours(overrides: tuple[str, ...], gpus: int, steps: int, work: Path) -> dict[
     run = RunDir(Path(tempfile.mkdtemp(dir=work)))
     files.write_text(run.recipe, recipe.dump(loaded))
     files.write_json(run.plan, plan.to_json())
-    files.write_json(run.ds_config, config.deepspeed(loaded, plan))
+    files.write_json(run.ds_config, config.deepspeed_settings(loaded, plan))
     files.write_json(run.manifest, {"shards": {"path": str(work / "shards")}})
     started = time.monotonic()
     env = host_env(loaded, plan, cluster.local(gpus).hosts[0])

@@ -148,7 +148,7 @@ def ours(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     run = RunDir(Path(tempfile.mkdtemp(dir=work)))
     files.write_text(run.recipe, recipe.dump(loaded))
     files.write_json(run.plan, plan.to_json())
-    files.write_json(run.ds_config, config.deepspeed(loaded, plan))
+    files.write_json(run.ds_config, config.deepspeed_settings(loaded, plan))
     files.write_json(run.manifest, {"shards": {"path": str(work / "shards")}})
     rows = dialogues.train_rows(Shards(work / "shards"), loaded)
     filled = float((rows.documents(np.arange(len(rows))) >= 0).mean())

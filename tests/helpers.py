@@ -65,7 +65,7 @@ def new_run(loaded: Loaded, hosts: Cluster, runs: Path) -> RunDir:
     """A run directory as `finlm train` makes it, not started."""
     t = pipeline.Training(loaded, hosts, runs)
     pipeline.prepare_data(t)
-    pipeline.make_plan(t)
+    pipeline.plan_run(t)
     return pipeline.create_run(t)
 
 

@@ -34,7 +34,7 @@ def planned(path: Path, *overrides: str) -> tuple[Recipe, Plan]:
 
 
 def settings(path: Path, *overrides: str) -> dict[str, Any]:
-    return config.deepspeed(*planned(path, *overrides))
+    return config.deepspeed_settings(*planned(path, *overrides))
 
 
 def refusals(path: Path, *overrides: str) -> dict[str, str]:
@@ -86,7 +86,7 @@ def test_gradients_are_added_up_in_fp32_where_deepspeed_keeps_its_optimizer() ->
     for auto in ((), ("zero.offload_optimizer=none",), ("zero.offload_optimizer=cpu",)):
         wanted, plan = planned(QUICKSTART, *given, "zero.stage=auto", *auto)
         assert plan.fp32_gradients and plan.zero_stage == (3 if "zero.offload_optimizer=cpu" in auto else 2)
-        assert config.deepspeed(wanted, plan)["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert config.deepspeed_settings(wanted, plan)["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in settings(QUICKSTART, given[1], "train.precision=fp32")
     for refused in (("zero.stage=1",), ("zero.stage=2", "zero.offload_optimizer=cpu"), ("zero.stage=0",)):
         with pytest.raises(UserError, match="1 mistake") as caught:

@@ -440,7 +440,7 @@ def test_the_rows_that_are_shown_are_those_that_the_run_reads(make: Make, capsys
     length = ("train.tokens=50000", "batch.sequence_length=64", "optim.warmup_steps=2")
     wanted = make("data.mixture=[{weights: {news: 1, reports: 2}}]", *length)
     shards = Shards(prepared(wanted))
-    plan = prepare.make_plan(wanted, cluster.local(2), shards)
+    plan = prepare.plan_with_data(wanted, cluster.local(2), shards)
     assert plan.steps * plan.tokens_per_step < 50000, "tokens are no whole steps"
     rows = Rows(shards.split("train"), 64)
     run_rows = plan.steps * plan.tokens_per_step // 64  # as train/pretrain.py counts them

@@ -41,7 +41,7 @@ def test_it_fits_its_own_hardware(path: Path) -> None:
 @every_recipe
 def test_its_deepspeed_file_is_current(path: Path) -> None:
     file = ROOT / "configs/ds" / f"{path.parent.name}-{path.stem}.json"
-    assert json.loads(file.read_text(encoding="utf-8")) == config.deepspeed(*planned(path)), (
+    assert json.loads(file.read_text(encoding="utf-8")) == config.deepspeed_settings(*planned(path)), (
         "stale: run `python -m finlm.config`"
     )
 

@@ -64,7 +64,7 @@ def deepspeed_lrs(settings: dict[str, object] | None, lr: float) -> list[float]:
 def test_every_step_has_deepspeeds_rate(name: str, warmup: int, min_lr: float) -> None:
     wanted = load(*name.split()[:1], warmup, min_lr, *name.split()[1:])
     plan = planner.make(wanted, cluster.from_hardware(wanted.hardware), shape.of(wanted))
-    theirs = deepspeed_lrs(config.deepspeed(wanted, plan).get("scheduler"), wanted.optim.lr)
+    theirs = deepspeed_lrs(config.deepspeed_settings(wanted, plan).get("scheduler"), wanted.optim.lr)
     ours = [config.lr_at(wanted.optim, STEPS, step) for step in range(STEPS)]
     assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-18)
 

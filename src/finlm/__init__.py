@@ -61,14 +61,14 @@ def make_plan(recipe: Recipe, *, hostfile: str | Path | None = None, gpu: str | 
     from finlm.cli import command_line, recipes
 
     options = argparse.Namespace(hostfile=hostfile, local=False, gpu=gpu)
-    plan, _ = recipes.make_plan(recipe, command_line.to_plan(options, recipe))
+    plan, _ = recipes.check_and_plan(recipe, command_line.to_plan(options, recipe))
     return plan
 
 
 def open_run(path: str | Path = "latest") -> Run:
     """Return the run of a directory or of a short name: `latest`, a recipe's name, or the beginning of a run's name.
 
-    Raises UserError when there is no such run, or the name fits several.
+    Raises UserError when there is no such run, the name fits several, or another version of finlm wrote it.
     """
     from finlm.base import rundir
     from finlm.cli import command_line

@@ -35,7 +35,7 @@ NEVER = 1_000_000_000  # steps_per_print: events.jsonl has the numbers
 Settings = dict[str, object]  # of DeepSpeed's JSON, or of a section of it
 
 
-def deepspeed(recipe: Recipe, plan: Plan) -> Settings:
+def deepspeed_settings(recipe: Recipe, plan: Plan) -> Settings:
     """Return DeepSpeed's settings for a plan. Raises UserError that lists every setting DeepSpeed would not honour."""
     refused = list(problems(recipe, plan))
     if refused:
@@ -78,7 +78,10 @@ def deepspeed(recipe: Recipe, plan: Plan) -> Settings:
 
 
 def problems(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (recipe key, sentence) for everything that DeepSpeed 0.19.8 refuses or silently ignores in this plan."""
+    """Yield (recipe key, sentence) for everything that DeepSpeed 0.19.8 refuses or silently ignores in this plan.
+
+    Raises PlanError for an unknown GPU kind.
+    """
     zero = recipe.zero
     yield from rules.zero_problems(zero, plan.zero_stage, plan.offload_optimizer, plan.offload_param)
     yield from rules.warmup_problems(recipe.optim, plan.steps)
@@ -229,7 +232,7 @@ def for_file(path: Path) -> Settings:
     """
     recipe = recipes.load(path).recipe
     hosts = cluster.from_hardware(recipe.hardware)
-    return deepspeed(recipe, planner.make(recipe, hosts, shape.of(recipe)))
+    return deepspeed_settings(recipe, planner.make(recipe, hosts, shape.of(recipe)))
 
 
 def settings_of_all_recipes(root: Path) -> dict[Path, str]:
@@ -329,13 +332,16 @@ def write_page(path: Path, parent: Path) -> list[Path]:
     files.write_text(page, f"{before}# {title}\n\n" + "\n".join(lines) + "\n")
     written = [page]
     if plan is not None and has_settings:
-        files.write_text(settings, json.dumps(deepspeed(wanted, plan), ensure_ascii=False, indent=2) + "\n")
+        files.write_text(settings, json.dumps(deepspeed_settings(wanted, plan), ensure_ascii=False, indent=2) + "\n")
         written.append(settings)
     return written
 
 
 def train_command(path: Path) -> str:
-    """Return the shell command that trains a recipe: its stage's script if that exists here, else `finlm train`."""
+    """Return the shell command that trains a recipe: its stage's script if it exists here, else `finlm train`.
+
+    Raises UserError for a recipe with mistakes.
+    """
     script = Path("scripts") / SCRIPTS.get(recipes.load(path).recipe.stage, "")
     return f"bash {script} {path}" if script.is_file() else f"finlm train {path}"
 

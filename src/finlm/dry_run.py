@@ -20,7 +20,7 @@ def print_steps(t: pipeline.Training) -> None:
     Sets fields of `t` as _look_before_launch does. Raises UserError when a tracker's package or a source is missing, or
     nothing fits.
     """
-    trackers.check(t.recipe.record.tracking)
+    trackers.check_installed(t.recipe.record.tracking)
     known = _look_before_launch(t)
     known |= _look_after_launch(t)
     screen.heading(f"steps of {t.loaded.path}")
@@ -135,7 +135,7 @@ def adapt(t: pipeline.Training, adapter: str) -> list[str]:
         pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))
     for place, named in weights.reward_recipes(t.recipe):
         pipeline.judge_by(t, place, lineage.export_directory(named, t.runs))
-    for act in (pipeline.prepare_data, pipeline.make_plan, pipeline.find_unfinished):
+    for act in (pipeline.prepare_data, pipeline.plan_run, pipeline.find_unfinished):
         act(t)
     t.resumed = None if t.is_trained else t.resumed
     pipeline.open_run(t)

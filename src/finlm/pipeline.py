@@ -96,7 +96,7 @@ def train(t: Training) -> int:
     UserError for a mistake of the user and RunFailed (HostLost if it was a host) when the ranks do not reach the last
     step.
     """
-    trackers.check(t.recipe.record.tracking)
+    trackers.check_installed(t.recipe.record.tracking)
     prepare.check_engine(t.recipe)
     while True:
         try:
@@ -239,7 +239,7 @@ def plans_without_data(wanted: Recipe) -> bool:
     return wanted.train.epochs is None and bool(wanted.tokenizer.pieces or wanted.model.vocab_size != "auto")
 
 
-def make_plan(t: Training) -> None:
+def plan_run(t: Training) -> None:
     """Set t.plan and t.ds_config and print the plan. Raises PlanError when nothing fits, and as decide does."""
     t.plan, t.ds_config = decide(t.recipe, t.hosts, t.shards)
     show.print_plan(t.plan, t.loaded)
@@ -252,13 +252,13 @@ def decide(wanted: Recipe, hosts: Cluster, shards: Shards | None) -> tuple[Plan,
 
     Raises PlanError when nothing fits, UserError for too large a tokenizer or settings that DeepSpeed would refuse.
     """
-    plan = prepare.make_plan(wanted, hosts, shards)
+    plan = prepare.plan_with_data(wanted, hosts, shards)
     if shards is not None and plan.vocab_size < shards.vocab_size:
         raise UserError(
             f"the tokenizer has {shards.vocab_size:,} pieces, the model {plan.vocab_size:,} rows",
             fix="raise model.vocab_size or leave it at auto",
         )
-    return plan, config.deepspeed(wanted, plan)
+    return plan, config.deepspeed_settings(wanted, plan)
 
 
 def find_unfinished(t: Training) -> None:
@@ -286,7 +286,7 @@ def check_labels(t: Training) -> None:
 
 
 def check_hosts(t: Training) -> None:
-    """Check hosts and print findings, unless trained; set t.facts and t.findings. Raises Stop if one is an error."""
+    """Check hosts, print findings, set t.facts and t.findings, unless trained. Raises Stop if any is an error."""
     if t.is_trained:
         return
     place = t.resumed.path if t.resumed else t.runs  # an unfinished run's checkpoints need no second room
@@ -430,7 +430,7 @@ class Step(NamedTuple):
 BEFORE_LAUNCH = (
     Step("parent", "train the recipe that this one starts from", train_parent),
     Step("data", "turn the sources into shards", prepare_data),
-    Step("plan", "decide ZeRO stage, micro-batch, precision", make_plan),
+    Step("plan", "decide ZeRO stage, micro-batch, precision", plan_run),
     Step("resume", "find the run that was left unfinished", find_unfinished),
     Step("labels", "check the labels of the dialogues", check_labels),
     Step("hosts", "check every host", check_hosts),

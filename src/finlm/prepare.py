@@ -119,7 +119,7 @@ def check_sources(recipe: Recipe, *, only_urls: bool = False) -> None:
         convert.check_rows(recipe, inputs)
 
 
-def make_plan(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> Plan:
+def plan_with_data(recipe: Recipe, hosts: Cluster, shards: Shards | None = None) -> Plan:
     """Return the plan of a recipe on these hosts; with `shards`, vocabulary size and tokens an epoch are theirs.
 
     Raises PlanError when nothing fits, UserError when the vocabulary size is unknown without shards.

@@ -323,7 +323,7 @@ def test_an_epoch_is_every_row_once_for_prepare_and_for_the_plan(
     assert about.rows < 40 and (about.rows > 30) == (not is_filled)
     each = 4 * 2 if stage == "grpo" else 1  # rows of the answers to a prompt, learnt from twice
     assert prepare.epoch_tokens(wanted, shards) == each * about.rows * wanted.batch.sequence_length
-    plan = prepare.make_plan(wanted, cluster.local(2), shards)
+    plan = prepare.plan_with_data(wanted, cluster.local(2), shards)
     assert plan.steps * 8 <= 2 * each * about.rows < (plan.steps + 1) * 8, "rows of a step"
     assert [row.epochs for row in about.sources] == [plan.steps * 8 / (each * about.rows)]
     if stage == "sft":  # the same shards, filled or not

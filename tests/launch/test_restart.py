@@ -71,7 +71,7 @@ def attempts(
     monkeypatch.setattr(start, "launch_ranks", launched)
     monkeypatch.setattr(restart.time, "sleep", waits.append)
     wanted = recipe.load(QUICKSTART, ["launch.restarts=3", "launch.restart_wait_seconds=10"]).recipe
-    restart.run_ranks(run, prepare.make_plan(wanted, two, None), wanted, two)
+    restart.run_ranks(run, prepare.plan_with_data(wanted, two, None), wanted, two)
     return waits
 
 

@@ -117,7 +117,7 @@ class Runs:
             host = cluster.Host("localhost", RANKS, None, 8 * 2**30)
             t = pipeline.Training(loaded, cluster.Cluster((host,)), self.scratch / f"runs-{stage}")
             pipeline.prepare_data(t)
-            pipeline.make_plan(t)
+            pipeline.plan_run(t)
             run = pipeline.create_run(t)
             self.trainer.train(run)
             self.made[stage] = run

@@ -84,7 +84,10 @@ def render(page: Page, board: Board, lang: str, csrf: str) -> str:
 
 @lru_cache
 def environment(lang: str) -> Environment:
-    """Return the jinja2 environment of the board's templates with the words of this language; cached."""
+    """Return the jinja2 environment of the board's templates with the words of this language; cached.
+
+    Its global `docs` names the pages of docs/ that are installed.
+    """
     made = run_page.environment(FILES, lang=lang)
     made.globals["docs"] = [name for name in _DOCS if find_docs(name, lang)]
     return made
@@ -96,7 +99,7 @@ def problem(error: UserError) -> Page:
 
 
 def damage_error(names: Sequence[str], error: Exception) -> UserError:
-    """Return the UserError about runs of these names whose files raised `error` (one of DAMAGED) when read."""
+    """Return, without raising it, the UserError about these runs, whose files raised `error` (one of DAMAGED)."""
     return UserError(
         f"{', '.join(names)} holds files that finlm did not write",
         evidence=f"{type(error).__name__}: {error}",
@@ -114,7 +117,7 @@ def _list_runs(board: Board) -> list[RunDir]:
 
 
 def find_run(board: Board, name: str) -> RunDir:
-    """Return the run of this directory name. Raises Missing if there is none."""
+    """Return the run of this directory name. Raises Missing if none is listed (_list_runs)."""
     found = next((run for run in _list_runs(board) if run.path.name == name), None)
     if found is None:
         raise Missing("there is no such run")
@@ -146,7 +149,7 @@ _OPEN = ("running", "not started")  # states that time alone may change
 
 
 def list_lines(board: Board) -> list[Listed]:
-    """Return the rows of `finlm runs`, newest first; reads again only runs that changed or are not over."""
+    """Return the rows of `finlm runs`, newest recipe.yaml first; reads again only runs that changed or are not over."""
     found = _newest(board)
     for run in found:
         mark, kept = _mark(run), _lines.get(run.path)
@@ -316,7 +319,10 @@ class Wanted:
 
 
 def recipe(board: Board, name: str, ask: Mapping[str, str]) -> Page:
-    """Return the page of a recipe: its text, and the form that forks it. Raises Missing if there is no such recipe."""
+    """Return the page of a recipe: its text with secrets redacted, and the form that forks it.
+
+    `ask` has the request's parameters. Raises Missing if there is no such recipe.
+    """
     path = find_recipe(name)
     text = redact_text(path.read_text("utf-8", "replace"))
     values = {"recipe": name, "text": text, "wanted": ask, "has_hostfile": bool(board.hostfile)}
@@ -346,7 +352,7 @@ def plan(board: Board, ask: Mapping[str, str]) -> Page:
 
 
 def diff(board: Board, one: str, other: str) -> Page:
-    """Return the page of the differences of two recipes and their plans; without differences until both are named.
+    """Return the page of the differences of two recipes and of their plans; without any until both are named.
 
     Raises Missing for an unknown recipe, and UserError for a recipe that cannot be used.
     """
@@ -363,7 +369,11 @@ def diff(board: Board, one: str, other: str) -> Page:
 
 
 def hosts(board: Board) -> Page:
-    """Return the page of hosts: the hostfile, and doctor's findings in the newest run with hosts. Asks no host."""
+    """Return the page of hosts: the hostfile, and doctor's findings in the newest run that has hosts. Asks no host.
+
+    Looks at the 20 newest runs. A hostfile with mistakes shows its error. Raises UserError for an unreadable
+    hostfile.txt.
+    """
     path = board.hostfile or cluster.default_hostfile()
     seen = [(run, Manifest.read(run), history.read_object(run.doctor)) for run in _newest(board)[:20]]
     of_run = next(((run, made, doctor) for run, made, doctor in seen if made and made.hosts), None)
@@ -388,7 +398,10 @@ def find_docs(name: str, lang: str) -> Path | None:
 
 
 def chat(board: Board, name: str) -> Page:
-    """Return the page that chats with a run's model. Raises Missing, and UserError when that cannot be done."""
+    """Return the page that chats with a run's model.
+
+    Raises Missing for an unknown run, and UserError without --allow-actions or without an exported model.
+    """
     found = find_run(board, name)
     if not board.allow_actions:
         raise UserError("this board reads only", fix="`finlm board --allow-actions` loads models and talks to them")

@@ -104,7 +104,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _token(options: argparse.Namespace) -> str | None:
-    """Return the token of --token-file (UserError if too short), a random one if one is needed, or None."""
+    """Return the token of --token-file, else a random one if one is needed, else None.
+
+    A token is needed with another address than LOCAL and with --allow-actions. Raises UserError for a file whose token
+    is too short or not ASCII, OSError for one that cannot be read.
+    """
     if options.token_file is not None:
         token = options.token_file.read_text(encoding="utf-8").strip()
         if len(token) < 16 or not token.isascii():
@@ -227,7 +231,10 @@ class _Site:
             }
 
     def _check_post(self, request: Request, site: str) -> None:
-        """Raise HTTPException: 403 for a POST without --allow-actions or from elsewhere, 413 if too large."""
+        """Raise HTTPException for a POST: 403 without --allow-actions, from elsewhere or without this start's csrf.
+
+        413 if its length is unknown or over _MOST_BYTES.
+        """
         if not self.settings.board.allow_actions:
             raise HTTPException(403, "this board reads only; `finlm board --allow-actions` does more")
         origin = request.headers.get("origin", "")
@@ -315,7 +322,10 @@ class _Site:
         return await self._act(request, lambda: {"path": save_fork(self.settings.board, form)})
 
     async def answer(self, request: Request) -> Response:
-        """Return a model's answer to the posted conversation as JSON {"text"}, or {"problem"} if there is none."""
+        """Return a model's answer to the posted conversation as JSON {"text"}, or {"problem"} if there is none.
+
+        Loads the model in a thread if it is not the last one that was used.
+        """
         body, name = await request.body(), request.path_params["name"]
         return await self._act(request, lambda: {"text": self.talk.answer(self.settings.board, name, body)})
 
@@ -391,7 +401,10 @@ class Talk:
 
 
 def _messages(body: bytes) -> list[dict[str, str]]:
-    """Return the messages in a JSON request body. Raises UserError if it has no conversation."""
+    """Return [{role, content}] of a JSON request body.
+
+    Raises UserError for no messages, roles other than user and assistant, or an empty last message.
+    """
     try:
         sent: Any = orjson.loads(body)
         found = [{"role": str(row["role"]), "content": str(row["content"])} for row in sent["messages"]]

@@ -135,9 +135,10 @@ def to_plan(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_examine(options: argparse.Namespace, recipe: Recipe) -> Cluster:
-    """Return the hosts of doctor: the hostfile's, asked for their GPU kinds without --gpu; or, without one, the plan's.
+    """Return the hosts of doctor: the hostfile's, else those of to_plan.
 
-    Declares GPU kinds as to_plan does. Raises UserError for a hostfile that cannot be used.
+    Without --gpu, asks the hostfile's hosts for their GPU kinds over ssh. Declares GPU kinds as to_plan does. Raises
+    UserError for a hostfile that cannot be used.
     """
     from finlm.doctor import gpus
 
@@ -179,7 +180,10 @@ def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
 
 
 def to_prepare(options: argparse.Namespace, recipe: Recipe) -> Cluster | None:
-    """Return the hosts of data.engine: ray; None for another engine or without a hostfile. Raises UserError."""
+    """Return the hosts of data.engine: ray; None for another engine or without a hostfile.
+
+    Raises UserError for a hostfile that cannot be used.
+    """
     from finlm.recipe import cluster
 
     path = hostfile(options) if recipe.data.engine == "ray" else None
@@ -225,7 +229,11 @@ _OF_MODELS = ("config.json", "plan.json", "manifest.json")  # of a model directo
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Replace short names in the options with paths, in place. Raises UserError when a name fits several or nothing."""
+    """Replace short names in the options, also in --set model.init_from, with paths, in place.
+
+    Raises UserError when a name fits several or nothing, a file is missing, or a model directory lacks weights, parts
+    of them or a tokenizer. Leaves `logs` and --set values that name nothing as they are.
+    """
     ways: dict[str, Callable[[Any], Any]] = {
         "recipe": lambda text: text and str(recipe_file(text)),
         **dict.fromkeys(("parent", "world"), recipe_file),
@@ -247,7 +255,10 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def _resolve_start(override: str) -> str:
-    """Return a --set value, with a recipe's or run's short name in model.init_from replaced by its path (UserError)."""
+    """Return a --set value, with a recipe's or run's short name in model.init_from replaced by its path.
+
+    Returns any other value unchanged. Raises UserError for `latest` without a run.
+    """
     key, _, named = override.partition("=")
     if key.strip() != "model.init_from" or not named.strip() or Path(named.strip()).exists():
         return override
@@ -382,7 +393,10 @@ def recipe_file(text: str | Path) -> Path:
 
 
 def _choose_recipe(folder: Path) -> Path:
-    """Return the recipe file in a folder: recipe.yaml, pretrain.yaml or the only *.yaml. Raises UserError."""
+    """Return the recipe file in a folder: recipe.yaml, pretrain.yaml or the only *.yaml.
+
+    Raises UserError if there are several others, or none.
+    """
     if (folder / "recipe.yaml").is_file():  # of a run
         return folder / "recipe.yaml"
     files = sorted(path for path in folder.glob("*.yaml"))

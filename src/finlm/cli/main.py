@@ -112,7 +112,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     recipe = recipes.load(options).recipe
     hosts = command_line.to_examine(options, recipe)
-    plan, shards = recipes.make_plan(recipe, hosts)
+    plan, shards = recipes.check_and_plan(recipe, hosts)
     if command_line.hostfile(options):
         data = shards.directory if shards else None
         trees = file_trees.trees_to_check(recipe, sync.repository_root(), data)
@@ -177,7 +177,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _drill(options: argparse.Namespace) -> int:
-    """Run `finlm drill`: break a run on purpose and print how it recovered. Return 0."""
+    """Run `finlm drill`: break a run on purpose and print how it recovered. Return 0. Raises UserError."""
     from finlm.recipe import cluster
     from finlm.runs import drill
 

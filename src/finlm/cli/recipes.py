@@ -121,10 +121,11 @@ def check_template(recipe: Recipe) -> None:
         encode.check_start(recipe.chat, recipe.sft, start)
 
 
-def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
-    """Return (the recipe's plan, its prepared data or None); with data the plan counts their tokens.
+def check_and_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
+    """Check reward model, weights and template; return (the recipe's plan, its prepared data or None).
 
-    Raises UserError for a reward model, weights or template that cannot be used, PlanError when nothing fits.
+    With data the plan counts their tokens. Prepares nothing. Raises UserError for what cannot be used, PlanError when
+    nothing fits.
     """
     from finlm import prepare
     from finlm.recipe import weights
@@ -133,11 +134,11 @@ def make_plan(recipe: Recipe, hosts: Cluster) -> tuple[Plan, Shards | None]:
     weights.check_weights(recipe)
     check_template(recipe)
     shards = prepare.locate(recipe)
-    return prepare.make_plan(recipe, hosts, shards), shards
+    return prepare.plan_with_data(recipe, hosts, shards), shards
 
 
 def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple[Plan, Consulted, list[str]]:
-    """Return (plan, advice about it, warnings as sentences). Raises what make_plan raises.
+    """Return (plan, advice about it, warnings as sentences). Raises what check_and_plan raises.
 
     `price` is that of a GPU-hour; None means the recipe's.
     """
@@ -146,7 +147,7 @@ def consult(recipe: Recipe, where: Cluster, price: float | None = None) -> tuple
     from finlm.plan import show
     from finlm.recipe import weights
 
-    plan, shards = make_plan(recipe, where)
+    plan, shards = check_and_plan(recipe, where)
     tokens = prepare.epoch_tokens(recipe, shards) if shards else None
     found = show.consult(recipe, where, plan, tokens, price)
     missing = [] if shards else list(sources.missing(recipe.data.sources))
@@ -176,7 +177,7 @@ def plan(options: argparse.Namespace) -> int:
     plan, consulted, warnings = consult(loaded.recipe, command_line.to_plan(options, loaded.recipe), options.price)
     show.print_plan(plan, loaded)
     show.print_advice(consulted, plan)
-    failing = _simulate_failures(options, loaded.recipe, plan, consulted.advice) if options.failures else {}
+    failing = _print_failure_forecast(options, loaded.recipe, plan, consulted.advice) if options.failures else {}
     for warning in warnings:
         screen.show(f"warning: {warning}")
     show.print_origins(loaded)
@@ -185,8 +186,13 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate_failures(options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice) -> dict[str, object]:
-    """Print the share of time spent training when hosts fail; return it for --json. Raises UserError."""
+def _print_failure_forecast(
+    options: argparse.Namespace, recipe: Recipe, plan: Plan, advised: Advice
+) -> dict[str, object]:
+    """Print the share of time spent training when hosts fail; return it as the JSON object {"failures": ...}.
+
+    Raises UserError if the plan has no speed.
+    """
     from finlm.runs import drill
 
     if plan.tokens_per_second is None or plan.days is None:
@@ -232,10 +238,11 @@ def new(options: argparse.Namespace) -> int:
 
 
 def write_for_model(name: str, model: str, revision: str | None, stage: str, recipes: Path) -> Path:
-    """Write a first recipe for a model directory, or a model of the Hub, and return its path; print notices to stderr.
+    """Write a first recipe for a model directory, a run or a model of a hub, and return its path.
 
     Shape, RoPE and tokenizer are the model's; data, batch, learning rate and hardware are for the author to change.
-    Raises UserError for a name that is taken and a model that cannot be read.
+    Downloads config and tokenizer, and prints notices to stderr. Raises UserError for a name that is taken and a model
+    that cannot be read.
     """
     from finlm.recipe import derive, parents, recipe, weights
     from finlm.tokens import pretrained
@@ -292,9 +299,10 @@ def write_for_model(name: str, model: str, revision: str | None, stage: str, rec
 
 
 def template_for(tokenizer: Tokenizer) -> str:
-    """Return the chat.template that loses nothing of an answer: "model" for the tokenizer's, else one of finlm's.
+    """Return the chat.template for a tokenizer: "model" if its own keeps a sample answer whole.
 
-    Of finlm's, returns the first whose tokens the tokenizer has, else "xuanyuan".
+    The sample has reasoning if the tokenizer has </think>. Else returns the first of deepseek-r1, chatml and llama3
+    whose tokens it has, else "xuanyuan". Raises UserError if its own is not valid Jinja.
     """
     from finlm.dialogues import templates
 
@@ -356,7 +364,7 @@ def compare(paths: Sequence[Path], options: argparse.Namespace) -> tuple[list[Di
 
 
 def _load_recipe_or_run(path: Path) -> Loaded:
-    """Return a loaded recipe file, or the recipe of a run directory with the origins that the run recorded."""
+    """Return a loaded recipe file, or a run's recipe with the origins that the run recorded. Raises UserError."""
     from finlm.base import rundir
     from finlm.recipe import recipe
 
@@ -372,7 +380,7 @@ def _plan_for(path: Path, loaded: Loaded, options: argparse.Namespace) -> Plan:
 
     if path.is_dir():
         return Plan.read(RunDir(path).plan)
-    return make_plan(loaded.recipe, command_line.to_plan(options, loaded.recipe))[0]
+    return check_and_plan(loaded.recipe, command_line.to_plan(options, loaded.recipe))[0]
 
 
 def watch(options: argparse.Namespace) -> int:

@@ -84,7 +84,7 @@ def run_ranks(
     UserError when the first launch cannot start. Prints why it restarts and records it as events.
     """
     if run.former_plans:  # a kill may have come between the new plan and its settings
-        files.write_json(run.ds_config, config.deepspeed(recipe, plan))
+        files.write_json(run.ds_config, config.deepspeed_settings(recipe, plan))
     restarts = Restarts(run, recipe, hosts)
     while True:
         seen = sum(1 for _ in run.read_events())
@@ -301,6 +301,6 @@ def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: 
     smaller = dataclasses.replace(smaller, reasons=(f"{what}: {detail}", *smaller.reasons))
     files.write_json(run.path / f"plan.{number}.json", plan.to_json())
     files.write_json(run.plan, smaller.to_json())
-    files.write_json(run.ds_config, config.deepspeed(recipe, smaller))
+    files.write_json(run.ds_config, config.deepspeed_settings(recipe, smaller))
     run.append_event("incident", step=step, what=what, detail=detail, former=f"plan.{number}.json")
     screen.say(f"step {step:,}: {what}: {detail}")

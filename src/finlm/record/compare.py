@@ -102,7 +102,10 @@ class Comparison:
 
 
 def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
-    """Return the Comparison of two run directories. Losses up to `tolerance` nats apart count as equal."""
+    """Return the Comparison of two run directories. Losses up to `tolerance` nats apart count as equal.
+
+    Missing or damaged files count as empty.
+    """
     both = history.read_history(a), history.read_history(b)
     losses = both[0].points("loss"), both[1].points("loss")
     starts = [read.starts[-1] if read.starts else {} for read in both]
@@ -121,7 +124,8 @@ def runs(a: RunDir, b: RunDir, tolerance: float = 0.0) -> Comparison:
 def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[str, Any]) -> str:
     """Return why two runs need not have the same losses to the last bit; "" if their records promise it.
 
-    `differences` are those of their fields. `starts` has the last `start` event of each run, {} for a run without any.
+    `a` is the first run, whose plan and recipe count. `differences` are those of the runs' fields. `starts` has the
+    last `start` event of each run, {} for a run without any.
     """
     for difference in differences:
         if difference.section != "packages" or _NUMERIC.fullmatch(difference.field):
@@ -134,7 +138,7 @@ def other_bits(a: RunDir, differences: Iterable[Difference], *starts: Mapping[st
 
 
 def fields(a: RunDir, b: RunDir, *starts: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of recipe, data, code, plan, packages, hardware and environment; redact recipe secrets.
+    """Yield the differences of recipe, data, code, plan, packages, hardware and environment, with secrets redacted.
 
     `starts` has the last `start` event of each run, whose CPU kernels are compared as hardware. Missing or damaged
     files count as empty.
@@ -304,7 +308,7 @@ class Run:
 
 
 def build(runs: Sequence[RunDir], out: Path) -> Path:
-    """Write the page of several runs to `out` and return its path. UserError for over COLOURS runs or one twice."""
+    """Write the page of several runs to `out` and return its path. Raises UserError as load() does."""
     loaded = load(runs)
     return run_page.write(
         out, "side_by_side.html", f"{len(loaded)} runs side by side · finlm", charts(loaded), **values(loaded)

@@ -83,7 +83,8 @@ class Outcome:
 def check_expectations(run: RunDir, expect: Expect) -> Outcome:
     """Return the Outcome of comparing the run's events with the recipe's expect:; does not record it.
 
-    Checks no number on hardware other than expect.hardware, or when expect: has numbers for `--toy` only.
+    Checks no number on hardware other than expect.hardware, or when expect: has numbers for `--toy` only;
+    Outcome.elsewhere then says so. A promised number that the run did not record is off.
     """
     read = history.read_history(run)
     device = str((read.starts[-1] if read.starts else {}).get("device"))
@@ -158,7 +159,8 @@ class Prediction:
 def compare_with_plan(plan: Mapping[str, Any], steps: Sequence[Row]) -> Prediction | None:
     """Return the Prediction that compares `step` events with plan.json; None without steps or a plan.
 
-    The speed is the median without the first two steps, the memory the highest of all steps.
+    The speed is the median without the first two steps (of all if there are no more), the memory the highest. The
+    planned speed is scaled to the tokens that the steps read.
     """
     if not steps or not plan:
         return None
@@ -177,7 +179,8 @@ def record_prediction(run: RunDir) -> None:
     """Append a `prediction` event that compares plan and measured steps; save the GPU's speed for later plans.
 
     Uses only the steps after the last out-of-memory restart; does nothing if there are none. If the speed cannot be
-    saved, prints a warning to stderr. Raises NotJson or FileNotFoundError if plan.json cannot be read.
+    saved, prints a warning to stderr. Raises FileNotFoundError if plan.json is missing, and UserError if plan or recipe
+    are damaged, of another version, or name an unknown GPU kind.
     """
     steps: list[Row] = []
     for row in run.read_events():

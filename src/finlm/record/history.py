@@ -79,7 +79,7 @@ class History:
         return self.starts[0].get("time") if self.starts else None
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a key of the step events; None when no step has a value."""
+        """Return the newest value of a key of STEP_KEYS in the step events; None when no step has a value."""
         return next((value for value in reversed(self.steps[key]) if value is not None), None)
 
     def values(self, key: str, start: int = 0) -> list[float]:
@@ -385,9 +385,9 @@ class Listed:
 
 
 def state(run: RunDir, history: History, *, ended: bool = False) -> str:
-    """Return a run's state: running, finished, interrupted, failed, killed (ended without an end event) or not started.
+    """Return a run's state: running, finished, interrupted, failed, killed or not started.
 
-    `ended`: the caller knows that no process of the run is left.
+    Killed means that it ended without an end event. `ended`: the caller knows that no process of the run is left.
     """
     if history.end is not None:
         return str(history.end.get("status", "failed"))
@@ -428,7 +428,7 @@ def read_listed(run: RunDir) -> Listed:
 
 
 def show_runs(listed: list[Listed], runs: Path) -> None:
-    """Print a table of the runs, or a hint on how to train if there are none."""
+    """Print a table of the runs to stdout, or a hint on how to train if there are none."""
     if not listed:
         screen.show(f"no runs in {runs}/; `{screen.program()} train quickstart` makes one")
         return

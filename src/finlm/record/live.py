@@ -44,7 +44,7 @@ class State:
     is_up: bool = False  # the ranks have said that they begin
 
     def feed(self, row: Row) -> str:
-        """Update the state by an event of events.jsonl; return the line to keep on the screen, "" if none."""
+        """Update the state by an event of events.jsonl; return a line to print about it, "" if it needs none."""
         kind, self.last_time = row["kind"], row["time"]
         step = int(row.get("step") or 0)
         if kind in ("start", "rollback"):

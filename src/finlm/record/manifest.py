@@ -187,10 +187,11 @@ def make(
     command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Return the manifest of a run that is about to start; runs git and lists the installed packages.
+    """Return the manifest of a run that is about to start; runs git and nvidia-smi and lists the installed packages.
 
     `shards` is the directory of prepared data, or None. `facts` maps host names to what doctor saw of them. `command`
-    and `environment` default to this process's; credentials in them are replaced.
+    and `environment` default to this process's; credentials in them are replaced. Raises NotJson for damaged manifests
+    of the shards or the start model.
     """
     start = parents.start_of(recipe)
     return Manifest(
@@ -245,7 +246,7 @@ def copy_code(destination: Path) -> str:
 
 
 def copy_rewards(recipe: Recipe, run: RunDir) -> None:
-    """Copy the files of grpo.reward's functions into the run. Raises UserError when one has changed since read."""
+    """Copy the files of grpo.reward's functions into the run. Raises UserError for one that has changed since."""
     for term in recipe.grpo.reward if recipe.grpo else ():
         if term.rule != "function":
             continue
@@ -300,10 +301,9 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 
 def _prepared_data(directory: Path | None) -> PreparedData | None:
-    """Return a shards directory's PreparedData: its path, the sha256 of manifest.json, and the tokenizer's named in it.
+    """Return a shards directory's PreparedData; None for None. It has only the path if there is no manifest.json.
 
-    Has only the path if there is no manifest.json. Returns None for None. Raises NotJson, a UserError, for a damaged
-    manifest.
+    Raises NotJson, a UserError, for a damaged manifest.
     """
     if directory is None:
         return None

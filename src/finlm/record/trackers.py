@@ -106,7 +106,7 @@ def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
 def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
     """Open the local trackio store (TRACKIO_DIR) and return the Tracker of this run.
 
-    Removes a former run of this name from project record.project first. `trackio show --project PROJECT` shows it.
+    First deletes a former run of this name in the project record.project. `trackio show --project PROJECT` shows it.
     """
     import trackio
 
@@ -136,7 +136,7 @@ TRACKERS: dict[str, Callable[[RunDir, Recipe], Tracker]] = {
 }
 
 
-def check(names: Sequence[str]) -> None:
+def check_installed(names: Sequence[str]) -> None:
     """Raise UserError if the package of one of these trackers is not installed here."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -183,7 +183,7 @@ KINDS = ("step", "eval", "checkpoint", "suite", "tasks")
 
 
 def current(rows: Iterator[Row]) -> list[Row]:
-    """Return the event rows with metrics in step order, without those that a later start or rollback repeats.
+    """Return the event rows with metrics in step order, without those that a later start or rollback takes back.
 
     Keeps only the last event of a kind and step (and suite and mode).
     """
@@ -200,8 +200,9 @@ def current(rows: Iterator[Row]) -> list[Row]:
 def follow(run: RunDir, name: str, is_over: Callable[[], bool]) -> int:
     """Send a run's metrics to a tracker until is_over() is true; return the newest step sent, 0 if none.
 
-    Opens the tracker again when a resume or rollback repeats sent steps. Each turn waits as long as is_over() does.
-    Raises UserError when another process sends the run to the same tracker.
+    Opens the tracker again when a resume or rollback repeats sent steps. Waits only in is_over(), which it calls
+    between looks. Raises UserError when another process sends the run to the same tracker, or the tracker cannot be
+    opened.
     """
     run.tracking.mkdir(exist_ok=True)
     problem, fix = f"another process sends {run.path.name} to {name}", "wait until it has, or until the run ends"
@@ -232,7 +233,10 @@ def _takes_back(rows: Sequence[Row], sent: dict[str, int]) -> bool:
 
 
 def _send(tracker: Tracker, rows: Sequence[Row], sent: dict[str, int]) -> dict[str, int]:
-    """Log events newer than `sent`, {kind: newest step}, and tracker.done; return the newest steps."""
+    """Log the events with steps above those in `sent`, {kind: newest step}, and above tracker.done.
+
+    Returns `sent` with the new steps. Events of suites and tasks count as new whenever they are given.
+    """
     newest = dict(sent)
     for row in rows:
         kind, step = row["kind"], int(row.get("step") or 0)
@@ -249,7 +253,7 @@ def track(run: RunDir, names: Sequence[str], until_end: bool) -> None:
 
     Raises UserError if a tracker is not installed or, without until_end, busy or not reachable.
     """
-    check(names)
+    check_installed(names)
     if until_end:
         state = live.State(Plan.read(run.plan))
         with track_beside(run, names):
@@ -276,8 +280,8 @@ def how_to_open(run: RunDir, name: str) -> str:
 def track_beside(run: RunDir, names: Sequence[str]) -> Iterator[None]:
     """Send a run's metrics during the block, with a process for each tracker, whose output goes to tracking/<name>.log.
 
-    After the block waits up to 60 s for them, then kills them. Prints to stderr how to open each tracker, or what went
-    wrong, which never raises.
+    After the block waits up to 60 s for these processes, then kills them. Prints to stderr how to open each tracker, or
+    why it failed; a tracker's failure raises nothing.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     for name in names:

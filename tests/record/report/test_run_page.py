@@ -41,7 +41,7 @@ def make_run(tmp_path: Path) -> Make:
         files.write_text(run.recipe, recipe.dump(wanted))
         files.write_json(run.origins, dict(loaded.origins))
         files.write_json(run.plan, plan.to_json())
-        files.write_json(run.ds_config, config.deepspeed(wanted, plan))
+        files.write_json(run.ds_config, config.deepspeed_settings(wanted, plan))
         files.write_json(run.doctor, {"findings": []})
         files.write_json(run.data, prepare.summary(prepared(tmp_path / "shards")))
         files.write_json(

@@ -149,7 +149,7 @@ def test_d5_a_schedule_of_100000_steps_stays_at_the_peak() -> None:
     assert config.lr_at(released.optim, 50, 49) > 0.999 * released.optim.lr
     assert config.lr_at(ours.optim, 50, 49) < 0.05 * ours.optim.lr
     plan = planner.make(released, cluster.from_hardware(released.hardware), shape.of(released))
-    assert config.deepspeed(released, plan)["scheduler"]["params"]["total_num_steps"] == 100_000
+    assert config.deepspeed_settings(released, plan)["scheduler"]["params"]["total_num_steps"] == 100_000
 
 
 def test_d6_the_name_of_a_directory_chooses_the_released_tokenizer_and_not_ours(
@@ -180,7 +180,7 @@ def test_d8_precision_and_offload_are_what_the_recipe_says() -> None:
     released, ours = recipe.load(FAITHFUL).recipe, recipe.load(CORRECTED, ["zero.offload_optimizer=cpu"]).recipe
     plans = [planner.make(one, cluster.from_hardware(one.hardware), shape.of(one)) for one in (released, ours)]
     assert [plan.precision for plan in plans] == ["fp16", "bf16"]
-    settings = config.deepspeed(ours, plans[1])
+    settings = config.deepspeed_settings(ours, plans[1])
     assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu" and "fp16" not in settings
 
 

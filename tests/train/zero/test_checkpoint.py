@@ -55,7 +55,7 @@ def planned(tiny: tuple[str, ...], runs: Path, *overrides: str, ranks: int = 2) 
     loaded = recipe.load(QUICKSTART, (*tiny, *SHORT, f"train.cpu_ranks={ranks}", *overrides))
     hosts = cluster.Cluster((cluster.Host("localhost", ranks, None, 8 * 2**30),))
     t = pipeline.Training(loaded, hosts, runs)
-    for act in (pipeline.prepare_data, pipeline.make_plan, pipeline.find_unfinished, pipeline.open_run):
+    for act in (pipeline.prepare_data, pipeline.plan_run, pipeline.find_unfinished, pipeline.open_run):
         act(t)
     return t.run
 

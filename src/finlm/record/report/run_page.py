@@ -41,7 +41,7 @@ _FIRST = ("torch", "deepspeed", "transformers", "accelerate", "trl", "datasets",
 def build(run: RunDir, out: Path | None = None, *, ended: bool = False) -> Path:
     """Write the run's page to `out`, or to run.report if it is None, and return the path.
 
-    `ended` means that no process of the run is left, so that a missing end event is a crash.
+    `ended` means that no process of the run is left, so that a missing end event is a crash. Raises OSError.
     """
     history = histories.read_history(run)
     shown = values(run, history, histories.state(run, history, ended=ended))
@@ -311,7 +311,10 @@ def moment(value: Any) -> str | None:
 
 
 def period(first: Any, last: Any) -> str | None:
-    """Return two Unix times as '<first> to <last>', one date if the same; only what is known, or None."""
+    """Return two Unix times as '<first> to <last>', with one date if both have the same.
+
+    Returns the first alone if the second is unknown, None if the first is.
+    """
     begun, ended = moment(first), moment(last)
     if begun is None or ended is None:
         return begun
@@ -331,7 +334,10 @@ def highest(values: Iterable[float]) -> float | None:
 
 
 def data(charts: Iterable[Chart]) -> str:
-    """Return the charts as JSON that cannot end its <script> element. Raises ValueError for NaN and infinity."""
+    """Return the charts as the text of a JSON <script> element, which no title or name in them can end.
+
+    Raises ValueError for NaN and infinity.
+    """
     value = {"charts": [asdict(chart) for chart in charts]}
     packed = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return packed.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -351,7 +357,7 @@ def say_units(text: str | None, lang: str) -> str | None:
 
 
 def environment(*folders: Path, lang: str = "en") -> Environment:
-    """Return the jinja2 environment with the templates of these folders and of the report, and filters such as `count`.
+    """Return a jinja2 environment with the templates of these folders, then of the report, and filters such as `count`.
 
     Templates translate with _() to `lang`, "en" or "zh". Undefined and None print as a dash.
     """
