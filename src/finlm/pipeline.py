@@ -74,8 +74,8 @@ class Training:
     def with_hosts(self, hosts: Cluster) -> Training:
         """Return a new Training of the same recipe on other hosts, at this plan's precision, with no step done.
 
-        If this plan's checkpoints are synchronous, so are the new one's. `newcomers` are hosts that this one did not
-        have.
+        If this plan's checkpoints are synchronous, so are the new one's. Its `newcomers` are the hosts that this one
+        lacks.
         """
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)

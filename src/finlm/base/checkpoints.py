@@ -272,7 +272,7 @@ def temporary_path(directory: Path) -> Path:
 def publish(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into step-N's temporary directory and rename this to `directory`, in place of a former one.
 
-    The directory must exist, with its files flushed. Raises OSError.
+    The caller has written the files there and flushed them. Raises OSError.
     """
     saved = temporary_path(directory)
     files.write_json(saved / MANIFEST, manifest.to_json())

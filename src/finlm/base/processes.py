@@ -44,8 +44,8 @@ def die_with_parent(parent: int | None = None) -> None:
 def shield() -> None:
     """Block SIGTERM and SIGINT in this process and in those it starts, until they unblock them.
 
-    A scheduler sends them to every process of a job, where only some know what to do: a launcher would end with its
-    ranks, ssh would cut the connection to an agent.
+    A scheduler sends them to every process of a job, and not all handle them: a launcher would end with its ranks, ssh
+    would cut the connection to an agent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 

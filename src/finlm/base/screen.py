@@ -277,7 +277,7 @@ def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
 
 
 def _plain_progress(description: str, total: float | None, unit: str) -> Advance:
-    """Return an Advance that prints a line to stderr at each tenth of `total`; one that prints nothing without it."""
+    """Return an Advance that prints a line to stderr at each tenth of `total`, and nothing if `total` is None."""
     done, shown = 0.0, 0
 
     name = translate(description)

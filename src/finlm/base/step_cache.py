@@ -110,10 +110,10 @@ class Cache:
 
     @contextmanager
     def lock_cache(self) -> Iterator[None]:
-        """Lock the cache directory in the block, waiting for another process; first remove what a killed one left.
+        """Lock the cache directory in the block, waiting for another process.
 
-        Makes the directory if it is missing. Prints that it waits. Raises UserError when the directory cannot be
-        written, or when the disk is full during the block.
+        Makes the directory if it is missing, and first removes what a killed process left there. Prints that it waits.
+        Raises UserError when the directory cannot be written, or when the disk is full during the block.
         """
         with ExitStack() as held:
             try:
@@ -264,10 +264,10 @@ def ignore_progress(amount: float, description: str | None = None) -> None:
 
 
 def _state(path: File) -> list[Any]:
-    """Return what changes when a file does: [inode, size, mtime, ctime] with times in ns, or a store's [size, version].
+    """Return values that change when a file does: [inode, bytes, mtime, ctime], or a store's [size, version].
 
-    A store's file has these as they were when it was listed. ctime is included because rsync -t and cp -p restore
-    mtime.
+    Times are in ns. A store's file has these values as they were when it was listed. ctime is included because rsync -t
+    and cp -p restore mtime. Raises FileNotFoundError for a missing local file.
     """
     if not isinstance(path, Path):
         return path.state()

@@ -153,7 +153,7 @@ def to_train(options: argparse.Namespace, recipe: Recipe) -> Cluster:
     """Return the hosts of train: the hostfile's, which are asked for their GPUs, else this machine.
 
     Declares GPU kinds as to_plan does. Hosts are not asked with --print. Raises UserError when a host does not answer,
-    when the hostfile cannot be used, or when --include, --exclude or --gpu are given without one.
+    when the hostfile cannot be used, or when --include, --exclude or --gpu are given without a hostfile.
     """
     from finlm.doctor import gather, gpus
     from finlm.recipe import cluster

@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 if one is an error, else 0."""
+    """Run `finlm doctor`: check the hosts against the plan and print findings. Return 1 if any is an error, else 0."""
     from finlm.doctor import gather, preflight, speed
     from finlm.hosts import file_trees, sync
 

@@ -321,7 +321,7 @@ def template_for(tokenizer: Tokenizer) -> str:
 
 
 def _document_end(tokenizer: Tokenizer) -> str | None:
-    """Return the token that ends documents, if the tokenizer's end token ends a turn; else, or without one, None."""
+    """Return the token for ends of documents if the tokenizer's end token ends turns; else, or without one, None."""
     if tokenizer.eos[0] in _END_OF_TEXT:
         return None
     return next((token for token in _END_OF_TEXT if token in tokenizer.control), None)

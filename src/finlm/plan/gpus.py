@@ -198,7 +198,7 @@ def declare_described(
 
 
 class PlanError(UserError):
-    """Raised when nothing fits or the hardware cannot do what is asked; the fix names the nearest plan that would."""
+    """Raised when nothing fits or the hardware cannot do what is asked; the fix names a plan that would, if any."""
 
 
 def check_devices(cluster: Cluster) -> None:

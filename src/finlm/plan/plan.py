@@ -154,7 +154,7 @@ CHOICES = {
 
 
 def changed_keys(old: Plan, new: Plan) -> dict[str, tuple[Any, Any]]:
-    """Return {recipe key: (old, new)} for what two plans decided differently, by the keys of the new plan."""
+    """Return {recipe key: (old, new)} for the decisions of the new plan that differ from the old one's."""
     before, after = decided_keys(old.to_json()), decided_keys(new.to_json())
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 

@@ -125,7 +125,10 @@ def rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """Return the value at a key of the recipe's written values; [i] is read as .i, and a tuple of one needs none."""
+    """Return the value at a key of the recipe's written values, with defaults left out.
+
+    [i] is read as .i; the index of the only item of a tuple may be missing.
+    """
     value: object = loaded.recipe
     rest = key.replace("[", ".").replace("]", "")
     while rest:
@@ -325,7 +328,10 @@ def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
 
 
 def print_differences(names: tuple[str, str], values: list[Difference], follows: list[Consequence] | str) -> None:
-    """Print the differing values of A and B and what `follows`, a text if no plan could be made."""
+    """Print to stdout the differing values of A and B, and what follows for their plans.
+
+    `follows` has the Consequences, or says in a text why no plan could be made.
+    """
     for letter, name in zip("AB", names, strict=True):
         screen.show(f"{letter}  {name}")
     for changes_loss, title in ((True, "what is trained"), (False, "how it is carried out")):

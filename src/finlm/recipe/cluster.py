@@ -97,7 +97,7 @@ class Cluster:
 
     @property
     def unequal_slots(self) -> str:
-        """A sentence about what follows from hosts with different numbers of ranks; "" when the numbers are equal."""
+        """A sentence about the consequences of unequal numbers of ranks on the hosts; "" when the numbers are equal."""
         if len({host.slots for host in self.hosts}) == 1:
             return ""
         counts = ", ".join(f"{host.name} {host.slots}" for host in self.hosts)

@@ -49,7 +49,7 @@ Load = Callable[[str], Any]  # recipe.recipe.load, which calls this module
 
 @dataclass(frozen=True)
 class Parent:
-    """The model and tokenizer keys that a recipe may take from its start; is_judge: whether that is a reward model."""
+    """The model and tokenizer keys that a recipe may take from its start; is_judge says that this is a reward model."""
 
     model: Mapping[str, Any]
     tokenizer: Mapping[str, Any]

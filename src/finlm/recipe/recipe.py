@@ -298,10 +298,10 @@ def _shorten_warmup(document: _Document) -> tuple[str, ...]:
 
 
 def fit_warmup(loaded: Loaded, epoch_tokens: int) -> Loaded:
-    """Return the recipe with a warm-up that fits the epochs that --set asks for; print to stderr what is shortened.
+    """Return the recipe with its warm-up shortened to fit the epochs that --set asks for; print that to stderr.
 
-    Returns `loaded` unchanged if --set asks for no epochs, or gives the warm-up too. `epoch_tokens` are the tokens of
-    one epoch of the prepared data.
+    Returns `loaded` unchanged if the warm-up fits, or --set asks for no epochs or gives the warm-up too. `epoch_tokens`
+    are the tokens of one epoch of the prepared data.
     """
     recipe, where = loaded.recipe, loaded.origins.get
     if where("train.epochs") != "--set" or where("optim.warmup_steps") == "--set":

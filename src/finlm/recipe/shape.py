@@ -417,7 +417,7 @@ def has_dropout(recipe: Recipe) -> bool:
 
 
 def is_quantized(recipe: Recipe) -> bool:
-    """Return whether frozen weights are kept in 4 bits (lora.quantize: nf4), outside of what DeepSpeed partitions."""
+    """Return whether frozen weights are kept in 4 bits (lora.quantize: nf4), which DeepSpeed does not partition."""
     return recipe.lora is not None and recipe.lora.quantize == "nf4"
 
 

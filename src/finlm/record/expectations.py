@@ -67,7 +67,7 @@ class Outcome:
         return asdict(self) | {"ok": self.ok, "checked": [asdict(number) for number in self.checked]}
 
     def lines(self) -> list[str]:
-        """Return lines for a person: a summary, a line for each number that is off, and where they were measured."""
+        """Return lines for a person: why nothing was checked; or a summary, each number that is off, and its origin."""
         if self.elsewhere:
             return [f"expected        not checked: {self.elsewhere}"]
         if self.ok:

@@ -156,7 +156,10 @@ class State:
         return rows
 
     def _hosts(self, speed: float) -> str:
-        """Return as text the share of `speed` by rows per step of up to eight hosts: a slow one lowers all."""
+        """Return as text each host's share of `speed`, by its rows per step, for at most eight hosts.
+
+        These are no measurements of a host: a slow host slows down all.
+        """
         rows = [host.slots * host.micro_batch for host in self.plan.hosts]
         shares = (
             f"{host.name} {speed * part / sum(rows):,.0f}" for host, part in zip(self.plan.hosts, rows, strict=True)

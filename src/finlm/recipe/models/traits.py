@@ -180,9 +180,9 @@ def shipped() -> dict[str, TypeRecord]:
 
 @functools.cache
 def records() -> Mapping[str, TypeRecord]:
-    """Return {model type: record} of all known types, finlm's before the user's; cached.
+    """Return {model type: record} of all known types; cached. A record of finlm's replaces the user's of that name.
 
-    Raises UserError when the user's file is of another version.
+    Raises UserError when the user's file is damaged or of another version.
     """
     rows = files.read_json(user_file()) if user_file().is_file() else {}
     try:
@@ -209,7 +209,7 @@ def record_of(config: Config) -> TypeRecord:
 def read(config: Config, row: TypeRecord | None = None) -> Traits:
     """Return the traits of a model by its config.json; `row` is the record of its type, None looks it up.
 
-    Raises UserError for an unknown type, and for sliding windows that only a missing layer_types would tell.
+    Raises UserError for an unknown type, and for missing layer_types of a type whose sliding windows they tell.
     """
     row = row or record_of(config)
     known = complete(config, row)
@@ -257,7 +257,10 @@ def read(config: Config, row: TypeRecord | None = None) -> Traits:
 
 
 def complete(config: Config, row: TypeRecord) -> Config:
-    """Return config.json with the class's defaults of what it does not say, under any name; `row` is of its type."""
+    """Return config.json with its class's defaults added; `row` is the record of its type.
+
+    A key gets no default if config.json gives it under another of its names (_ALIASES).
+    """
     said = {key for names in _ALIASES if any(config.get(name) is not None for name in names) for key in names}
     return {key: value for key, value in row.defaults.items() if key not in said} | dict(config)
 
@@ -294,7 +297,7 @@ def linear_symbols(known: Config) -> dict[str, int]:
 
 
 def _first(known: Config, names: tuple[str, ...]) -> int:
-    """Return the first number of these keys that is not 0 or null, of a list its largest; 0 if there is none."""
+    """Return the first number of these keys that is not 0 or null (of a list its largest); 0 if there is none."""
     found = next((known[key] for key in names if known.get(key)), 0)
     return int(max(found) if isinstance(found, list) else found)
 
@@ -323,7 +326,10 @@ def linear_layers(known: Config) -> list[int]:
 
 
 def with_dense(known: Config, dense: int, layers: int) -> Config:
-    """Return what dense_layers() reads, of the keys that `known` has, when the first `dense` layers have no experts."""
+    """Return the keys by which dense_layers() finds that the first `dense` of `layers` layers have no experts.
+
+    Returns only keys that `known` has.
+    """
     said: Config = {
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
         **{"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1},
@@ -334,7 +340,7 @@ def with_dense(known: Config, dense: int, layers: int) -> Config:
 
 
 def evaluate(size: str, symbols: Mapping[str, int]) -> int:
-    """Return the number that a size such as "q+2*k" stands for."""
+    """Return the number that a size such as "q+2*k" stands for. Raises KeyError for an unknown symbol."""
     terms = (term.split("*") for term in size.split("+"))
     return sum(math.prod(int(part) if part.isdigit() else symbols[part] for part in term) for term in terms)
 
@@ -342,8 +348,8 @@ def evaluate(size: str, symbols: Mapping[str, int]) -> int:
 def _windows(known: Config, pattern: int) -> Sizes:
     """Return the window in tokens of every layer that has a sliding window, in order; () without windows.
 
-    `pattern` is TypeRecord.pattern, for a config.json without its own. Raises UserError where only a missing
-    layer_types would tell.
+    `pattern` is TypeRecord.pattern, for a config.json without its own. Raises UserError if it is -1 and the layer_types
+    that it stands for are missing.
     """
     window, layers = known.get("sliding_window"), int(known["num_hidden_layers"])
     if "sliding_window" not in known or not window:
