@@ -2,7 +2,7 @@
 
 Each command imports what it needs when it is chosen, so that --help answers in a tenth of a second and `prepare` never
 loads torch. A command prints its result to stdout, and progress and warnings to stderr; with --json stdout is a single
-document.
+document. Every command raises UserError for a mistake of the user.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Run `finlm diagnose`: print the cause of a failed run from its logs; return the exit code."""
+    """Run `finlm diagnose`: print the cause of a failed run from its logs; return the exit code. Raises UserError."""
     from finlm.diagnose import command
 
     lang = options.lang or ("en" if options.json else language.current())  # the environment changes no JSON
@@ -303,7 +303,7 @@ def _import_gguf(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    """Run `finlm chat`: talk to a model in the terminal; return the exit code."""
+    """Run `finlm chat`: talk to a model in the terminal; return the exit code. Raises UserError."""
     tools = None if options.tools is None else _read_tools(options.tools)
     from finlm.inference import chat
 
@@ -326,14 +326,14 @@ def _read_tools(path: Path) -> templates.Tools:
 
 
 def _board(options: argparse.Namespace) -> int:
-    """Run `finlm board`: serve pages in the browser until Ctrl-C. Return 0."""
+    """Run `finlm board`: serve pages in the browser until Ctrl-C. Return 0. Raises UserError."""
     from finlm.board import server
 
     return server.run(options)
 
 
 def _sample(options: argparse.Namespace) -> int:
-    """Run `finlm sample`: print the prompt and the model's continuation. Return 0."""
+    """Run `finlm sample`: print the prompt and the model's continuation. Return 0. Raises UserError."""
     from finlm.inference import export
 
     text = export.generate(options.model, options.prompt, options.tokens, options.seed)
@@ -367,7 +367,7 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _track(options: argparse.Namespace) -> int:
-    """Run `finlm track`: send a run's metrics to trackers, with --follow until it ends. Return 0."""
+    """Run `finlm track`: send a run's metrics to trackers, with --follow until it ends. Return 0. Raises UserError."""
     from finlm.record import trackers
 
     trackers.track(rundir.open_run(options.run_dir), options.to, options.follow)

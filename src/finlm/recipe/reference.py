@@ -201,7 +201,7 @@ def _shape(annotation: Any, names: dict[str, str]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """Return the limits of a number as text: " > 0", " 0–1", or ""."""
+    """Return the limits of a number as text, " > 0", " 0–1" or ""; `metadata` is what Annotated or pydantic holds."""
     limits = {}
     for item in (inner for outer in metadata for inner in getattr(outer, "metadata", [outer])):
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):

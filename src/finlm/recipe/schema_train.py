@@ -188,7 +188,7 @@ class Incidents(Section):
 
 
 def _steps(value: object) -> object:
-    """Return a mapping with its numeric keys as integers: YAML keys arrive as words."""
+    """Return a mapping with its numeric keys as integers: YAML keys arrive as words. Other values stay as they are."""
     if not isinstance(value, dict):
         return value
     return {

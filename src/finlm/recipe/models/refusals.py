@@ -173,9 +173,10 @@ def _malformed_keys(config: traits.Config) -> Iterator[str]:
 
 
 def _unfit_keys(config: traits.Config, row: traits.TypeRecord) -> Iterator[str]:
-    """Yield a sentence for each key that the model type needs and config.json lacks, or whose value is not trained.
+    """Yield a sentence for each key that the model type needs and config.json lacks, or whose value does not do.
 
-    `row` is the record of the type.
+    A value does not do if finlm would train it as another one, or transformers' class takes another type. `row` is the
+    record of the type.
     """
     name = config["model_type"]
     for key in row.needs:
