@@ -364,7 +364,7 @@ def _page_lines(path: Path, parent: Path, settings: Path | None, wanted: Recipe,
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield Markdown table rows with the plan's decisions, memory, and time and length; only the length on CPU."""
+    """Yield Markdown table rows with the plan's decisions, memory, time and length; on CPU without the time."""
     rows = f"micro-batch {plan.micro_batch}, {plan.tokens_per_step:,} tokens a step"
     yield f"| plan | {plan.precision}, ZeRO-{plan.zero_stage}, {rows} |"
     of = f" of {format_bytes(plan.gpu_memory_bytes)} a GPU" if plan.device != "cpu" else " a rank"

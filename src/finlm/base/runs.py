@@ -131,7 +131,7 @@ def is_finished(run: RunDir) -> bool:
     """Return whether `finlm train` did all steps of the run: finished.json exists.
 
     Earlier versions wrote no finished.json. A run of theirs, which has no manifest or one without the key `completion`,
-    is finished if events.jsonl has a `prediction`.
+    is finished if events.jsonl has a `prediction`. Raises NotJson for a damaged manifest of such a run.
     """
     if run.finished.exists():
         return True

@@ -58,7 +58,7 @@ def host_items(
 
 
 def snapshot_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
-    """Return the bytes of the copies in a host's memory from which its checkpoints are written while training goes on.
+    """Return the bytes of a host's copies of states from which it writes checkpoints while training goes on.
 
     Counts the states of `slots` ranks; weights that all ranks share count once.
     """

@@ -153,7 +153,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout) -> int:
     and up 4f (109.6 KB at h 4096, f 11008; measured 109.5). Eager: fp32 copies instead of the norms' inputs, and what
     they are before the scale (8h more), and silu(gate) and its product with up (4f more). Norms of queries and keys
     keep these before and after, norms behind a block its output. Selective recompute keeps nothing of the feed-forward
-    block but its input. Of layers of two kinds, the larger number.
+    block but its input. Beside layers of linear attention, returns the larger number of both kinds.
     """
     if shape.linear:
         return max(layer_activation_bytes(kind, layout) for _, kind in shape.kinds)

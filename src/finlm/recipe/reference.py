@@ -295,7 +295,7 @@ def sentences(error: ValidationError) -> Iterator[tuple[Location, str]]:
 def _known_part(location: Location, kind: str) -> Location:
     """Return pydantic's location up to the last known key, without union members.
 
-    For `kind` extra_forbidden, pydantic's type of the error, the unknown key stays in it.
+    For `kind` extra_forbidden, pydantic's type of the error, the unknown key stays; so does all below a mapping's key.
     """
     model: type[Section] | None = Recipe
     for index, part in enumerate(location):
