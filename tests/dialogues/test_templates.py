@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from finlm.base.errors import UserError
 from finlm.cli import main
 from finlm.dialogues import encode
-from finlm.dialogues.templates import SWALLOWED, TEMPLATES, Refused, Template, check_messages, read_messages, read_tools
+from finlm.dialogues.templates import (
+    SWALLOWED,
+    TEMPLATES,
+    Refused,
+    Template,
+    check_messages,
+    read_messages,
+    read_template,
+    read_tools,
+)
 from finlm.recipe.schema_train import Chat, Sft
 from finlm.tokens import pretrained
 from vocabularies import byte_level
@@ -182,3 +192,9 @@ def test_prepare_refuses_it_before_anything_is_read(tmp_path: Path, capsys: pyte
     assert not list((tmp_path / "cache").glob("dialogues-*"))
     assert prepared(WITH_TOOLS, [*sample(30), IN_OPENAIS_FORM]) == 0
     assert prepared(QWEN3, rows) == 0
+
+
+def test_a_template_file_in_another_encoding_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_bytes("{# 对话 #}".encode("gb18030"))
+    with pytest.raises(UserError, match=r"chat\.template: cannot read"):
+        read_template(str(tmp_path / "chat.jinja"), None)

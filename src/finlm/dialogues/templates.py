@@ -144,7 +144,10 @@ def find_source(name: str, own: str | None, system: str | None) -> str:
 
 
 def read_template(name: str, own: str | None) -> str:
-    """Return the source of a known template, the tokenizer's (`model`: `own`) or a file. Raises UserError."""
+    """Return the source of a known template, the tokenizer's (`model`: `own`) or a file.
+
+    Raises UserError if there is none, or the file is not UTF-8.
+    """
     if name == "model":
         if own is None:
             raise UserError(
@@ -161,7 +164,10 @@ def read_template(name: str, own: str | None) -> str:
             evidence=f"known: {', '.join(TEMPLATES)}, model; and no file {path}",
             fix="choose one of them, or give a Jinja file",
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"chat.template: cannot read {path}", evidence=str(error), fix="save it as UTF-8") from None
 
 
 def _remove_marks(text: str) -> tuple[str, Spans]:
