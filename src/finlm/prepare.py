@@ -99,7 +99,7 @@ def locate(recipe: Recipe) -> Shards | None:
 
 
 def dropped_samples(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return samples of dropped documents: the rows of dropped.jsonl of the cached prepare steps. Prepares nothing."""
+    """Return samples of dropped documents: the rows of dropped.jsonl in those prepare steps that are cached."""
     cache = Cache(Path(recipe.data.cache_dir), build=False)
     with contextlib.suppress(NotPrepared, UserError):
         run_steps(recipe, cache)

@@ -268,7 +268,10 @@ def _changes(settings: Clean) -> Iterator[tuple[str, Callable[[str], str]]]:
 
 
 def _filters(settings: Clean) -> Iterator[tuple[str, Filter]]:
-    """Yield (key of data.clean, filter), in order, for the filters that the settings ask for."""
+    """Yield (key of data.clean, filter), in order, for the filters that the settings ask for.
+
+    Raises UserError as _keywords.
+    """
     if settings.garbled:
         yield "garbled", garbled
     if settings.max_digits < 1:
@@ -345,7 +348,7 @@ class _Block:
 
 
 def _find_concerned(block: _Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
-    """Yield (rule, bool [texts]: which texts it may change or drop) for each rule of the cleaner, some twice."""
+    """Yield (rule, bool [texts]: which texts it may change or drop) for each rule; repeated_symbols comes twice."""
     rules, settings = cleaner.rules, cleaner.settings
     kinds = _Kinds(block)
     patterns = {

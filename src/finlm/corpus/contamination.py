@@ -150,9 +150,8 @@ class Index:
     def find(self, data: bytes, ends: npt.NDArray[np.integer]) -> list[Hit]:
         """Return the questions that each document contains, as hits sorted by document and question.
 
-        A document contains a question if it has at least the share SHARE of its n-grams. `data` is UTF-8 documents end
-        to end, `ends` [documents] the byte offset of each end. A question that spans two documents in a row is a hit in
-        both.
+        A document contains a question if its share (_shares) is at least SHARE. `data` is UTF-8 documents end to end,
+        `ends` [documents] the byte offset of each end. A question that spans two documents in a row is a hit in both.
         """
         document, place = self._look_up(data, ends)
         alone = self._shares(document, place)

@@ -197,7 +197,7 @@ _WIDE_SIGNS = str.maketrans("％＋－＝＜＞＆＃＠＊／＄", "%+-=<>&#@*/
 def convert_widths(text: str) -> str:
     """Change half-width , ; : ! ? after Chinese and brackets around Chinese to full width, and ％ ＋ － ＝ to ASCII.
 
-    1,000 and 3.5% and 12:30 and (600519) keep their marks: a mark changes only where Chinese stands on both sides.
+    A mark changes only if Chinese or the end of the line follows it, so 1,000 and 12:30 and (600519) keep theirs.
     """
     if _WIDE.search(text):
         text = text.translate(_WIDE_SIGNS)

@@ -70,8 +70,8 @@ class Seen:
 def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     """Return every finding about the labels of prepared dialogues and about rows that were left out, errors first.
 
-    Prompts (grpo) have no labels, so only rows are checked. With sft.profile faithful all findings are warnings. Raises
-    UserError as count_labels() does.
+    Prompts (grpo) have no labels: only the counts of their rows are checked. With sft.profile faithful all findings are
+    warnings. Raises UserError as count_labels() does.
     """
     counts = prepared_counts(shards)
     problems = [*_check_rows(shards.manifest, counts)]

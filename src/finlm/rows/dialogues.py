@@ -70,7 +70,10 @@ def rows_of_pairs(shards: Sequence[Shard], documents_a_row: int) -> Pieces:
 
 
 def _read_documents(shard: Shard) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield (ids before the marked part, ids in it) of each document, int64; reads the shard's .mask."""
+    """Yield (ids before the marked part, ids in it) of each document, int64. The marked part is the document's end.
+
+    Reads the shard's .mask.
+    """
     mask = (
         np.memmap(shard.path.with_suffix(".mask"), dtype=np.uint8, mode="r") if shard.tokens else np.empty(0, np.uint8)
     )
@@ -99,7 +102,10 @@ class DialogueRows(PackedRows):
         return int(self._learnt_mask(self._batch(rows)).sum())
 
     def read(self, rows: npt.NDArray[Any]) -> tuple[Ids, Ids]:
-        """Return inputs and next-token labels, each int64 [len(rows), T]; the label is -100 where nothing is learnt."""
+        """Return inputs and next-token labels, each int64 [len(rows), T].
+
+        The label is -100 where nothing is learnt, unless the rows have `padding`.
+        """
         batch = self._batch(rows)
         tokens, learnt = self._tokens(batch), self._learnt_mask(batch)
         labels = np.where(learnt, tokens[:, 1:], IGNORED)

@@ -260,7 +260,10 @@ def _add_longer(base: Base, sample: Sample, added: Added, wanted: int, longest: 
 
 
 def _find_dead(extended: tokenizers.Tokenizer, pieces: Sequence[str], old: int) -> set[str]:
-    """Return the new pieces, from id `old` on, that do not encode to themselves; sets ignore_merges to False."""
+    """Return the new pieces, which have the ids from `old` on, that do not encode to their own id.
+
+    Changes `extended`: sets its model's ignore_merges to False.
+    """
     extended.model.ignore_merges = False  # which would take any piece that is a whole word
     dead = set()
     for number, piece in enumerate(pieces, start=old):

@@ -65,6 +65,7 @@ def loop(s: Setup) -> int:
     The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
     Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it. A call of
     the engine returns the loss summed over labels, because kernels.swap_loss replaced the model's forward in prepare().
+    Raises UserError as Checkpoints.resume() and Checkpoints.roll_back() do.
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)

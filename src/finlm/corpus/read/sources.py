@@ -290,7 +290,10 @@ def _no_file_error(pattern: str, key: str) -> UserError:
 
 
 def _check_directory(path: Path, key: str) -> None:
-    """Raise UserError if the path is a directory, and suggest the glob that matches most files in it."""
+    """Raise UserError if the path is a directory. Suggests a glob for the kind of file that is most frequent in it.
+
+    Prefers the kinds of files directly in it to those below. Looks at 10,000 entries at most.
+    """
     directory = path.expanduser()
     if not directory.is_dir():
         return

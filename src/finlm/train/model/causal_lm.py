@@ -196,8 +196,9 @@ def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
     """Return a copy of init_from's configuration `start` for the run, without dropout, cache and auto_map.
 
-    Takes max_position_embeddings from `decided`, its bos and eos ids where `start` lacks them, and the recipe's RoPE
-    base if the recipe changes it. auto_map names code in the start's directory, which no export brings along.
+    Takes max_position_embeddings from `decided`, and its bos and eos ids unless they are among those of `start`. Takes
+    the recipe's RoPE base if the recipe changes it. auto_map names code in the start's directory, which no export
+    brings along.
     """
     values = {k: v for k, v in traits.without_dropout(start.to_dict()).items() if k != "auto_map"} | {
         "use_cache": False

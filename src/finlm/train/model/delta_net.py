@@ -214,7 +214,7 @@ def _uses_kernels(q: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernels() -> Any:
-    """Return flash-linear-attention's module of the rule, with query_key_gradients where its own kernel is wrong."""
+    """Return flash-linear-attention's module of the rule, with query_key_gradients put into it where it is needed."""
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
     from fla.ops.gated_delta_rule import chunk  # type: ignore[import-not-found]
 

@@ -226,7 +226,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of an answer to each prompt of this rank; sets self.generated. Collective."""
+        """Return (ids, log-probabilities) of an answer to each prompt of this rank. Collective.
+
+        Sets self.generated, the numbers of tokens over all ranks, and self.is_generated.
+        """
         self.is_generated = True
         if self.use_vllm:
             answers, log_probs = super()._generate_single_turn(prompt_ids, *more)

@@ -113,7 +113,11 @@ class ValueTrainer(GroupTrainer):
         return whitened.float()
 
     def _record(self, values: torch.Tensor, missed: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Note the mean value loss of a token, and the explained share of the returns' variance if any. Collective."""
+        """Add to trl's metrics the mean value loss of a token, and the explained share of the returns' variance.
+
+        `values`, `missed` (the losses), `returns` and `mask` are [answers, tokens]. Without variance, leaves the share
+        out. Collective.
+        """
         wide = returns.double() * mask
         sums = torch.stack((missed.double().sum(), (values - returns).double().square().mul(mask).sum(), mask.sum()))
         sums = self.accelerator.reduce(torch.cat((sums, torch.stack((wide.sum(), wide.square().sum())))))

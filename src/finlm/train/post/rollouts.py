@@ -154,8 +154,8 @@ class Mismatch:
     def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
         """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones [rows, tokens].
 
-        `log_probs` is training's, [rows, tokens]. Rows that are learnt from again have the first ones as
-        old_per_token_logps.
+        `log_probs` is training's, [rows, tokens]. If `rows` has old_per_token_logps, of before they were learnt from,
+        these are compared instead.
         """
         before = rows.get("old_per_token_logps")
         apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]

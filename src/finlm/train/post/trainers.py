@@ -227,7 +227,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.begun = time.monotonic()
 
     def _log(self, step: int) -> tuple[float, int]:
-        """Record the event `step`; return its mean loss over all ranks and the signal received (0: none)."""
+        """Record the event `step`, and an incident if the step was skipped; return (mean loss, signal received or 0).
+
+        The loss is the mean over all ranks. Collective; waits for the device.
+        """
         r, trainer = self.r, self.trainer
         measured = entry.measure_step(r.plan, float(trainer.loss_of_step), trainer.checksum.take(), self.begun)
         loss = sum(measured.losses) / len(measured.losses)
