@@ -189,7 +189,7 @@ def train_parent(t: Training) -> None:
 
 
 def _export_or_train(t: Training, key: str, named: str) -> Path:
-    """Return the export of recipe `named`'s newest finished run, trained first if need be; Stop if that fails."""
+    """Return the export of recipe `named`'s newest finished run; train it first if need be. Raises Stop if it fails."""
     parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:

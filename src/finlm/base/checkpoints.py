@@ -300,7 +300,7 @@ def remove(directory: Path) -> None:
     """Remove a checkpoint, if it exists; rename it first, so that a kill leaves no incomplete checkpoint at this path.
 
     If `directory` is a symlink to a checkpoint in memory, removes the link and then the checkpoint. What cannot be
-    deleted stays under the name .step-N.removed, without an error.
+    deleted stays as .step-N.removed, without an error. Raises OSError if the renaming fails.
     """
     if directory.is_symlink():
         link, directory = directory, Path(os.path.realpath(directory))

@@ -259,7 +259,7 @@ def report_of(found: RunDir) -> Path | None:
 def compare(board: Board, names: Sequence[str]) -> Page:
     """Return the page of runs side by side; for two runs also with the differences of their recipes.
 
-    Raises Missing, DAMAGED, and UserError for fewer than two runs, or too many.
+    Raises Missing, DAMAGED, and UserError for fewer than two runs, too many, or the same run twice.
     """
     found = [find_run(board, name) for name in names]
     if len(found) < 2:
