@@ -142,10 +142,8 @@ def test_a_recipe_takes_the_whole_configuration_of_its_start(tmp_path: Path) -> 
         ),
         ({"layer_types": ["linear_attention"] * 36}, "36 layers of linear_attention, which do not know where"),
         ({"layer_types": ["chunked_attention"] * 36}, "36 layers of chunked_attention, which do not know where"),
-        (
-            {"text_config": {"model_type": "qwen3"}},
-            "text_config; its text part, a qwen3, trains once it is saved alone",
-        ),
+        ({"text_config": {"model_type": "llama4_text"}}, "admitted: "),
+        ({"text_config": {}}, "it reads more than text: text_config, and has no text_config with a model_type"),
         ({"vision_config": {}, "rope_scaling": {"type": "mrope"}}, "it reads more than text: vision_config"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},

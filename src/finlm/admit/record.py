@@ -41,7 +41,7 @@ FIELDS = (
     *("final_logit_softcapping", "attn_logit_softcapping", *SCALES, *EXPERTS, *CHOSEN, *SHARED),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size"),
-    *(*traits.DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *(*traits.NEEDED, *traits.DENSE, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", *LINEAR),
 )
 
@@ -409,7 +409,7 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
     config = kind()
     found: dict[str, Any] = {}
     for key in FIELDS:
-        if key in NAMED or key in ("head_dim", "v_head_dim"):
+        if key in {*NAMED, "head_dim", "v_head_dim"} - {*traits.NEEDED}:
             alone = config.to_dict().get(key)
             found |= {key: _fixed(kind, key, alone)} if alone is not None else {}
         elif hasattr(config, key):

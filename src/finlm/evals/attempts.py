@@ -35,7 +35,6 @@ from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Grpo, Sft
 from finlm.rows import dialogues
 from finlm.rows.shards import Shards, Split
-from finlm.train.model.delta_net import mixers
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 
 _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
@@ -104,11 +103,6 @@ def run(recipe: Recipe, options: Options) -> Result:
     """
     grpo = _check(recipe, options)
     opened = open_model(options.model)
-    if list(mixers(opened.model.model)):
-        raise UserError(
-            f"{options.model} has layers of linear attention, whose state is not kept while answers are drawn here",
-            fix="choose a model whose layers all have keys and values; finlm chat writes with this one",
-        )
     counts: Counter[str] = Counter()
     asked = list(read_prompts(recipe, options, counts))
     if not asked:

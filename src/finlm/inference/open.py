@@ -42,7 +42,15 @@ from finlm.recipe import recipe as recipes
 from finlm.recipe.schema import Recipe
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Shards
-from finlm.train.model.causal_lm import DTYPES, VOCABULARY, causal_class, load_weights, model_config, plain_attention
+from finlm.train.model.causal_lm import (
+    DTYPES,
+    VOCABULARY,
+    causal_class,
+    load_weights,
+    model_config,
+    plain_attention,
+    start_config,
+)
 from finlm.train.post import start
 from finlm.train.post.start import padding_id
 from finlm.train.zero import storage
@@ -142,8 +150,9 @@ def _open_directory(path: Path, run: RunDir | None) -> Opened:
         if parents.is_reward_model(files.read_json(path / "config.json")):  # as a writer, its head would be random
             raise _reward_model_error(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        attention = plain_attention(AutoConfig.from_pretrained(path))
-        model = load_weights(AutoModelForCausalLM, path, fix, dtype="auto", attn_implementation=attention)
+        config = start_config(path)
+        given = {"config": config, "dtype": "auto", "attn_implementation": plain_attention(config)}
+        model = load_weights(AutoModelForCausalLM, path, fix, **given)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(
             f"transformers cannot load {path}", evidence=" ".join(str(error).split())[:300], fix=fix

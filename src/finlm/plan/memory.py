@@ -275,10 +275,7 @@ def forward_bytes(shape: ModelShape, layout: Layout, rows: int, length: int) -> 
 
 
 def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return the bytes, by item, that a rank needs to generate answers, beside its states; {} if it generates none.
-
-    "generation of a token" is the larger of reading PROMPT_TOKENS tokens of prompts and making all rows' next token.
-    """
+    """Return the bytes, by item, that a rank needs to generate answers, beside its states; {} if it generates none."""
     rows, length, e = layout.generation_rows, layout.sequence_length, layout.element_bytes
     if not rows:
         return {}
@@ -287,11 +284,13 @@ def generation_items(shape: ModelShape, layout: Layout) -> dict[str, int]:
     copied = e * rows * prompt * shape.cached_width  # a layer's, to the rows of all answers
     # A token of latent attention makes the keys and values of all tokens of a layer, as one product, then keys alone.
     made = e * rows * length * (2 * shape.q_width + shape.output_width) if shape.latent else 0
-    is_compiled = layout.device == "cuda" and not shape.experts[0]
-    items = {
-        "keys and values": shape.layers * e * rows * length * shape.cached_width,
+    is_compiled = layout.device == "cuda" and not shape.experts[0] and not shape.linear
+    items = {  # of prompts PROMPT_TOKENS tokens are read at once, or all rows' next token is made
+        "keys and values": (shape.layers - shape.linear) * e * rows * length * shape.cached_width,
         "generation of a token": max(reading + copied, made, DRAWN[is_compiled] * rows * shape.vocab),
     }
+    if shape.delta:
+        items["states of linear attention"] = rows * shape.linear * shape.delta.state_bytes
     if layout.zero_stage == 3 and (layout.world_size > 1 or layout.offload_param != "none"):
         items["gathered weights for generation"] = e * shape.parameters
     return items

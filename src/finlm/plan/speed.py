@@ -87,11 +87,12 @@ def generation_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, rows: int) -
     rows, prompt = -(-rows // chunks), layout.sequence_length - layout.answer_tokens
     weights = shape.parameters * (layout.element_bytes if layout.weight_bytes is None else NF4_MOVED)
     read = prompt * PROMPT_READ + layout.answer_tokens / 2 if gpu.has_bf16 else layout.sequence_length
-    cache = shape.layers * shape.cached_width * layout.element_bytes * rows * read
+    cache = (shape.layers - shape.linear) * shape.cached_width * layout.element_bytes * rows * read
+    cache += 2 * rows * shape.linear * shape.delta.state_bytes if shape.delta else 0
     products = 2 * shape.active_parameters * rows / (TOKEN_PRODUCTS * gpu.peak_flops)
     token = max(weights / (BANDWIDTH * gpu.memory_bandwidth), products, TOKEN_FLOOR * shape.layers)
     token += (cache / TOKEN_BANDWIDTH + TOKEN_DRAWN * rows * shape.vocab) / gpu.memory_bandwidth
-    token += (TOKEN_LAYER + TOKEN_ADAPTER * len(layout.adapted)) * shape.layers
+    token += TOKEN_LAYER * shape.layers + TOKEN_ADAPTER * shape.count_matrices(layout.adapted)
     asked = dataclasses.replace(layout, micro_batch=rows, sequence_length=prompt, has_vocabulary_head=False)
     return chunks * (layout.answer_tokens * token + forward_seconds(shape, asked, gpu) / layout.answers_a_prompt)
 
@@ -304,7 +305,7 @@ def step_time(
         overlapped = accumulation * (gather + second_gather + reduce)
         exposed = ZERO3_ARITHMETIC[layout.compiled] * arithmetic + accumulation * shape.layers * ZERO3_LAYER
         if not layout.compiled:  # of pairs a reference's pass beside forward and backward
-            adapters = len(layout.adapted) * shape.layers
+            adapters = shape.count_matrices(layout.adapted)
             exposed += accumulation * adapters * (2 + (layout.sequences > 1)) * ZERO3_ADAPTER
     elif layout.zero_stage == 2:
         overlapped, exposed = accumulation * reduce, gather
@@ -358,7 +359,7 @@ def _offload_seconds(
     moved += 2 * layout.element_bytes * own
     # New weights come back in fp32, before anything else can go on; weights that live on the host stay there.
     back = 4 * own / pcie if layout.offload_param == "none" else 0.0
-    adapters = 2 * len(layout.adapted) * shape.layers
+    adapters = 2 * shape.count_matrices(layout.adapted)
     tensors = len(shape.sizes) if layout.trainable is None else adapters
     launched = HOST_TENSOR * tensors * (layout.zero_stage < 3)
     seconds = back + launched + max(host_adam_seconds(own, layout.zero_stage, kind, threads) for kind in kinds)

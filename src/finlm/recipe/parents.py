@@ -361,7 +361,7 @@ def shipped_file(path: Path) -> Path | None:
 def context_tokens(directory: Path) -> int:
     """Return the context length in tokens by a model directory's config.json; 2**31 if missing or not said."""
     path = directory / "config.json"
-    config = files.read_json(path) if path.is_file() else {}
+    config = refusals.text_part(files.read_json(path)) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)
 
 

@@ -96,7 +96,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), parent: Callable[[str]
             problems.append(f"{_line(document, _split(key), str(path))}: {key}: {sentence}")
     if problems:
         raise _mistakes(path, problems)
-    said += () if of_run else tuple(refusals.notices(recipe.model.config or {}))
+    said += () if of_run else (*weights.text_alone(recipe.model), *refusals.notices(recipe.model.config or {}))
     inner = {location[:length] for location in document.lines for length in range(1, len(location))}
     leaves = {reference.dotted_key(place): where for place, where in document.lines.items() if place not in inner}
     leaves |= inherited

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,10 @@ class ModelShape:
         within = {name.partition("attn.")[2].removesuffix(".weight") for name, _ in tensors}
         within -= {name.rpartition(".")[0].rpartition(".")[2] for name, _ in tensors if "attn." not in name}
         return {name: sides for name, sides in self.matrices.items() if not self.experts[0] or name in within}
+
+    def count_matrices(self, names: Collection[str]) -> int:
+        """Return how many linear layers with one of these names all decoder layers have; kinds of layers differ."""
+        return sum(layers * len(kind.matrices.keys() & set(names)) for layers, kind in self.kinds)
 
     @property
     def norms(self) -> int:
@@ -310,8 +314,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "model.layers",
             "all layers have linear attention, and generated text needs a layer of full attention",
         )
-    if shape.linear and recipe.stage == "grpo":
-        yield "stage", "answers are generated here from keys and values alone, and linear attention keeps a state"
+    if shape.linear and recipe.grpo is not None and recipe.grpo.engine != "transformers":
+        yield "grpo.engine", f"{recipe.grpo.engine} was not tried with layers of linear attention: leave it out"
     if recipe.stage == "reward" and not traits.record_of(config).rewards:
         yield "stage", f"transformers has no reward model of type {config['model_type']}"
     if recipe.lora is None:

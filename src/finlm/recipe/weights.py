@@ -21,12 +21,17 @@ from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.recipe import parents
 from finlm.recipe.models import refusals, traits
-from finlm.recipe.schema import Recipe
+from finlm.recipe.schema import Model, Recipe
 
 TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what transformers reads one from
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
-_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# What tensors of a text decoder are called in a model of more than text, and alone.
+TEXT_NAMES = {
+    **{"^language_model.lm_head": "lm_head", "^language_model.model": "model"},
+    **dict.fromkeys(("^model.language_model", "^model.text_model"), "model"),
+}
 FORMER = (  # parts of tensors' names in files, and what transformers' classes call them
     *((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics.")),
     *((".mlp.router.gate.", ".mlp.gate."), (".mlp.shared_mlp.", ".mlp.shared_experts.")),
@@ -117,6 +122,12 @@ def check_model(recipe: Recipe) -> None:
             evidence="no package vllm beside this finlm",
             fix=f"pip install 'vllm{VLLM}' into .venv on every host, or leave grpo.engine out",
         )
+    if recipe.grpo is not None and recipe.grpo.engine != "transformers" and (said := list(text_alone(recipe.model))):
+        raise UserError(
+            f"grpo.engine: {recipe.grpo.engine} would load the whole model of model.init_from",
+            evidence=said[0],
+            fix="leave grpo.engine out, or start from an export of the text decoder (any stage before this writes it)",
+        )
     init_from = recipe.model.init_from
     is_directory = init_from is not None and parents.is_directory(init_from) and not parents.is_recipe(init_from)
     if init_from is not None and is_directory and not _is_unfetched(init_from):
@@ -137,7 +148,20 @@ def check_weights(recipe: Recipe) -> None:
     """
     directory = Path(recipe.model.init_from or "-")
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
-        check_weight_files(directory, files.read_json(directory / "config.json"))
+        check_weight_files(directory, refusals.read_config(directory / "config.json"))
+
+
+def text_alone(model: Model) -> Iterator[str]:
+    """Yield a sentence if the start of a recipe's model reads more than text, of which its text decoder is trained."""
+    named = model.init_from
+    if named is None or parents.is_recipe(named) or (path := parents.cached_config_path(named, model.revision)) is None:
+        return
+    whole, text = files.read_json(path), refusals.read_config(path)
+    if whole.get("model_type") != text.get("model_type"):
+        yield (
+            f"model.init_from: {named} is a {whole.get('model_type')}: its text decoder alone, a {text['model_type']}, "
+            "is trained and exported, without the weights for pictures and sound"
+        )
 
 
 def missing_start(recipe: Recipe) -> Iterator[str]:
@@ -217,7 +241,7 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
-    check_weight_files(path, files.read_json(path / "config.json"))
+    check_weight_files(path, refusals.read_config(path / "config.json"))
     runs.prove_model(path)
     return path
 
@@ -249,7 +273,7 @@ def check_weight_files(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return {tensor: shape} of a directory's safetensors files.
+    """Return {tensor: shape} of a directory's safetensors files; of more than text, of the text decoder's tensors.
 
     Raises UserError if one is cut short, damaged, missing by the index, or does not fit `config`, the parsed
     config.json.
@@ -264,11 +288,23 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
         named = files.read_json(directory / INDEX).get("weight_map") or {}
         missing = sorted({name for name in named.values() if not (directory / name).is_file()})
         problems += [f"{name}: is not there, and {INDEX} names it" for name in missing]
+    shapes = _text_tensors(shapes)
     if not problems:
         problems = list(_compare(shapes, config))
     if problems:
         raise UserError(f"{directory} holds no whole model", evidence="\n".join(problems[:8]), fix=_FIX)
     return shapes
+
+
+def _text_tensors(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return the text decoder's tensors by the names that they have alone; all as they are in a model of text."""
+    named = {name: name for name in shapes}
+    for old, new in TEXT_NAMES.items():
+        named = {name: re.sub(old, new, text) for name, text in named.items()}
+    if all(name == text for name, text in named.items()):
+        return dict(shapes)
+    is_whole = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
+    return {text: shapes[name] for name, text in named.items() if is_whole.match(text)}
 
 
 def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Iterator[str]:
@@ -296,7 +332,7 @@ def _list_misfits(shapes: Mapping[str, list[int]], config: traits.Config) -> Ite
             has = f"has the shape {shapes[name]}" if name in shapes else "is missing"
             yield f"{name} {has}; by config.json it has {size}"
     for name in shapes:
-        match = _LAYER.search(name)
+        match = _LAYER.match(name)
         if not match or ".experts." in name or match[2] in row.buffers or int(match[1]) >= config["num_hidden_layers"]:
             continue
         if match[2] not in read.tensors(int(match[1])):
@@ -340,7 +376,7 @@ def _compare(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> list
     count, row = config.get("num_hidden_layers"), traits.records().get(str(config.get("model_type")))
     further = int(config.get("num_nextn_predict_layers") or 0)
     for name in shapes:
-        match = _LAYER.search(name)
+        match = _LAYER.match(name)
         if match and not (further and isinstance(count, int) and count <= int(match[1]) < count + further):
             found = layers.setdefault(int(match[1]), set())
             mixed = ("mlp.",) * bool(row and row.dense) + ("self_attn.", "linear_attn.") * bool(row and row.linear)

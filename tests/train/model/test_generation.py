@@ -50,10 +50,21 @@ def check(model: Any, answers: list[Answer], keys: torch.Tensor | None, ends: li
         assert answer.ids[-1] in ends or count == MOST
 
 
-@pytest.mark.parametrize("name", sorted(name for name, row in traits.shipped().items() if not row.linear))
+@pytest.mark.parametrize("name", sorted(traits.shipped()))
 def test_a_token_from_the_cache_is_that_of_the_whole_text(name: str) -> None:
     model = make_model(name)
     check(model, generate(model, 3), KEYS)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in traits.shipped().items() if row.linear))
+def test_likeliest_answers_after_a_state_are_those_of_transformers_own_generate(name: str) -> None:
+    model = make_model(name)
+    answers = generate(model, 3, None)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        given = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ENDS, "pad_token_id": 0}
+        whole = model.generate(given, attention_mask=torch.ones_like(given), **how)
+        assert answer.ids == whole[0, len(prompt) :].tolist()
 
 
 def test_answers_do_not_depend_on_how_many_are_generated_at_once() -> None:

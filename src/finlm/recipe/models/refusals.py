@@ -23,8 +23,38 @@ def check_admitted(config: traits.Config) -> None:
         )
 
 
+_OF_THE_WHOLE = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
+# Text decoders that compute what another type does as long as no token is a picture's: their RoPE has three positions.
+_READS_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+
+
+def text_part(config: traits.Config) -> traits.Config:
+    """Return the config.json of the text decoder of a model that reads more than text; any other config.json as it is.
+
+    Sizes that it leaves to its class are filled in. Raises UserError as traits.records() does.
+    """
+    text, flat = config.get("text_config"), f"{config.get('model_type')}_text"
+    if text is None and flat in _READS_AS:  # as published: the keys of both in one
+        text = {key: value for key, value in config.items() if not key.startswith(("vision_", "image_", "video_"))}
+        text["model_type"] = flat
+    if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+        return config
+    name = _READS_AS.get(text["model_type"], text["model_type"])
+    row = traits.records().get(name)
+    sizes = {key: row.defaults[key] for key in traits.NEEDED if key in row.defaults} if row else {}
+    part = sizes | {key: config[key] for key in _OF_THE_WHOLE if key in config} | text | {"model_type": name}
+    if "tie_word_embeddings" in config:  # by which the whole model ties them, whatever the part says
+        part["tie_word_embeddings"] = config["tie_word_embeddings"]
+    for key in ("rope_parameters", "rope_scaling") if name != text["model_type"] else ():
+        if isinstance(part.get(key), dict):
+            part[key] = {
+                of: "default" if value == "mrope" else value for of, value in part[key].items() if "mrope" not in of
+            }
+    return part
+
+
 def read_config(path: Path) -> traits.Config:
-    """Return a config.json without auto_map and _name_or_path.
+    """Return a config.json without auto_map and _name_or_path; of more than text, that of the text decoder.
 
     Raises UserError when it is no JSON object, its RoPE parameters are no object, or transformers has no class for it;
     OSError when it cannot be read.
@@ -33,6 +63,7 @@ def read_config(path: Path) -> traits.Config:
     fix = "put the config.json of a model that transformers saved in its place"
     if not isinstance(config, dict):
         raise UserError(f"{path} describes no model", evidence="it is no JSON object", fix=fix)
+    config = text_part(config)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
             raise UserError(f"{path} describes no model", evidence=f"{key}: {config[key]!r} is no object", fix=fix)
@@ -100,7 +131,6 @@ def notices(config: traits.Config) -> Iterator[str]:
         yield f"model.config: {named}: finlm trains without dropout, and the export keeps the key"
 
 
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # keys of a model of several
 _SEES = ("full_attention", "sliding_attention", "attention")  # kinds of layers that know where a document of a row ends
 _SCALES = ("final_logit_softcapping", *traits.SCALES, "lm_head_multiplier", "output_multiplier")
@@ -113,12 +143,10 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
     Raises UserError as traits.records() does.
     """
     if parts := [key for key in _PARTS if isinstance(config.get(key), dict)]:
-        text = (config.get("text_config") or {}).get("model_type")
-        alone = f"; its text part, a {text}, trains once it is saved alone (docs/extending.md)"
-        yield f"it reads more than text: {', '.join(parts)}" + (alone if text in traits.records() else "")
+        yield f"it reads more than text: {', '.join(parts)}, and has no text_config with a model_type"
         return
     row = traits.records().get(str(config.get("model_type")))
-    needed = [row.ffn_key if row and key == "intermediate_size" else key for key in NEEDED]
+    needed = [row.ffn_key if row and key == "intermediate_size" else key for key in traits.NEEDED]
     if missing := [key for key in needed if config.get(key) in (None, 0)]:
         lacks_attention = missing[0] == "num_attention_heads"
         yield f"config.json has no {', '.join(missing)}" + (": it has no attention" if lacks_attention else "")
@@ -157,7 +185,7 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
 
 def _malformed_keys(config: traits.Config) -> Iterator[str]:
     """Yield a sentence for each value of config.json that transformers' classes refuse, whatever the model type."""
-    for key in (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key in (*traits.NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
             yield f"{key} {value!r} is no whole number above 0"

@@ -34,6 +34,7 @@ LISTS = ("layer_types", "no_rope_layers")  # keys with the kind of every layer, 
 DROPOUT = ("dropout", "_pdrop")  # ends of keys
 NOISE = (*DROPOUT, "jitter_noise")  # the same, of all keys that draw random numbers
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 Config = Mapping[str, Any]
 Sizes = tuple[int, ...]
 
@@ -119,6 +120,11 @@ class DeltaNet:
         """
         sizes = 3 * self.key_size * self.value_heads + 2 * self.values
         return 6.0 * self.key_size * self.values + DELTA_CHUNK * sizes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the rule's state of a row that is generated, in fp32; the convolution's is a percent of it."""
+        return 4 * self.key_size * self.values
 
     def kept_bytes(self, compiled: bool, has_documents: bool) -> int:
         """Return the bytes that a layer keeps per token beside its input and what its other block keeps, at 16 bits.

@@ -29,7 +29,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan.plan import Plan
-from finlm.recipe.models import traits
+from finlm.recipe import parents, weights
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe, config_of
 from finlm.train import batches
 from finlm.train.model import delta_net, kernels
@@ -69,8 +70,8 @@ def context_length(recipe: Recipe, plan: Plan) -> int:
     if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
         return rows
     try:
-        saved, _ = PreTrainedConfig.get_config_dict(recipe.model.init_from, revision=recipe.model.revision)
-    except OSError:  # gone since the weights were loaded
+        saved = refusals.read_config(parents.config_path(recipe.model.init_from, recipe.model.revision))
+    except UserError:  # gone since the weights were loaded
         return rows
     return max(rows, int(saved.get("max_position_embeddings", rows)))
 
@@ -86,6 +87,15 @@ def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, 
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
     return _from_pretrained(recipe, plan, ds_config, config, tokenizer)
+
+
+def start_config(source: str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """Return the configuration of a model directory or Hub model; of more than text, that of its text decoder.
+
+    Raises UserError when there is none, and what the configuration's class raises.
+    """
+    config: PreTrainedConfig = AutoConfig.for_model(**refusals.read_config(parents.config_path(str(source), revision)))
+    return config
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -231,7 +241,7 @@ def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConf
         lines.append(f"RoPE: {kinds[0]}, base {base:,.0f} there; {kinds[1]}, base {former:,.0f} in the recipe")
     if not lines and recipe.model.config is not None:  # which was read from the same place before the run
         named = recipe.model.config
-        read, _ = PreTrainedConfig.get_config_dict(str(recipe.model.init_from), revision=recipe.model.revision)
+        read = refusals.read_config(parents.config_path(str(recipe.model.init_from), recipe.model.revision))
         lines = [
             f"{key}: {read.get(key)} there, {named[key]} in the recipe" for key in named if named[key] != read.get(key)
         ]
@@ -252,7 +262,7 @@ def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTra
     OSError when config.json cannot be read.
     """
     source, revision = recipe.model.init_from, recipe.model.revision
-    start = AutoConfig.from_pretrained(source, revision=revision)
+    start = start_config(str(source), revision)
     if lines := _differences(recipe, config, start):
         raise UserError(
             f"{source} does not have the recipe's shape",
@@ -288,12 +298,14 @@ def base_model(model: Any) -> Any:
 def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (), **given: Any) -> Any:
     """Return kind.from_pretrained(source, **given), after checking that all weights were loaded.
 
-    Names in `may_lack` may be missing from the files. Raises UserError with `fix` when the files cannot be read, or
-    when another weight is missing or has another shape.
+    Of a model of more than text, with the text decoder's configuration as `config`, loads that alone. Names in
+    `may_lack` may be missing from the files. Raises UserError with `fix` when the files cannot be read, or when another
+    weight is missing or has another shape.
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
-        model, report = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **given)
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "key_mapping": weights.TEXT_NAMES}
+        model, report = kind.from_pretrained(source, **how, **given)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"the model in {source} cannot be loaded", evidence=str(error).strip().splitlines()[0], fix=fix

@@ -3,7 +3,8 @@
 Tensors on the device decide what a row of the batch reads and writes next: its tokens so far, those of its answer,
 whether that has ended. So one graph, captured once, serves every length, and the host launches nothing else. Every
 CHECKED tokens the host looks which answers have ended and gives their rows to the next prompts. The answers to a prompt
-share a forward pass over all its tokens but the last, which is the first that a step reads.
+share a forward pass over all its tokens but the last, which is the first that a step reads. Layers of linear attention
+keep their states beside the caches, and then prompts of a pass are equally long.
 
 On GPUs of compute capability 8.0 and later attention reads each row up to its length (token_attention.py); elsewhere
 scaled_dot_product_attention takes a mask.
@@ -28,7 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from finlm.plan.memory import PROMPT_TOKENS
 from finlm.recipe.models import traits
-from finlm.train.model import causal_lm
+from finlm.train.model import causal_lm, delta_net
 from finlm.train.model.kernels import attention_modules
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -90,10 +91,11 @@ def generate(
         batch.close()
 
 
-class _LayerCache:
+class _LayerCache(delta_net.RowStates):
     """Keys and values of a layer, or what it makes them from: [rows, heads, room, head size], made at the first use."""
 
     def __init__(self, batch: _Batch) -> None:
+        super().__init__(len(batch.rows))
         self.batch = batch
         self.both: list[torch.Tensor] = []
 
@@ -123,13 +125,8 @@ class _LayerCache:
         return self.both
 
 
-@dataclass
-class _PromptCache:
+class _PromptCache(delta_net.PromptStates):
     """The cache that transformers' layers get while prompts are computed: copies keys and values to the rows."""
-
-    layers: Sequence[_LayerCache]
-    rows: torch.Tensor
-    sources: torch.Tensor
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy a layer's keys and values, each [prompts, heads, tokens, head size], to the rows.
@@ -155,7 +152,8 @@ class _Batch:
         self.model, self.prompts, self.limits, self.given_keys = model, prompts, limits, keys
         inner = causal_lm.base_model(model)
         self.decoder, device = inner.model, inner.model.embed_tokens.weight.device
-        self.is_static = device.type == "cuda" and _is_static(inner.config)
+        self.has_states = any(delta_net.mixers(self.decoder))
+        self.is_static = device.type == "cuda" and _is_static(inner.config) and not self.has_states
         count = min(limits.rows, len(prompts))
         self.rows = torch.arange(count, device=device)
         self.lengths = torch.zeros_like(self.rows)  # tokens in the cache, and where the next one is written
@@ -200,8 +198,7 @@ class _Batch:
     def close(self) -> None:
         """Free the graph and the caches now: they are in reference cycles, which Python would collect much later."""
         self.graph = None
-        for cache in self.caches:
-            cache.both.clear()
+        self.caches.clear()
 
     def _read(self, rows: list[int]) -> Iterator[tuple[int, Answer]]:
         """Yield (row, answer) of these rows, whose answers have ended."""
@@ -218,9 +215,13 @@ class _Batch:
         sharing = defaultdict[tuple[int, ...], list[int]](list)
         for row, place in new.items():
             sharing[tuple(self.prompts[place])].append(row)
-        every, most = list(sharing), max(1, PROMPT_TOKENS // max(map(len, sharing)))
-        for part in (every[start : start + most] for start in range(0, len(every), most)):
-            self._compute_prompts(part, [sharing[prompt] for prompt in part])
+        together = defaultdict[int, list[tuple[int, ...]]](list)  # padding behind a prompt would change a state
+        for prompt in sharing:
+            together[len(prompt) if self.has_states else 0].append(prompt)
+        for every in together.values():
+            most = max(1, PROMPT_TOKENS // max(map(len, every)))
+            for part in (every[start : start + most] for start in range(0, len(every), most)):
+                self._compute_prompts(part, [sharing[prompt] for prompt in part])
         rows = self._tensor(list(new))
         asked = [self.prompts[place] for place in new.values()]
         self.ids[rows] = self._tensor([prompt[-1] for prompt in asked])
@@ -242,9 +243,8 @@ class _Batch:
         longest = max(2, *map(len, prompts)) - 1  # a token at least: the caches are made here
         ids = self._tensor([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts])
         places = [place for place, sharing in enumerate(rows) for _ in sharing]
-        cache = _PromptCache(
-            self.caches, self._tensor([row for sharing in rows for row in sharing]), self._tensor(places)
-        )
+        held = self._tensor([row for sharing in rows for row in sharing])
+        cache = _PromptCache(self.caches, held, self._tensor(places), max(map(len, prompts)) == 1)
         self._forward(ids, torch.arange(longest, device=ids.device)[None], cache, None)
 
     def _step(self) -> None:

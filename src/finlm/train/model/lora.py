@@ -127,6 +127,7 @@ def load_matrices(recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]
         AutoModelForCausalLM,
         recipe.model.init_from,
         "put the model of model.init_from back: under lora.quantize a checkpoint holds the adapters only",
+        config=causal_lm.start_config(str(recipe.model.init_from), recipe.model.revision),
         revision=recipe.model.revision,
         dtype=dtype,
         use_safetensors=True,

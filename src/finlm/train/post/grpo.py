@@ -26,15 +26,17 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
+from finlm.recipe import weights
 from finlm.recipe.schema import Model
 from finlm.recipe.schema_train import Grpo, Term
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
 from finlm.train.entry import Rank
-from finlm.train.model import kernels, lora
+from finlm.train.model import causal_lm, kernels, lora
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 from finlm.train.post import rollouts, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
@@ -339,9 +341,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 def make(r: Rank) -> GroupTrainer:
     """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded.
 
-    Raises UserError as load_start and rollouts.make_rewards do. Changes trl (score_answers_alone).
+    Raises UserError as load_start and rollouts.make_rewards do. Changes trl (score_answers_alone, refer_to_text).
     """
     score_answers_alone()
+    refer_to_text(r.recipe.model)
     tokenizer = padding_tokenizer(r)
     model = load_start(r)
     model.config._name_or_path = _start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
@@ -362,6 +365,14 @@ def make(r: Rank) -> GroupTrainer:
 def score_answers_alone() -> None:
     """Make trl's head skip the tokens of prompts on CPUs too: _use_triton decides nothing else there (trl 1.16)."""
     trl_utils._use_triton = lambda device: True
+
+
+def refer_to_text(start: Model) -> None:
+    """Make trl load the text decoder as the reference if the start reads more than text: it would load the whole."""
+    if any(weights.text_alone(start)):
+        config = causal_lm.start_config(str(start.init_from), start.revision)
+        how = {"kind": causal_lm.causal_class(config), "fix": "put the model of model.init_from back", "config": config}
+        grpo_trainer.create_model_from_path = lambda path, **given: causal_lm.load_weights(source=path, **how, **given)
 
 
 FORMS = {  # of trl's losses
