@@ -16,7 +16,7 @@ import vocabularies
 from finlm.base.errors import UserError
 from finlm.inference import open as opening
 from finlm.recipe import shape, weights
-from finlm.recipe.models import refusals
+from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Model
 from finlm.train.model import causal_lm
 from finlm.train.post import grpo
@@ -137,7 +137,8 @@ def test_what_a_config_leaves_to_its_classes_is_filled_in(tmp_path: Path) -> Non
     config = causal_lm.start_config(tmp_path)
     with torch.device("meta"):
         theirs = causal_lm.causal_class(config)(config)
-    found = shape.of_config(refusals.read_config(tmp_path / "config.json"), config.vocab_size)
+    read = refusals.read_config(tmp_path / "config.json")
+    found = shape.of_config(traits.complete(read, traits.record_of(read)), config.vocab_size)
     assert (config.vocab_size, config.eos_token_id) == (262208, [1, 106])
     assert found.parameters == sum(each.numel() for each in theirs.parameters()) == 3_880_263_168
 

@@ -147,7 +147,8 @@ def explain(config: traits.Config, rows: int) -> Iterator[str]:
         return
     row = traits.records().get(str(config.get("model_type")))
     needed = [row.ffn_key if row and key == "intermediate_size" else key for key in traits.NEEDED]
-    if missing := [key for key in needed if config.get(key) in (None, 0)]:
+    missing = [key for key in needed if config.get(key) in (None, 0)]
+    if missing and (row or len(missing) < len(needed)):  # of an unknown type that leaves all to its class, that is said
         lacks_attention = missing[0] == "num_attention_heads"
         yield f"config.json has no {', '.join(missing)}" + (": it has no attention" if lacks_attention else "")
     yield from _malformed_keys(config)
