@@ -151,7 +151,7 @@ def _open_directory(path: Path, run: RunDir | None) -> Opened:
             raise _reward_model_error(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         config = start_config(path)
-        given = {"config": config, "dtype": "auto", "attn_implementation": plain_attention(config)}
+        given: dict[str, Any] = {"config": config, "dtype": "auto", "attn_implementation": plain_attention(config)}
         model = load_weights(AutoModelForCausalLM, path, fix, **given)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(

@@ -371,7 +371,8 @@ def refer_to_text(start: Model) -> None:
     """Make trl load the text decoder as the reference if the start reads more than text: it would load the whole."""
     if any(weights.text_alone(start)):
         config = causal_lm.start_config(str(start.init_from), start.revision)
-        how = {"kind": causal_lm.causal_class(config), "fix": "put the model of model.init_from back", "config": config}
+        how: dict[str, Any] = {"kind": causal_lm.causal_class(config), "config": config}
+        how["fix"] = "put the model of model.init_from back"
         grpo_trainer.create_model_from_path = lambda path, **given: causal_lm.load_weights(source=path, **how, **given)
 
 
