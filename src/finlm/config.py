@@ -283,6 +283,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if stale else 0
 
 
+def describe_rates(former: Optim, former_steps: int, optim: Optim, steps: int, step: int) -> str:
+    """Return a line: the rate at which a finished run ended, and that at which a longer one goes on after `step`."""
+    last, then = lr_at(former, former_steps, former_steps - 1), lr_at(optim, steps, step + 1)
+    text = f"  learning rate of a run of {steps:,} steps: it ended at {last:.3g} and goes on at {then:.3g}"
+    return text + ("; --set optim.schedule=constant --set optim.lr=... would keep it low" if then > 2 * last else "")
+
+
 def lr_at(optim: Optim, steps: int, step: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based) in a run of `steps` steps, as DeepSpeed sets it.
 

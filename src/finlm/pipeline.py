@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from finlm.base.runs import COMPLETION, RunFailed, lock_run, reserve_run
 from finlm.dialogues import lint
 from finlm.doctor import gather, preflight
 from finlm.hosts import checkpoint_parts
-from finlm.launch import restart, start
+from finlm.launch import head, restart, start
 from finlm.launch.head import HostsBack
 from finlm.plan import gpus, search, show
 from finlm.plan.plan import Plan
@@ -59,6 +60,7 @@ class Training:
     facts: gather.AllFacts = field(default_factory=dict)  # step hosts: what doctor saw
     run: RunDir = field(init=False)  # step run directory
     outcome: expectations.Outcome | None = None  # step expectations
+    goes_on: bool = False  # on other hosts, while nobody looks: `run`, `plan` and `shards` are those of before
     newcomers: tuple[str, ...] = ()  # hosts that join a run that goes on: without them it goes on too
 
     @property
@@ -72,17 +74,18 @@ class Training:
         return self.resumed is not None and self.resumed.is_trained()
 
     def with_hosts(self, hosts: Cluster) -> Training:
-        """Return a new Training of the same recipe on other hosts, at this plan's precision, with no step done.
+        """Return a Training that goes on with the run on `hosts`, at this plan's precision, with no step done.
 
-        If this plan's checkpoints are synchronous, so are the new one's. Its `newcomers` are the hosts that this one
-        lacks.
+        Synchronous checkpoints stay so.
         """
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
         loaded = dataclasses.replace(self.loaded, recipe=wanted)
         known = {host.name for host in self.hosts.hosts}
         newcomers = tuple(host.name for host in hosts.hosts if host.name not in known)
-        return Training(loaded, hosts, self.runs, accept_new=self.accept_new, read=self.read, newcomers=newcomers)
+        other = Training(loaded, hosts, self.runs, accept_new=self.accept_new, read=self.read, newcomers=newcomers)
+        other.goes_on, other.run, other.plan, other.shards = True, self.run, self.plan, self.shards
+        return other
 
 
 class Stop(Exception):
@@ -93,36 +96,35 @@ def train(t: Training) -> int:
     """Do every step; return the exit code: 1 when doctor, lint or the recipe's expect: reports an error, else 0.
 
     When a host is lost or comes back, goes on with the other set of hosts and records a `restart` event. Raises
-    UserError for a mistake of the user and RunFailed (HostLost if it was a host) when the ranks do not reach the last
-    step.
+    UserError for a mistake of the user, RunFailed (HostLost if it was a host) when ranks do not reach the last step.
     """
     trackers.check_installed(t.recipe.record.tracking)
     prepare.check_engine(t.recipe)
     while True:
         try:
-            return _train_on(t)
-        except restart.HostLost as lost:
-            t = _leave_host(t, lost)
+            with head.exit_on_signals() if t.goes_on else nullcontext():
+                return _train_on(t)
         except HostsBack as back:
             restart.record_restart(t.run, t.recipe, f"{back} answers again", "", f"with {back} again")
             t = t.with_hosts(t.hosts.with_back(back.names))
         except (Stop, UserError) as error:
-            if not t.newcomers or isinstance(error, RunFailed):
+            other = _leave_hosts(t, error) if t.goes_on or isinstance(error, restart.HostLost) else None
+            if other is None:
                 if isinstance(error, Stop):
                     return 1
                 raise
-            screen.say(f"{' and '.join(t.newcomers)} cannot train: {error}; the run goes on without")
-            hosts = t.hosts
-            for name in t.newcomers:
-                hosts = hosts.without(name, for_good=True)
-            t = t.with_hosts(hosts)
+            t = other
+        except BaseException as error:
+            if t.goes_on:
+                restart.tell_end(t.run, t.recipe, error)
+            raise
 
 
 def _train_on(t: Training) -> int:
     """Do every step on the hosts of t and return the exit code: 1 when a number of expect: is out of bounds, else 0.
 
     Locks the run directory after the steps before launch. An error in later steps writes the report, runs launch.notify
-    and is raised again. Raises Stop when doctor or lint found an error.
+    unless the run may go on, and is raised again. Raises Stop when doctor or lint found an error.
     """
     for step in BEFORE_LAUNCH:
         step.act(t)
@@ -130,47 +132,54 @@ def _train_on(t: Training) -> int:
         if not t.is_trained:
             files.write_json(t.run.doctor, {"findings": [dataclasses.asdict(finding) for finding in t.findings]})
         try:
-            with trackers.track_beside(t.run, t.recipe.record.tracking):
+            with head.exit_on_signals(), trackers.track_beside(t.run, t.recipe.record.tracking):
                 for step in TRACKED:
                     step.act(t)
             for step in AFTER:
                 step.act(t)
         except BaseException as error:
-            _tell_failure(t, error)
+            restart.write_report(t.run)
+            if not t.goes_on and not isinstance(error, HostsBack | restart.HostLost):
+                restart.tell_end(t.run, t.recipe, error)
             raise
     start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
     return 0 if t.outcome is None or t.outcome.ok else 1
 
 
-def _tell_failure(t: Training, error: BaseException) -> None:
-    """Write report.html of a failed run; run launch.notify unless `error` is HostLost or HostsBack. Raises nothing."""
-    try:
-        run_page.build(t.run, ended=True)
-    except Exception as wrong:  # such as a full disk, which may be why the run failed
-        screen.say(f"{t.run.report} could not be written: {wrong}")
-    if not isinstance(error, restart.HostLost | HostsBack):
-        start.notify(t.recipe.launch.notify, "end", t.run.path, str(error) or type(error).__name__)
+def _leave_hosts(t: Training, error: Stop | UserError) -> Training | None:
+    """Return the training on other hosts whose plan can resume the run, or on the same once those answer that do not.
 
-
-def _leave_host(t: Training, lost: restart.HostLost) -> Training:
-    """Return the training on other hosts whose plan can resume the run; raise `lost` when there is none.
-
-    Tries spares first. Prints what is done to stderr, appends a `restart` event and, in either case, runs
-    launch.notify.
+    Tries spares first. Prints what is done and records it as an event. When nothing can be done, as after an `error`
+    that is about no host, runs launch.notify and returns None.
     """
-    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new):
+    lost = _find_lost_hosts(t, error)
+    said = error.problem if isinstance(error, UserError) else str(error)
+    problem = said if isinstance(error, RunFailed) or not lost else f"{' and '.join(lost)} cannot train: {said}"
+    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new) if lost else ():
         changed = t.with_hosts(hosts)
         try:
             plan, _ = decide(changed.recipe, hosts, t.shards)
-        except UserError as error:
-            screen.say(f"not {action}: {error}")
+        except UserError as wrong:
+            screen.say(f"not {action}: {wrong}")
             continue
         if lineage.can_go_on(t.run, changed.recipe, plan, t.shards.directory):
-            screen.say(f"{lost.problem}\nthe run goes on: {action}")
-            restart.record_restart(t.run, t.recipe, lost.problem, lost.host, action)
+            screen.say(f"{problem}\nthe run goes on: {action}")
+            restart.record_restart(t.run, t.recipe, problem, next(iter(lost)), action)
             return changed
-    start.notify(t.recipe.launch.notify, "end", t.run.path, lost.problem)
-    raise lost
+    if lost and all(lost.values()) and restart.wait_for_hosts(t.run, t.recipe, t.hosts, problem):
+        return t.with_hosts(t.hosts)
+    restart.tell_end(t.run, t.recipe, error)
+    return None
+
+
+def _find_lost_hosts(t: Training, error: Stop | UserError) -> dict[str, bool]:
+    """Return {name: whether it may come back} of the hosts because of which training ended with `error`."""
+    if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
+        return {}
+    silent = dict.fromkeys(restart.list_silent(t.hosts.hosts), True)
+    if isinstance(error, restart.HostLost):
+        return {error.host: error.is_gone} | silent
+    return silent or dict.fromkeys(t.newcomers, False)
 
 
 # Before launch
@@ -295,7 +304,7 @@ def check_hosts(t: Training) -> None:
     preflight.show(findings)
     t.findings = [*findings, *t.findings]
     if any(finding.level == "error" for finding in t.findings):
-        raise Stop
+        raise Stop("doctor or lint found an error")
 
 
 def open_run(t: Training) -> None:
@@ -306,20 +315,11 @@ def open_run(t: Training) -> None:
     earlier = None
     if t.go_on:
         earlier = lineage.find_run_to_extend(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
-        _say_schedule(earlier, t.recipe, t.plan)
+        former, steps = earlier.former or (t.recipe.optim, t.plan.steps)
+        screen.say(config.describe_rates(former, steps, t.recipe.optim, t.plan.steps, earlier.step))
     elif not t.new:
         earlier = lineage.find_earlier(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
     t.run = create_run(t, earlier)
-
-
-def _say_schedule(earlier: Earlier, wanted: Recipe, plan: Plan) -> None:
-    """Print to stderr the learning rates at which the finished run ended and the longer run goes on."""
-    optim, steps = earlier.former or (wanted.optim, plan.steps)
-    last, then = config.lr_at(optim, steps, steps - 1), config.lr_at(wanted.optim, plan.steps, earlier.step + 1)
-    screen.say(
-        f"  learning rate of a run of {plan.steps:,} steps: it ended at {last:.3g} and goes on at {then:.3g}"
-        + ("; --set optim.schedule=constant --set optim.lr=... would keep it low" if then > 2 * last else "")
-    )
 
 
 def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,18 @@ def test_a_spare_takes_the_place_of_a_lost_host_whose_part_a_neighbour_has_in_me
     assert not left, "the run in its place and its last checkpoint on disk freed the memory"
     expected = unbroken(max(losses(second)))
     assert losses(second) == {step: expected[step] for step in losses(second)}, "two ranks as before: the same bits"
+
+
+def test_of_two_hosts_lost_at_once_a_spare_takes_the_place_of_one(tmp_path: Path, tiny: tuple[str, ...]) -> None:
+    with Cluster(4, tmp_path / "cluster") as cluster:
+        write_hostfile(cluster[0], "n0 slots=1", "n1 slots=1", "n2 slots=1", "n3 slots=1 spare")
+        training = Training(cluster, command([*tiny, *ALONE, "batch.tokens_per_step=3072"]))
+        training.row("copied")
+        first = the_run(cluster[0])
+        cluster[1].power_off()
+        cluster[2].power_off()
+        second = successor(cluster, first)
+        training.reach(3)
+        assert [row["action"] for row in second.read_events("restart")] == ["n3 in the place of n1, without n2"]
+        training.kill_all(signal.SIGTERM)
+        training.over()

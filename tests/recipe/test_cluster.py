@@ -238,7 +238,12 @@ def test_a_line_may_end_in_spare_and_have_max_slots(tmp_path: Path) -> None:
 def test_hosts_are_replaced_left_and_taken_in_again() -> None:
     a, b, c = (cluster.Host(name, 1) for name in "abc")
     hosts = cluster.Cluster((a, b), spares=(c,))
-    assert hosts.replace("b", c) == cluster.Cluster((a, c))
+    assert hosts.replace("b", c, for_good=True) == cluster.Cluster((a, c))
+    assert hosts.replace("b", c, for_good=False) == cluster.Cluster((a, c), spares=(b,))
+    assert hosts.leave({"a": True, "b": False}, [c]) == (
+        cluster.Cluster((c,), spares=(a,)),
+        "c in the place of a, without b",
+    )
     without = hosts.without("a", for_good=False)
     assert (
         without.hosts == (b,)

@@ -324,6 +324,33 @@ class Stop:
 
 
 @contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit(128 + number) on SIGTERM and SIGHUP in the block; restores the old handlers afterwards.
+
+    Without it they would end this process with no report and no launch.notify, as while it waits for a restart.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        screen.say(f"{signal.Signals(number).name}: {RESUMES}")
+        sys.exit(128 + number)
+
+    with _handle((signal.SIGTERM, signal.SIGHUP), leave):
+        yield
+
+
+@contextmanager
+def _handle(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals by `handler` in the block, but not SIGHUP where it is ignored."""
+    heeded = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)
+
+
+@contextmanager
 def note_signals() -> Iterator[Stop]:
     """Yield a Stop that notes SIGTERM, SIGINT and SIGHUP during the block; restores the old handlers afterwards.
 
@@ -338,10 +365,5 @@ def note_signals() -> Iterator[Stop]:
             screen.say(f"ended at once; {RESUMES}")
             sys.exit(128 + number)
 
-    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, note) for number in heeded}
-    try:
+    with _handle(SIGNALS, note):
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

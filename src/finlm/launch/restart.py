@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,13 @@ from finlm.launch import start
 from finlm.plan import out_of_memory
 from finlm.plan.out_of_memory import Taken
 from finlm.plan.plan import Plan, changed_keys
-from finlm.recipe.cluster import Cluster
+from finlm.recipe.cluster import Cluster, Host
 from finlm.recipe.schema import Launch, Recipe
+from finlm.record.report import run_page
 
 LONGEST_WAIT_SECONDS = 600.0
 BAD_HOST = "a bad host"
+WAITED = "again, once all hosts answer"
 
 
 # Causes, by their id in diagnose/signatures.yaml, that another launch may not meet again: networks, hosts, devices.
@@ -180,6 +183,46 @@ def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: s
     number = 1 + sum(1 for _ in run.read_events("restart"))
     run.append_event("restart", number=number, after=after, host=host, action=action, seconds=seconds)
     start.notify(recipe.launch.notify, "restart", run.path, f"{after}; {action}")
+
+
+def list_silent(hosts: Sequence[Host]) -> list[str]:
+    """Return the names of the hosts that do not answer over ssh."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(ssh.answers, [host.destination for host in hosts])
+        return [host.name for host, is_there in zip(hosts, answers, strict=True) if not is_there]
+
+
+def wait_for_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, after: str) -> bool:
+    """Wait until all hosts answer, launch.restarts times and longer each time; return whether they do.
+
+    Records a `restart` event for the problem `after`. Returns False at once if the run has saved no checkpoint since it
+    waited before.
+    """
+    kinds = [row.get("action", row["kind"]) for row in run.read_events()]
+    if WAITED in kinds and not {"checkpoint", "in_memory"} & {*kinds[-kinds[::-1].index(WAITED) :]}:
+        return False
+    record_restart(run, recipe, after, "", WAITED)
+    for number in range(recipe.launch.restarts):
+        seconds = min(LONGEST_WAIT_SECONDS, recipe.launch.restart_wait_seconds * 2**number)
+        screen.say(f"{after}: the other hosts cannot go on alone; they are asked again in {seconds:g} s")
+        time.sleep(seconds)
+        if not list_silent(hosts.hosts):
+            return True
+    return False
+
+
+def write_report(run: RunDir) -> None:
+    """Write report.html of a run whose training ended with an error. Raises nothing."""
+    try:
+        run_page.build(run, ended=True)
+    except Exception as wrong:  # such as a full disk, which may be why the run failed
+        screen.say(f"{run.report} could not be written: {wrong}")
+
+
+def tell_end(run: RunDir, recipe: Recipe, error: BaseException) -> None:
+    """Run launch.notify, if set, for the end of a run by `error`."""
+    words = f"ended with exit code {error.code}" if isinstance(error, SystemExit) else str(error)
+    start.notify(recipe.launch.notify, "end", run.path, words or type(error).__name__)
 
 
 def count_in_a_row(failures: Sequence[Failure]) -> int:

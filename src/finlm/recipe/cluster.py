@@ -69,20 +69,33 @@ class Cluster:
         """Number of ranks on all hosts; spares and hosts that are away do not count."""
         return sum(host.slots for host in self.hosts)
 
-    def replace(self, lost: str, spare: Host) -> Cluster:
-        """Return the cluster with `spare` in the position of the host `lost`.
-
-        The spare leaves `spares`; the lost host is dropped and does not go to `away`.
-        """
+    def replace(self, lost: str, spare: Host, *, for_good: bool) -> Cluster:
+        """Return the cluster with `spare` in the place of `lost`, which becomes a spare unless gone `for_good`."""
         hosts = tuple(spare if host.name == lost else host for host in self.hosts)
+        gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
         spares = tuple(host for host in self.spares if host.name != spare.name)
-        return dataclasses.replace(self, hosts=hosts, spares=spares)
+        return dataclasses.replace(self, hosts=hosts, spares=(*spares, *gone))
 
     def without(self, lost: str, *, for_good: bool) -> Cluster:
         """Return the cluster without the host `lost`; unless `for_good`, it goes to `away` and may come back."""
         left = tuple(host for host in self.hosts if host.name != lost)
         gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
         return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
+
+    def leave(self, lost: Mapping[str, bool], spares: Iterable[Host]) -> tuple[Cluster, str]:
+        """Return the cluster with `spares` in the places of lost hosts, as far as they go, and that in words.
+
+        `lost` has the name of each lost host, and whether it may come back.
+        """
+        hosts, words, left = self, list[str](), iter(spares)
+        for name, may_return in lost.items():
+            if spare := next(left, None):
+                hosts = hosts.replace(name, spare, for_good=not may_return)
+                words.append(f"{spare.name} in the place of {name}")
+            else:
+                hosts = hosts.without(name, for_good=not may_return)
+                words.append(f"without {name}")
+        return hosts, ", ".join(words)
 
     def with_back(self, names: Iterable[str]) -> Cluster:
         """Return the cluster with the hosts of these names moved from `away` to the end of `hosts`."""

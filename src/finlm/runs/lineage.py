@@ -23,8 +23,8 @@ from finlm.base.rundir import RunDir
 from finlm.base.runs import is_finished, list_runs, lock_run
 from finlm.base.step_cache import NotPrepared
 from finlm.doctor import gpus
-from finlm.hosts import checkpoint_parts, ssh
-from finlm.launch.restart import HostLost
+from finlm.hosts import checkpoint_parts
+from finlm.launch import restart
 from finlm.plan.plan import Plan, hosts_error
 from finlm.recipe import parents, rules
 from finlm.recipe import recipe as recipes
@@ -419,25 +419,25 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
     return pretrained.snapshot(init_from, wanted.model.revision)
 
 
-def other_hosts(recipe: Recipe, hosts: Cluster, lost: HostLost, accept_new: bool) -> Iterator[tuple[Cluster, str]]:
-    """Yield (cluster, what is done, in words) for each cluster that may go on without a lost host, the best first.
+def other_hosts(recipe: Recipe, hosts: Cluster, lost: Mapping[str, bool], new: bool) -> Iterator[tuple[Cluster, str]]:
+    """Yield (cluster, what is done, in words) for each cluster that may go on without lost hosts, the best first.
 
-    First each usable spare in its place, then the remaining hosts. The plan is made anew for them (pipeline.py), and
-    the run goes on in a new run directory, as after a change of hosts by hand. Asks the spares over ssh for their GPUs,
-    and prints why a spare cannot be used.
+    `lost` has their names, and whether they may come back. First usable spares take their places, then the others go on
+    alone. Asks the spares over ssh for their GPUs (`new` accepts new keys), and prints why a spare cannot be used.
     """
+    usable, silent = list[Host](), restart.list_silent(hosts.spares)
     for spare in hosts.spares:
-        if not ssh.answers(spare.destination):
+        if spare.name in silent:
             screen.say(f"the spare {spare.name} does not answer")
             continue
         try:
-            asked = gpus.ask_kinds(recipe, dataclasses.replace(hosts, hosts=(spare,)), accept_new).hosts[0]
+            usable += gpus.ask_kinds(recipe, dataclasses.replace(hosts, hosts=(spare,)), new).hosts
         except UserError as error:
             screen.say(f"the spare {spare.name} cannot be used: {error}")
-            continue
-        yield hosts.replace(lost.host, asked), f"{spare.name} in the place of {lost.host}"
-    if len(hosts.hosts) > 1:
-        yield hosts.without(lost.host, for_good=not lost.is_gone), f"without {lost.host}"
+    for first in range(len(usable)):
+        yield hosts.leave(lost, usable[first:])
+    if len(lost) < len(hosts.hosts):
+        yield hosts.leave(lost, ())
 
 
 def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
