@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ FILES: dict[str, bytes] = {
     "nobody": b"# a slots=2\n",
     "none": b"a slots=0\n",
     "many": b"localhost slots=64\n",
+    "huge": b"a slots=99999999\n",
     "text.jsonl": "净利润\n".encode() * 50,
     "empty.jsonl": b"",
     "field.jsonl": '{"content": "营业收入"}\n'.encode() * 50,
@@ -93,7 +95,18 @@ FILES: dict[str, bytes] = {
     "lfs/tokenizer.json": b"version https://git-lfs.github.com/spec/v1\n",
     "judge/config.json": json.dumps({"model_type": "bert", "hidden_size": 4}).encode(),
     "judge/model.safetensors": b"<html>404</html>",
+    "two.yaml": b"name: x\n---\nname: y\n",
+    "flat.yaml": f"base: {QUICKSTART}\nname: flat\nmodel: 3\n".encode(),
+    "factory.yaml": b"model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: mine\nlearning_rate: 1.0e-4\n",
+    "ds_config.json": b'{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+    "sub/mine.yaml": f"base: {QUICKSTART}\nname: mine\ndata: {{sources: corpus.jsonl}}\n".encode(),
+    "sub/corpus.jsonl": '{"text": "营业收入增长。"}\n'.encode() * 50,
+    "blank.jsonl": b"\n \r\n\n" * 40,
+    "mute.jsonl": b'{"text": ""}\n' * 50,
+    "lists.jsonl": '{"text": ["营业收入"]}\n'.encode() * 50,
+    "numbers.jsonl": b"5\n" * 50,
 }
+PASTED = "营业收入同比增长。" * 40  # where a file is named
 # A change of the quickstart's text as a file of its own.
 EDITS = {
     "misspelt.yaml": ("hidden_size", "hiden_size"),
@@ -127,6 +140,10 @@ ROWS: list[tuple[str, str]] = [
     ("plan endless.yaml", "found none"),
     ("plan words.yaml", "data.num_proc: should be a whole number, got 'many'"),
     ("plan hurried.yaml", "20 is not less than the 12 steps of the run"),
+    ("plan two.yaml", "expected a single document"),
+    ("plan flat.yaml", "model: should be a section of keys, got 3"),
+    ("plan factory.yaml", "write model.init_from instead of model_name_or_path"),
+    ("plan ds_config.json", "write batch.tokens_per_step instead of train_batch_size"),
     # Its name
     ("plan", "finlm plan needs a recipe"),
     ("train text.jsonl", "--set data.sources=text.jsonl"),
@@ -163,6 +180,7 @@ ROWS: list[tuple[str, str]] = [
     (f"plan {Q} --set train.steps=1.5", "should be a whole number, got 1.5"),
     (f"plan {Q} --set train.tokens=12apples", "expected 4096, 3.9M or 1.5B"),
     (f"plan {Q} --set train.steps=5 --set optim.warmup_steps=9", "9 is not less than the 5 steps"),
+    (f"plan {Q} --set batch.sequence_length=1", "should be greater than or equal to 2"),
     (f"plan {Q} --set batch.tokens_per_step=10", "10 is less than one row of 256 tokens"),
     (f"plan {Q} --set batch.micro_batch=0", "batch.micro_batch: should be greater than 0"),
     (f"plan {Q} --set model.heads=5", "5 heads do not divide hidden_size 192"),
@@ -215,6 +233,9 @@ ROWS: list[tuple[str, str]] = [
     (f"plan {Q} --hostfile nobody", "names no host"),
     (f"plan {Q} --hostfile none", "a has 0 slots"),
     (f"plan {Q} --hostfile many", "at most slots=12"),
+    (f"plan {Q} --hostfile huge", "a has 99999999 slots; a host has at most 1,024"),
+    (f"plan {Q} --set hardware.hosts[0].count=99999999", "should be less than or equal to 1024"),
+    (f"plan {Q} --local --set train.cpu_ranks=99999999", "should be less than or equal to 1024"),
     (f"plan {Q} --hostfile mpirun", "did you mean a slots=2?"),
     (f"plan {Q} --hostfile bare", "did you mean a slots=N?"),
     (f"plan {Q} --hostfile gpus", "did you mean a slots=2?"),
@@ -308,6 +329,12 @@ ROWS: list[tuple[str, str]] = [
     ("diagnose old", "old is a directory of runs, not a run"),
     ("runs --runs file", "--runs: file is a file"),
     (f"train {Q} --runs file", "--runs: file is a file"),
+    (f"train {Q} --runs file/below", "--runs: file is a file"),
+    (f"diagnose {PASTED}", "give the name of a file or directory, not its text"),
+    (f"chat {PASTED}", "give the name of a file or directory, not its text"),
+    (f"plan {PASTED}", "give the name of a file or directory, not its text"),
+    ("board --hostfile gone", "cannot read the hostfile gone"),
+    ("board --token-file binary.yaml", "binary.yaml holds no token"),
     # Forks
     (f"new Mine --from {Q}", "is no name of a recipe"),
     ("new mine --from quickstrat", "did you mean recipes/quickstart/pretrain.yaml?"),
@@ -399,6 +426,25 @@ def test_a_mistake_is_told_at_once_with_what_to_do(
     left = [path for path in sorted(written.rglob("*")) if path not in before and "cache" not in path.parts]
     assert left == [] and not list(written.glob("cache/shards-*"))
     assert stays_english(told[0]) == []
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_data_are_prepared(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "run", lambda *_, **__: pytest.fail("prepared"))
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != Path("folder"))  # root may write anywhere
+    assert main.main(["train", Q, "--runs", "folder/new", "--lang", "zh"]) == 2
+    assert "--runs：folder 不可写" in capsys.readouterr().err
+
+
+def test_what_a_windows_editor_adds_changes_nothing(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for mark, end in (b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n"):
+        (written / "mine.yaml").write_bytes(mark + QUICKSTART.read_bytes().replace(b"\n", end))
+        (written / "mine.hosts").write_bytes(mark + b"a slots=1\nb slots=2\n".replace(b"\n", end))
+        assert main.main(["plan", "mine.yaml", "--hostfile", "mine.hosts", "--json"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]
 
 
 def stays_english(error: UserError) -> list[str]:

@@ -18,7 +18,7 @@ PAGES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("README*.md"),
-        ROOT / "recipes/README.md",
+        *ROOT.glob("recipes/README*.md"),
         *ROOT.glob("recipes/*/README*.md"),
         ROOT / "CONTRIBUTING.md",
     ]
@@ -61,7 +61,9 @@ def test_the_tables_of_a_recipes_page_have_the_same_numbers_in_both_languages(pa
 
 
 @pytest.mark.parametrize(
-    "page", [*DOCS, ROOT / "README.md", *OF_RECIPES], ids=lambda page: f"{page.parent.name}-{page.name}"
+    "page",
+    [*DOCS, ROOT / "README.md", ROOT / "recipes/README.md", *OF_RECIPES],
+    ids=lambda page: f"{page.parent.name}-{page.name}",
 )
 def test_both_languages_have_the_same_headings_commands_tables_and_links(page: Path) -> None:
     twin = page.with_name(f"{page.stem}.zh-CN.md")

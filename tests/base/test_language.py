@@ -20,8 +20,9 @@ CATALOGUE = tomllib.loads(language.CATALOGUE.read_text(encoding="utf-8"))
 MESSAGES: dict[str, str] = CATALOGUE["messages"]
 # Sentences of pydantic, ruamel.yaml, argparse, sentencepiece and the system, which stand in no file of ours.
 OF_OTHERS = re.compile(
-    r"^(Parquet|INTERNAL|\[Errno|No such|Permission|Is a dir|Not a dir|File exists|No space|Read-only|found |while |"
-    r"mapping|\{codec\}|not JSON: Expecting|options|positional|show this|the following arg|unrecognized|argument \{|"
+    r"^(Parquet|INTERNAL|\[Errno|No such|Permission|Is a dir|Not a dir|File exists|No space|Read-only|File name|"
+    r"Operation|Disk quota|found |but found|expected a single|while |mapping|\{codec\}|not JSON: Expecting|options|"
+    r"positional|show this|the following arg|unrecognized|argument \{|"
     r"one of the arg|should be |greater than|less than|at least \{least\} and|above \{least\} and|selection: nothing)"
 )
 

@@ -95,6 +95,11 @@ def test_fine_tuning_gives_an_assistant_that_generates(assistant: Path, finished
     prompt = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert out.shape[1] > prompt["input_ids"].shape[1]
+    # llama.cpp's converter: no space after the control token at the beginning of a dialogue; documents have one.
+    spaces = [
+        json.loads((path / "tokenizer_config.json").read_text()) for path in (assistant, Path(finished[0].export))
+    ]
+    assert spaces[0]["add_prefix_space"] is False and spaces[1]["add_prefix_space"] is None
 
 
 def as_llama_2(start: Path, directory: Path) -> Path:

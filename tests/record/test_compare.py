@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finlm.base import files
+from finlm.base import files, language
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.recipe import recipe
@@ -358,3 +358,14 @@ def test_a_run_whose_last_numbers_are_not_finite_is_told_without_a_traceback(
     shown = ["not finite" if value is None else f"{value:.4f}" for value in (first, last)]
     assert f"held-out loss   {shown[0]} -> {shown[1]}" in said and f"training loss   {shown[1]} after 1 steps" in said
     assert f"loss {shown[1]}  perplexity {shown[1]}" in said and ("lower" in said) == (None not in (first, last))
+
+
+def test_commands_to_try_next_are_explained_in_the_language_of_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.export.mkdir(parents=True)
+    run.append_event("step", step=1, loss=1.0, tokens_per_second=10.0)
+    monkeypatch.setattr(language, "_language", "zh")
+    expectations.print_outcome(run, "pretrain")
+    assert "   # stage 为 sft 的配方\n" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from finlm.base.units import format_bytes
 
 CARD = "README.md"
 COMPLETION = "completion"  # the manifest's key that names finished.json; runs of earlier versions lack both
+PERMISSIONS = "change its owner or permissions, or give another path"  # fix for what cannot be written
 QUIET_SECONDS = 1.0  # proving for longer is shown
 _proved: set[tuple[Any, ...]] = set()  # names, sizes and times of the files that this process has proved
 
@@ -104,6 +105,17 @@ def prove_model(directory: Path) -> None:
 
 
 _held: set[Path] = set()  # run directories that this process has locked
+
+
+def check_place(runs: Path) -> None:
+    """Raise UserError if no run can be made in the directory `runs`, which need not exist."""
+    place = runs
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"--runs: {place} is a file", fix="give a directory, which is made where it is missing")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--runs: {place} cannot be written", fix=PERMISSIONS)
 
 
 @contextmanager

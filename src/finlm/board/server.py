@@ -38,7 +38,7 @@ from finlm.base import language, processes, screen
 from finlm.base.errors import UserError
 from finlm.board import pages
 from finlm.board.pages import Missing, Page
-from finlm.recipe import derive
+from finlm.recipe import cluster, derive
 from finlm.record.report import run_page as report
 
 if TYPE_CHECKING:
@@ -83,10 +83,12 @@ def run(options: argparse.Namespace) -> int:
     """Run `finlm board`: print the address and serve the pages until Ctrl-C. Return 0.
 
     Sets HF_HUB_OFFLINE, so that no page uses the network. Raises UserError for a port that cannot be listened on, a
-    directory that cannot be read, or a token that is too short.
+    directory or hostfile that cannot be read, or a token that is too short.
     """
     if options.runs.exists() and not (options.runs.is_dir() and os.access(options.runs, os.R_OK | os.X_OK)):
         raise UserError(f"--runs: {options.runs} is no directory that can be read", fix="give a directory of runs")
+    if options.hostfile is not None:
+        cluster.load(options.hostfile)
     os.environ["HF_HUB_OFFLINE"] = "1"  # no page load goes to the network
     board = pages.Board(options.runs, options.hostfile, options.allow_actions)
     settings = Settings(board, language.current(), options.host, _token(options))
@@ -110,7 +112,7 @@ def _token(options: argparse.Namespace) -> str | None:
     is too short or not ASCII, OSError for one that cannot be read.
     """
     if options.token_file is not None:
-        token = options.token_file.read_text(encoding="utf-8").strip()
+        token = options.token_file.read_text(encoding="utf-8", errors="replace").strip()
         if len(token) < 16 or not token.isascii():
             raise UserError(
                 f"--token-file: {options.token_file} holds no token",

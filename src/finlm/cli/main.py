@@ -33,9 +33,10 @@ REFUSED = {
     errno.EEXIST: "give another path: a file is in the way",
     errno.ENOTDIR: "give a directory: a file is in the way",
     errno.EISDIR: "give a file: this is a directory",
-    errno.EACCES: "change its owner or permissions, or give another path",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), runs.PERMISSIONS),
     errno.EROFS: "give a path on a disk that can be written",
-    errno.ENOSPC: "free space there, or give a path on a larger disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or give a path on a larger disk"),
+    errno.ENAMETOOLONG: "give the name of a file or directory, not its text",
 }
 
 
@@ -96,9 +97,8 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:
         if error.filename is None or error.errno not in REFUSED:
             raise
-        screen.print_error(
-            UserError(f"{options.command}: {error.filename}: {error.strerror}", fix=REFUSED[error.errno])
-        )
+        name = str(error.filename)[:200]  # which may be a pasted log
+        screen.print_error(UserError(f"{options.command}: {name}: {error.strerror}", fix=REFUSED[error.errno]))
         return UserError.exit_code
     except KeyboardInterrupt:
         screen.say("interrupted")
@@ -157,12 +157,11 @@ def _train(options: argparse.Namespace) -> int:
     recipes.check_template(loaded.recipe)
     hosts = command_line.to_train(options, loaded.recipe)
     read = derive.load_toy if options.toy else load
-    runs = Path(options.runs)
-    if not (runs.is_dir() or not runs.exists()):
-        raise UserError(f"--runs: {runs} is a file", fix="give a directory, which is made where it is missing")
+    directory = Path(options.runs)
+    runs.check_place(directory)
     if options.go_on:
-        lineage.check_run_to_extend(loaded.recipe, runs)
-    training = pipeline.Training(loaded, hosts, runs, options.new, options.accept_new, read, options.go_on)
+        lineage.check_run_to_extend(loaded.recipe, directory)
+    training = pipeline.Training(loaded, hosts, directory, options.new, options.accept_new, read, options.go_on)
     screen.send_results(to_stderr=not options.dry_run)  # findings on the way to a run are no result
     if options.dry_run:
         dry_run.print_steps(training)

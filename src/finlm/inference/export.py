@@ -177,13 +177,27 @@ def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any
         shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
     about = files.read_json(directory / "tokenizer_config.json")
     if about["tokenizer_class"] == "TokenizersBackend":  # the former name of tokenizer.json word for word, known to all
-        files.write_json(directory / "tokenizer_config.json", about | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if _begins_with_a_control_token(tokenizer):  # llama.cpp would put a space after it, transformers reads the file
+            about["add_prefix_space"] = False
+        files.write_json(directory / "tokenizer_config.json", about)
     template = directory / "chat_template.jinja"
     if template.is_file():  # the marks around what the assistant says are for training; plain Jinja refuses them
         files.write_text(template, _MARKS.sub("", template.read_text(encoding="utf-8")))
     model_file = source / "tokenizer.model" if source.is_dir() else shards.tokenizer
     if model_file.is_file():  # none where the tokenizer is of another library
         shutil.copyfile(model_file, directory / "tokenizer.model")
+
+
+def _begins_with_a_control_token(tokenizer: Any) -> bool:
+    """Return whether dialogues begin with a control token and the tokenizer puts a space before a text's first word."""
+    if (
+        getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", "") != "first"
+        or not tokenizer.chat_template
+    ):
+        return False
+    said = tokenizer.apply_chat_template(_CONVERSATION, tokenize=False)
+    return bool(said.startswith(tuple(tokenizer.all_special_tokens)))
 
 
 def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.recipe.schema import Hardware, HostAccess
+from finlm.recipe.schema_data import MOST
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Of mpirun (name:2), a name alone, `name gpus=2`, `name slots = 2`, a full-width equals sign.
@@ -224,6 +225,8 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
             mistakes.append(f"{path}:{number}: {match[1]} appears twice (line {first[match[1]]}); one line a host")
         elif int(match[2]) == 0:
             mistakes.append(f"{path}:{number}: {match[1]} has 0 slots; remove the line or give it 1 or more")
+        elif len(match[2]) > 4 or int(match[2]) > MOST:
+            mistakes.append(f"{path}:{number}: {match[1]} has {match[2]} slots; a host has at most {MOST:,}")
         else:
             slots[match[1]], first[match[1]] = int(match[2]), number
             spares.update([match[1]] if match[3] else [])

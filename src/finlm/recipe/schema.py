@@ -15,7 +15,20 @@ from ruamel.yaml import YAML
 
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
-from finlm.recipe.schema_data import Auto, Bytes, Count, Data, Fraction, Int, Positive, Section, Seed, SelfQA, Weights
+from finlm.recipe.schema_data import (
+    Auto,
+    Bytes,
+    Count,
+    Data,
+    Fraction,
+    Int,
+    Positive,
+    Section,
+    Seed,
+    SelfQA,
+    Small,
+    Weights,
+)
 from finlm.recipe.schema_train import Chat, Dpo, Expect, Grpo, Incidents, Lora, Record, Reward, Sft
 
 
@@ -91,7 +104,7 @@ class Tokenizer(Section):
 class Batch(Section):
     """Sequence length and tokens per optimizer step."""
 
-    sequence_length: Positive = Field(description="Tokens per row.")
+    sequence_length: Annotated[Int, Field(ge=2)] = Field(description="Tokens per row.")
     tokens_per_step: Count = Field(
         description="Tokens per optimizer step over all GPUs; rounded to whole micro-batches."
     )
@@ -187,7 +200,7 @@ class Train(Section):
     deterministic: bool = Field(
         False, description="Make two runs on GPUs bit-equal, at a cost (docs/determinism.md); CPU runs always are."
     )
-    cpu_ranks: Positive = Field(2, description="Number of ranks on a machine without GPUs.")
+    cpu_ranks: Small = Field(2, description="Number of ranks on a machine without GPUs.")
 
 
 class Checkpoint(Section):
@@ -243,13 +256,13 @@ class HardwareHost(Section):
     """One host of the hardware a recipe was written for."""
 
     name: str = Field(description="Host name as in the hostfile.")
-    slots: Positive = Field(description="GPUs (or CPU ranks) used.")
+    slots: Small = Field(description="GPUs (or CPU ranks) used.")
     gpu: str | None = Field(None, description="GPU kind of plan/gpus.yaml, e.g. A100-40G; absent = CPU ranks.")
     memory: Bytes | None = Field(
         None,
         description="Host RAM, e.g. 256GiB. For a host with GPUs it overrides the measured value, also on localhost.",
     )
-    count: Positive = Field(1, description="Number of identical hosts; above 1 they are called name-1 to name-N.")
+    count: Small = Field(1, description="Number of identical hosts; above 1 they are called name-1 to name-N.")
 
 
 class Hardware(Section):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from finlm.base.units import parse_bytes, parse_count
 
 Auto = Literal["auto"]
+MOST = 1024  # ranks of a host, and hosts of a kind: lists of them are made
 
 
 def _integral(value: Any) -> Any:
@@ -32,6 +33,7 @@ def _count(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integral)]
 Positive = Annotated[int, BeforeValidator(_integral), Field(gt=0)]
+Small = Annotated[int, BeforeValidator(_integral), Field(gt=0, le=MOST)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, lt=2**32)]  # numpy takes no other
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 Count = Annotated[int, BeforeValidator(_count), Field(gt=0)]

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from finlm.base import files, runs, screen
+from finlm.base.language import translate
 from finlm.base.rundir import RunDir
 from finlm.base.units import format_bytes
 from finlm.plan import gpus
@@ -208,9 +209,9 @@ def next_commands(run: RunDir, stage: str) -> list[str]:
     """Return the arguments of finlm commands to try next with the model of a run of this stage."""
     path = screen.relative(run.path)
     if stage == "reward":  # it says how good a text is, and writes none
-        return [f"report {path}", f"train RECIPE --set grpo.reward={path}   # a recipe of stage grpo"]
+        return [f"report {path}", f"train RECIPE --set grpo.reward={path}   {translate('# a recipe of stage grpo')}"]
     if stage == "pretrain":
-        sft = f"train RECIPE --set model.init_from={path}   # a recipe of stage sft"
+        sft = f"train RECIPE --set model.init_from={path}   {translate('# a recipe of stage sft')}"
         return [f"sample {path} 净利润同比", f"eval {path}", sft]
     commands = [f"chat {path}", f"serve {path}"]
     return [*commands, f"eval {path}"] if stage == "sft" else commands  # pairs and prompts have no perplexity
