@@ -241,6 +241,15 @@ def test_a_hybrid_model_keeps_a_layer_of_full_attention_in_its_toy_and_is_refuse
     assert "all layers have linear attention" in str(refused.value.evidence)
 
 
+def test_adapters_of_a_hybrid_model_are_those_that_its_kinds_of_layers_have() -> None:
+    found = shape.of_config(QWEN3_4B | {"model_type": "qwen3_5_text", "num_hidden_layers": 8}, 1000)
+    assert (found.linear, found.count_matrices({"q_proj"}), found.count_matrices({"in_proj_qkv"})) == (6, 2, 6)
+    shared = ("gate_proj", "up_proj", "down_proj")
+    assert found.count_matrices(shared) == 3 * 8
+    plain = shape.of_config(QWEN3_4B, 1000)
+    assert plain.count_matrices(("q_proj", "v_proj")) == 2 * 36
+
+
 def test_experts_keep_their_width_beside_the_blocks_which_a_recipe_says_in_a_key_of_its_own() -> None:
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     wanted = recipe.load(QUICKSTART, [f"model.config={json.dumps(experts)}", "model.ffn_size=512"]).recipe
