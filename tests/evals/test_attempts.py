@@ -7,13 +7,14 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.evals import attempts
-from finlm.evals.attempts import Asked, Graded
+from finlm.evals.attempts import Asked, Graded, Said
 from finlm.recipe import recipe
 
 import dialogues
@@ -55,13 +56,14 @@ def test_a_score_has_intervals_that_hold_the_value() -> None:
 
 def test_the_best_right_attempt_is_written_and_every_other_prompt_is_counted(tmp_path: Path) -> None:
     asked = [Asked([{"role": "user", "content": f"第{n}题"}], [1], "A") for n in range(3)]
-    said = [[("甲", 1), ("乙 ", 1)], [("丙", 1), ("丁", 1)], [("戊", 1), ("己", 1)]]
-    graded = [[RIGHT, Graded(True, 1.2, "A")], [WRONG, SILENT], [WRONG, RIGHT]]
+    said = [[Said("甲", 1), Said("乙 ", 1)], [Said("丙", 1), Said("丁", 1)], [Said("戊", 9, "cut off"), Said("己", 1)]]
+    graded = [[RIGHT, Graded(True, 1.2, "A")], [WRONG, SILENT], [Graded(True, 1.5, "A"), RIGHT]]
     counts = attempts.write_best(tmp_path / "best.jsonl", asked, said, graded)
     rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
     assert [row["messages"][-1]["content"] for row in rows] == ["乙", "己"]
     assert rows[0]["messages"][0] == {"role": "user", "content": "第0题"}
-    assert counts == Counter({"written": 2, "no right attempt": 1, "written, every attempt right": 1})
+    wanted = {"written": 2, "no right attempt": 1, "written, every attempt right": 1, "attempts cut off": 1}
+    assert counts == Counter(wanted)
 
 
 @pytest.mark.slow
@@ -97,6 +99,44 @@ def test_a_recipe_is_attempted_from_its_rows_to_data_and_nothing_is_drawn_twice(
     assert after == {row["key"]: row["text"] for row in before}, "whatever is drawn together"
     attempts.show(found)
     assert "pass@3" in capsys.readouterr().out
+
+
+def test_a_model_behind_an_endpoint_is_asked_and_every_attempt_is_counted(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{n}加1等于几？", "answer": f"{n + 1}"} for n in range(10, 16)]
+    source = dialogues.write(tmp_path / "rows.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    where = (f"model.init_from={run.export}", f"data.sources={source}", f"data.cache_dir={tmp_path}")
+    held_out = ("grpo.reward=number", "data.held_out_fraction=0", "chat.system=算。")
+    endpoint = ("self_qa.endpoint=http://127.0.0.1:9/v1", "self_qa.model=teller")
+    wanted = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", (*where, *held_out, *endpoint)).recipe
+    options = attempts.Options(None, count=2, split="train", best=tmp_path / "best.jsonl", start=Path(run.export))
+
+    def answer(settings: Any, prompts: dict[str, Any], limits: Any, ledger: Path, former: Any) -> dict[str, Any]:
+        assert settings.model == "teller" and not former and len(prompts) == 12
+        found = {}
+        for n, (key, messages) in enumerate(prompts.items()):
+            assert [row["role"] for row in messages] == ["system", "user"]
+            right = int(messages[1]["content"][:2]) + 1
+            said = f"<think>\n{right - 1}+1={right}\n</think>\n\n答案：{right if n // 2 else 0}"
+            found[key] = {"text": said, "tokens": 9, "fault": "cut off" if n in (2, 3, 4) else ""}
+        return dict(list(found.items())[:-1])  # max_cost is spent before the last
+
+    monkeypatch.setattr(attempts, "answer_prompts", answer)
+    found = attempts.run(wanted, options)
+    assert found.model == "teller" and found.prompts == 5 and found.passed[2].value == pytest.approx(0.8)
+    kept = {name: count for name, count in found.counts.items() if count}
+    assert kept == {
+        **{"asked": 6, "not asked, as self_qa.max_cost is reached": 1, "written": 3, "no right attempt": 2},
+        **{"written, every attempt right": 2, "attempts cut off": 3},
+    }
+    lines = [json.loads(line)["messages"] for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(row[1]["content"].startswith("<think>\n") for row in lines)
+    assert [row["role"] for row in lines[0]] == ["user", "assistant"]
+    plain = recipe.load(ROOT / "recipes/quickstart/grpo.yaml", where).recipe
+    with pytest.raises(UserError, match="no model is named that could answer"):
+        attempts.run(plain, replace(options, best=None))
 
 
 @pytest.mark.parametrize("mask", ["[]", "[phone]"])

@@ -156,6 +156,43 @@ def overrides(server: Server, tmp_path: Path) -> list[str]:
     ]
 
 
+class Teacher(Server):
+    """Returns its thoughts apart from the answer; some answers are cut off or empty, some requests refused."""
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], fault: str) -> None:
+        asked = body["messages"][-1]["content"]
+        with self.lock:
+            self.requests[asked] += 1
+        if "拒" in asked:
+            return self.send(handler, 400, "not this one")
+        said = {"content": "" if "空" in asked else "答案：2", "reasoning_content": "1+1=2"}
+        reply = {
+            "choices": [{"message": said, "finish_reason": "length" if "长" in asked else "stop"}],
+            "usage": {"prompt_tokens": 100, "completion_tokens": 20},
+        }
+        self.send(handler, 200, json.dumps(reply))
+
+
+def test_a_teachers_answers_are_paid_once_and_each_fault_is_told(tmp_path: Path) -> None:
+    teacher, ledger = Teacher(), tmp_path / "ledger.jsonl"
+    settings = SelfQA(model="teller", endpoint=teacher.url, output_price=1000, max_cost=1.0, attempts=1)
+    prompts = {
+        key: [{"role": "user", "content": said}] for key, said in zip("abcd", ("1+1", "长", "空", "拒"), strict=True)
+    }
+    rows = ask.answer_prompts(settings, prompts, (0.6, 64), ledger, [])
+    assert {key: row["fault"] for key, row in rows.items()} == {"a": "", "b": "cut off", "c": "empty", "d": "refused"}
+    assert rows["a"]["text"] == "<think>\n1+1=2\n</think>\n\n答案：2" and rows["a"]["tokens"] == 20
+    assert "not this one" in rows["d"]["detail"]
+    kept = list(files.read_json_lines(ledger))
+    assert {row["key"] for row in kept} == {"a", "b", "c"}, "what failed is tried again"
+    spent = settings.model_copy(update={"max_cost": 0.06})  # three answers of 20 tokens
+    assert ask.answer_prompts(spent, {"d": prompts["d"]}, (0.6, 64), ledger, kept) == {}
+    with pytest.raises(UserError, match="failed 5 times in a row") as down:
+        ask.answer_prompts(settings, dict.fromkeys("efghij", prompts["d"]), (0.6, 64), ledger, kept)
+    assert "400" in down.value.evidence and sum(teacher.requests.values()) <= 4 + 6
+    teacher.http.shutdown()
+
+
 def run(overrides: list[str], *more: str) -> list[dict[str, Any]]:
     """The rows that a run writes."""
     return list(files.read_json_lines(ask.run(recipe.load(QUICKSTART, [*overrides, *more]).recipe)))
@@ -192,7 +229,7 @@ def test_what_ended_together_with_a_refused_key_is_kept(tmp_path: Path, monkeypa
                 raise UserError("does not accept the key")
             return endpoint.Reply("没有问题。", "stop", 100, 20)
 
-    monkeypatch.setattr(ask, "wait", lambda futures, return_when: wait(futures))  # all end together
+    monkeypatch.setattr(endpoint, "wait", lambda futures, return_when: wait(futures))  # all end together
     settings = SelfQA(endpoint="http://127.0.0.1:1/v1", model="m", output=str(tmp_path / "out"), concurrency=10)
     missing = [ask.Passage(company, "news", company) for company in COMPANIES]
     with pytest.raises(UserError, match="does not accept the key"):

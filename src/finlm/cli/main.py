@@ -13,7 +13,7 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -273,9 +273,12 @@ def _attempt(options: argparse.Namespace) -> int:
     """Run `finlm attempt`: generate several answers to each prompt and print pass@k and maj@k. Return 0."""
     recipe = recipes.load(options).recipe
     from finlm.evals import attempts
+    from finlm.runs import lineage
 
-    keys = ("model", "count", "split", "limit", "seed", "best")
-    result = attempts.run(recipe, attempts.Options(**{key: getattr(options, key) for key in keys}))
+    names = ("model", "count", "split", "limit", "seed", "best")
+    asked = attempts.Options(**{name: getattr(options, name) for name in names})
+    attempts.check(recipe, asked)
+    result = attempts.run(recipe, replace(asked, start=options.model or lineage.model_directory(recipe, Path("runs"))))
     attempts.show(result)
     _print_json(options, result.to_json())
     return 0

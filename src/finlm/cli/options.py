@@ -216,7 +216,7 @@ def _add_attempts(add: _Add) -> None:
     """Add the command attempt."""
     option = add("attempt", help="sample answers to a GRPO recipe's prompts: pass@k, maj@k, SFT data").add_argument
     _recipe_options(option)
-    option("--model", type=Path, required=True, help="run, export or Hugging Face model directory")
+    option("--model", type=Path, help="run, export or model directory; default: the model at self_qa.endpoint")
     option("--count", type=_whole_number(1), default=8, metavar="N", help="attempts per prompt (default: %(default)s)")
     option("--split", choices=("held_out", "train"), default="held_out", help="default: %(default)s")
     option("--limit", type=_whole_number(1), metavar="N", help="answer only the first N prompts")

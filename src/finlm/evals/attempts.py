@@ -3,10 +3,11 @@
 An attempt is right when the recipe's own rules say so, the first that applies to the prompt. pass@k is the unbiased
 estimate of arXiv 2107.03374 from all attempts; maj@k is the answer that most of the first k name, ties to the earlier
 answer. Intervals are bootstraps over prompts. Answers are stored as they come, so that a killed command continues; what
-is drawn depends on (seed, prompt, attempt) alone, but for rounding.
+is drawn depends on (seed, prompt, attempt) alone, but for rounding. Without a model on this machine the one behind
+self_qa.endpoint is asked: its chains of thought, checked, are data to distil from.
 
-For each prompt with a right attempt, the attempt with the highest reward is written (rejection sampling); every other
-prompt is counted by its reason.
+For each prompt with a right attempt that is whole, the one with the highest reward is written (rejection sampling);
+every other prompt is counted by its reason, and so is every attempt that is none: cut off, empty, refused, no answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,11 @@ from finlm.dialogues.templates import LeftOut, Message, Refused
 from finlm.evals.questions import Interval, bootstrap
 from finlm.inference.open import Opened, open_model
 from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_data import SelfQA
 from finlm.recipe.schema_train import Grpo, Sft
 from finlm.rows import dialogues
 from finlm.rows.shards import Shards, Split
+from finlm.selfqa.ask import answer_prompts
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
 
 _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
@@ -42,14 +45,27 @@ _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `finlm attempt`: count is answers per prompt, limit prompts at most, best the file to write."""
+    """The options of `finlm attempt`: count is answers per prompt, limit prompts at most, best the file to write.
 
-    model: Path
+    `model` is a run or a model's directory; None asks the model behind self_qa.endpoint. `start` is then the directory
+    of the recipe's start, whose tokenizer and template the prompts have.
+    """
+
+    model: Path | None
     count: int = 8
     split: str = "held_out"
     limit: int | None = None
     seed: int = 0
     best: Path | None = None
+    start: Path | None = None
+
+
+class Said(NamedTuple):
+    """An attempt's text and length in tokens; `fault` says why it is no data: cut off, empty, refused, no answer."""
+
+    text: str
+    tokens: int
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,8 +117,8 @@ def run(recipe: Recipe, options: Options) -> Result:
     Appends new answers to a ledger (see draw). Raises UserError for a recipe whose rewards cannot grade a text alone, a
     split without prompts, and an options.best that exists.
     """
-    grpo = _check(recipe, options)
-    opened = open_model(options.model)
+    grpo = check(recipe, options)
+    opened = None if options.model is None else open_model(options.model)
     counts: Counter[str] = Counter()
     asked = list(read_prompts(recipe, options, counts))
     if not asked:
@@ -111,14 +127,23 @@ def run(recipe: Recipe, options: Options) -> Result:
             evidence=_format_counts(counts),
             fix="choose another --split",
         )
-    said = draw(opened, grpo, asked, options)
+    if opened is None:
+        name, said = str(settings_of(recipe).model), ask_endpoint(recipe, grpo, asked, options)
+        if unasked := sum(len(texts) < options.count for texts in said):
+            counts["not asked, as self_qa.max_cost is reached"] = unasked
+            whole = [place for place, texts in enumerate(said) if len(texts) == options.count]
+            asked, said = [asked[place] for place in whole], [said[place] for place in whole]
+        if not asked:
+            raise UserError("self_qa.max_cost is reached before a prompt is answered", fix="raise self_qa.max_cost")
+    else:
+        name, said = opened.name, draw(opened, grpo, asked, options)
     graded = [
-        [_grade(grpo, prompt, text, tokens) for text, tokens in texts]
+        [_grade(grpo, prompt, each.text, each.tokens) for each in texts]
         for prompt, texts in zip(asked, said, strict=True)
     ]
     if options.best is not None:
         counts += write_best(options.best, asked, said, graded)
-    about = recipe.name, opened.name, options.split, len(asked), options.count, options.seed
+    about = recipe.name, name, options.split, len(asked), options.count, options.seed
     return Result(*about, *score(graded), options.best, counts)
 
 
@@ -164,11 +189,11 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
     return next(attempt.is_right for attempt in attempts if attempt.named == chosen)
 
 
-def _check(recipe: Recipe, options: Options) -> Grpo:
+def check(recipe: Recipe, options: Options) -> Grpo:
     """Return the recipe's grpo section, or raise UserError if the command cannot run.
 
-    Raises it for another stage, for rewards that check no right answer or that need a model or function, and when
-    options.best exists.
+    Raises it for another stage, for rewards that check no right answer or that need a model or function, when
+    options.best exists, and as settings_of() does without a model.
     """
     grpo = recipe.grpo
     if grpo is None:
@@ -190,7 +215,20 @@ def _check(recipe: Recipe, options: Options) -> Grpo:
         )
     if options.best is not None and options.best.exists():
         raise UserError(f"{options.best} exists already", fix="name another file")
+    if options.model is None:
+        settings_of(recipe)
     return grpo
+
+
+def settings_of(recipe: Recipe) -> SelfQA:
+    """Return the recipe's self_qa section. Raises UserError when it names no endpoint."""
+    if recipe.self_qa is None or recipe.self_qa.endpoint is None:
+        raise UserError(
+            "no model is named that could answer",
+            fix="--model RUN for one on this machine, or the one behind an OpenAI-compatible endpoint: --set "
+            "self_qa.endpoint=http://host:8000/v1 --set self_qa.model=NAME",
+        )
+    return recipe.self_qa
 
 
 def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
@@ -202,7 +240,9 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
     context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
     assert recipe.grpo is not None
-    directory = options.model / "export" if (options.model / "plan.json").is_file() else options.model
+    home = options.model or options.start
+    assert home is not None
+    directory = home / "export" if (home / "plan.json").is_file() else home
     limit = recipe.batch.sequence_length - recipe.grpo.max_new_tokens
     encoder = encode.Encoder(encode.Rules(directory, recipe.chat, Sft(), limit))
     with context.cache.lock_cache():
@@ -237,30 +277,68 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
                     return
 
 
-def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[tuple[str, int]]]:
-    """Return (text, number of tokens) of options.count attempts at each prompt; draw only those not in the ledger.
+def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[Said]]:
+    """Return options.count attempts at each prompt; draw only those not in the ledger.
 
     New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come.
     """
-    ledger = Path("runs") / "evals" / f"attempts-{opened.fingerprint[:12]}.jsonl"
     settings = [opened.fingerprint, grpo.temperature, grpo.top_p, grpo.max_new_tokens, options.seed]
-    keys = [[files.sha256_json([*settings, prompt.ids, n])[:24] for n in range(options.count)] for prompt in asked]
-    known = (
-        {row["key"]: (row["text"], row["tokens"]) for row in files.read_json_lines(ledger)} if ledger.exists() else {}
-    )
-    left = [(keys[place][n], prompt.ids) for place, prompt in enumerate(asked) for n in range(options.count)]
-    left = sorted((each for each in left if each[0] not in known), key=lambda each: -len(each[1]))
-    ledger.parent.mkdir(parents=True, exist_ok=True)
+    keys = _keys(settings, (prompt.ids for prompt in asked), options.count)
+    ledger, known = _read_ledger(opened.fingerprint)
+    left = [(key, prompt.ids) for prompt, row in zip(asked, keys, strict=True) for key in row if key not in known]
+    left.sort(key=lambda each: -len(each[1]))
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     with screen.progress("attempts", len(left), "drawn") as advance:
         for start in range(0, len(left), size):
             batch = left[start : start + size]
             for (key, _), ids in zip(batch, _generate(opened, grpo, batch), strict=True):
+                is_cut = len(ids) == grpo.max_new_tokens and ids[-1] not in opened.eos_ids
                 text = opened.tokenizer.decode(ids, skip_special_tokens=True)
-                known[key] = (text, len(ids))
-                files.append_json_line(ledger, {"key": key, "text": text, "tokens": len(ids)})
+                known[key] = {"key": key, "text": text, "tokens": len(ids), "fault": "cut off" if is_cut else ""}
+                files.append_json_line(ledger, known[key])
             advance(len(batch))
-    return [[known[key] for key in prompt_keys] for prompt_keys in keys]
+    return _pick(known, keys)
+
+
+def ask_endpoint(recipe: Recipe, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[Said]]:
+    """Return options.count answers to each prompt of the model behind self_qa.endpoint; ask only for new ones.
+
+    New answers are appended to a ledger in runs/evals/ as they come. Prompts that self_qa.max_cost left over have fewer
+    answers. Raises UserError as answer_prompts() does.
+    """
+    settings, system = settings_of(recipe), recipe.chat.system if recipe.chat else None
+    about = [settings.model, grpo.temperature, grpo.max_new_tokens, options.seed, system]
+    keys = _keys(about, (prompt.messages for prompt in asked), options.count)
+    ledger, known = _read_ledger(files.sha256_json(settings.model))
+    head: list[Message] = [{"role": "system", "content": system}] if system else []
+    left = {
+        key: prompt.messages if prompt.messages[0]["role"] == "system" else [*head, *prompt.messages]
+        for prompt, row in zip(asked, keys, strict=True)
+        for key in row
+        if key not in known
+    }
+    known |= answer_prompts(settings, left, (grpo.temperature, grpo.max_new_tokens), ledger, list(known.values()))
+    return _pick(known, keys)
+
+
+def _keys(settings: Sequence[Any], prompts: Iterable[Any], count: int) -> list[list[str]]:
+    """Return `count` keys for each prompt, by which a ledger knows its attempts."""
+    return [[files.sha256_json([*settings, prompt, n])[:24] for n in range(count)] for prompt in prompts]
+
+
+def _read_ledger(fingerprint: str) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Return (path of a model's ledger, its rows by key); makes the directory."""
+    ledger = Path("runs") / "evals" / f"attempts-{fingerprint[:12]}.jsonl"
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    return ledger, {row["key"]: row for row in files.read_json_lines(ledger)} if ledger.exists() else {}
+
+
+def _pick(known: Mapping[str, Mapping[str, Any]], keys: Sequence[Sequence[str]]) -> list[list[Said]]:
+    """Return the known attempts at each prompt, in order."""
+    return [
+        [Said(known[key]["text"], known[key]["tokens"], known[key].get("fault", "")) for key in row if key in known]
+        for row in keys
+    ]
 
 
 def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]) -> list[list[int]]:
@@ -304,31 +382,35 @@ def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
 
 
 def write_best(
-    path: Path, asked: Sequence[Asked], said: Sequence[Sequence[tuple[str, int]]], graded: Sequence[Sequence[Graded]]
+    path: Path, asked: Sequence[Asked], said: Sequence[Sequence[Said]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
-    """Write each prompt's best right attempt to `path` as a JSON line of messages; return counts by outcome."""
+    """Write each prompt's best right attempt to `path` as a JSON line of messages; return counts by outcome.
+
+    Attempts with a fault are not written; they are counted as "attempts cut off" and so on.
+    """
     counts: Counter[str] = Counter()
     lines = []
     for prompt, texts, grades in zip(asked, said, graded, strict=True):
-        places = [place for place, grade in enumerate(grades) if grade.is_right]
+        counts.update(f"attempts {each.fault}" for each in texts if each.fault)
+        places = [place for place, grade in enumerate(grades) if grade.is_right and not texts[place].fault]
         if not places:
             counts["no right attempt"] += 1
             continue
         best = max(places, key=lambda place: grades[place].reward)  # the first of those that earn most
         counts["written"] += 1
         counts["written, every attempt right"] += len(places) == len(grades)
-        answer = {"role": "assistant", "content": texts[best][0].strip()}
+        answer = {"role": "assistant", "content": texts[best].text.strip()}
         lines.append(json.dumps({"messages": [*prompt.messages, answer]}, ensure_ascii=False) + "\n")
     files.write_text(path, "".join(lines))
     return counts
 
 
 def _format_counts(counts: Counter[str]) -> str:
-    return "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common(5)) or "no rows"
+    return "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common()) or "no rows"
 
 
 def show(result: Result) -> None:
-    """Print pass@k and maj@k with their intervals, and the five most frequent outcomes of prompts."""
+    """Print pass@k and maj@k with their intervals, and how many prompts and attempts had which outcome."""
     screen.heading(f"{result.recipe}, {result.prompts:,} prompts of {result.split}: {result.model}")
     rows = [
         (f"{name}@{k}", f"{100 * value:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}")

@@ -5,6 +5,8 @@ about more of them keeps what was drawn before. Stage 1 asks for questions about
 2 for an answer from the passage to every question that passes the rules, and stage 3 writes the answers that pass the
 rules as messages.
 
+answer_prompts() asks the same endpoint for the answers that `finlm attempt` checks.
+
 A finished document is a line in <output>.ledger, replies included, and is never paid for twice: a killed run goes on,
 and a changed rule is applied to what is there already. The output appears whole, after the last document. Changed
 prompts, model or sampling start anew in the same ledger.
@@ -15,8 +17,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,44 +150,31 @@ def _ask_passages(
     A result that did not fail is appended to the ledger first; `spent` is updated. Ends early when max_cost is spent.
     Raises UserError after five documents in a row that failed; an error stops the pool and the endpoint.
     """
-    waiting = iter(missing)
-    under_way: set[Future[Asked]] = set()
     failed_in_a_row = 0
-    workers = settings.concurrency if settings.endpoint else 1
     most = math.inf if settings.max_cost is None else settings.max_cost
-    with ThreadPoolExecutor(workers) as pool, screen.progress("self-qa", len(missing)) as advance:
-        try:
-            while True:
-                while len(under_way) < workers and cost(settings, spent) < most:
-                    passage = next(waiting, None)
-                    if passage is None:
-                        break
-                    under_way.add(pool.submit(_ask_about, passage, settings, model))
-                if not under_way:
-                    return
-                ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                rows = [future.result() for future in ended if future.exception() is None]
-                for row in rows:  # all that was paid for, before anything is raised
-                    advance(1)
-                    spent.update(row.tokens)
-                    if not row.failed:  # such a document is tried again by the next run
-                        files.append_json_line(ledger, row.to_json(key))
-                for future in ended:
-                    future.result()
-                for row in rows:
-                    yield row
-                    failed_in_a_row = failed_in_a_row + 1 if row.failed else 0
-                    if failed_in_a_row >= _STOP_AFTER:
-                        raise UserError(
-                            f"{settings.endpoint or settings.model} failed on {failed_in_a_row} documents in a row",
-                            evidence=row.detail,
-                            fix=f"what was answered is in {ledger}; the same command goes on from there",
-                        )
-        except BaseException:
-            if isinstance(model, Endpoint):
-                model.stopped.set()  # requests under way end by themselves; no new one starts
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    asking = endpoint.ask_in_parallel(
+        lambda passage: _ask_about(passage, settings, model),
+        missing,
+        settings.concurrency if settings.endpoint else 1,
+        lambda: cost(settings, spent) < most,
+        model.stopped.set if isinstance(model, Endpoint) else lambda: None,  # requests under way end by themselves
+    )
+    with closing(asking), screen.progress("self-qa", len(missing)) as advance:
+        for rows in asking:
+            for row in rows:  # all that was paid for, before anything is raised
+                advance(1)
+                spent.update(row.tokens)
+                if not row.failed:  # such a document is tried again by the next run
+                    files.append_json_line(ledger, row.to_json(key))
+            for row in rows:
+                yield row
+                failed_in_a_row = failed_in_a_row + 1 if row.failed else 0
+                if failed_in_a_row >= _STOP_AFTER:
+                    raise UserError(
+                        f"{settings.endpoint or settings.model} failed on {failed_in_a_row} documents in a row",
+                        evidence=row.detail,
+                        fix=f"what was answered is in {ledger}; the same command goes on from there",
+                    )
 
 
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
@@ -219,6 +208,66 @@ def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
     except (Refused, NoAnswer) as error:
         row.failed, row.detail = "refused" if isinstance(error, Refused) else "no answer", str(error)
     return row
+
+
+def answer_prompts(
+    settings: SelfQA,
+    prompts: Mapping[str, Conversation],
+    limits: tuple[float, int],
+    ledger: Path,
+    former: Sequence[Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Ask the endpoint for an answer to each prompt, `concurrency` at a time; return the ledger's rows by key.
+
+    `limits` are temperature and most tokens, `former` earlier rows of the ledger, whose tokens count for max_cost. A
+    row has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server returns apart
+    stand before the text in <think> tags. A request that failed has the fault "refused" or "no answer" and is not
+    written to the ledger, so that the next run tries it again. Ends early when max_cost is spent. Raises UserError
+    after five failures in a row, and as Endpoint.ask does.
+    """
+    server, spent = Endpoint(settings), Counter[str]()
+    most = math.inf if settings.max_cost is None else settings.max_cost
+
+    def count(row: Mapping[str, Any]) -> None:
+        """Add a row's tokens to those spent."""
+        spent.update(prompt_tokens=row.get("prompt_tokens", 0), completion_tokens=row["tokens"])
+
+    def ask(task: tuple[str, Conversation]) -> dict[str, Any]:
+        """Return the row of a prompt; one that failed has a `detail`."""
+        key, messages = task
+        try:
+            reply = server.ask(messages, *limits)
+        except (Refused, NoAnswer) as error:
+            fault = "refused" if isinstance(error, Refused) else "no answer"
+            return {"key": key, "text": "", "tokens": 0, "fault": fault, "detail": str(error)}
+        fault = "cut off" if reply.finish_reason == "length" else "" if reply.text.strip() else "empty"
+        text = f"<think>\n{reply.thoughts.strip()}\n</think>\n\n{reply.text}" if reply.thoughts else reply.text
+        tokens = {"tokens": reply.completion_tokens or 0, "prompt_tokens": reply.prompt_tokens or 0}
+        return {"key": key, "text": text, **tokens, "fault": fault}
+
+    for row in former:
+        count(row)
+    rows, failed_in_a_row = dict[str, dict[str, Any]](), 0
+    asking = endpoint.ask_in_parallel(
+        ask, prompts.items(), settings.concurrency, lambda: cost(settings, spent) < most, server.stopped.set
+    )
+    with closing(asking), screen.progress("attempts", len(prompts), "answered") as advance:
+        for row in (row for ended in asking for row in ended):
+            rows[row["key"]] = row
+            count(row)
+            advance(1)
+            if "detail" not in row:
+                files.append_json_line(ledger, row)
+            failed_in_a_row = failed_in_a_row + 1 if "detail" in row else 0
+            if failed_in_a_row >= _STOP_AFTER:
+                raise UserError(
+                    f"{settings.endpoint} failed {failed_in_a_row} times in a row",
+                    evidence=row["detail"],
+                    fix=f"what was answered is in {ledger}; the same command goes on from there",
+                )
+    if settings.input_price or settings.output_price:
+        screen.say(f"attempt: the answers of {settings.model} have cost {cost(settings, spent):,.4g} so far")
+    return rows
 
 
 def cost(settings: SelfQA, tokens: Counter[str]) -> float:

@@ -19,12 +19,13 @@ import tomllib
 import unicodedata
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from finlm.base.errors import UserError
 from finlm.recipe.schema_data import SelfQA
@@ -175,6 +176,7 @@ class Reply:
     finish_reason: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    thoughts: str = ""  # that the server takes out of the text
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -282,6 +284,45 @@ class Endpoint:
             raise NoAnswer("stopped")
 
 
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def ask_in_parallel(
+    ask: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: int,
+    may_start: Callable[[], bool],
+    stop: Callable[[], object],
+) -> Iterator[list[Result]]:
+    """Yield the results of ask(task) as they end, `workers` tasks at a time; close it when leaving it early.
+
+    No task is started while may_start() is false; ends when none is left or under way. The error of a task is raised
+    after the results that ended with it. When it is raised, or the iterator is closed early, calls stop() and leaves
+    the tasks under way to end by themselves.
+    """
+    waiting = iter(tasks)
+    under_way: set[Future[Result]] = set()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            while True:
+                while len(under_way) < workers and may_start():
+                    try:
+                        under_way.add(pool.submit(ask, next(waiting)))
+                    except StopIteration:
+                        break
+                if not under_way:
+                    return
+                ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                yield [future.result() for future in ended if future.exception() is None]
+                for future in ended:
+                    future.result()
+        except BaseException:
+            stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def _read_key(variable: str | None) -> str | None:
     """Return the key in the named environment variable, None for None. Raises UserError if it is not set."""
     if variable is None:
@@ -301,7 +342,8 @@ def _parse_reply(body: bytes) -> Reply:
     try:
         document: Any = json.loads(body)
         choice = document["choices"][0]
-        text, usage = choice["message"].get("content"), document.get("usage") or {}
+        message, usage = choice["message"], document.get("usage") or {}
+        text, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
         finish = choice.get("finish_reason")
         tokens = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -310,7 +352,7 @@ def _parse_reply(body: bytes) -> Reply:
     if text is not None and not isinstance(text, str):
         raise ValueError(f"not a chat completion: content is a {type(text).__name__}")
     counted = [count if isinstance(count, int) else None for count in tokens]
-    return Reply(text or "", finish, counted[0], counted[1])
+    return Reply(text or "", finish, counted[0], counted[1], thoughts if isinstance(thoughts, str) else "")
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:
