@@ -99,3 +99,29 @@ def test_a_row_of_another_kind_has_no_score() -> None:
 def test_repetition_is_the_share_of_text_that_stood_there_before() -> None:
     assert scoring.repetition("营业收入增长，净利润下降，毛利率持平。") == 0
     assert scoring.repetition("短") == 0 and scoring.repetition("同样的话。" * 20) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ("2279÷5173：4×5173=20692余2098，0.4406=44.1%。答案：44.1%", [True]),
+        ("先算5173-2894=2279，再算2279÷5173=44.1%", [True, True]),
+        ("(5,173-2,894)÷5,173=44.06%", [True]),
+        ("（5173－2894）／5173≈0.441", [True]),
+        ("5173-2894=2269，2269÷5173=43.9%", [False, True]),
+        ("12亿元-3亿元=9亿元", [True]),
+        ("1234+1000=2234百万元", [True]),
+        ("12.5%-10.3%=2.2个百分点", [True]),
+        ("2894-5173=-2279", [True]),
+        ("100÷3=33，100-3=96", [True, False]),
+        ("1÷0=1，2*(3+4=7", [False, False]),
+        ("2+3×4=14，(2+3)×4=20，2+3×4=20", [True, True, False]),
+        ("营收为5173百万元，利润率=44%", []),
+        ("1=1，x=3，2024年=好", []),
+        ("1" * 400 + "+1=2", [False]),
+    ],
+)
+def test_the_steps_of_a_chain_are_checked_one_by_one(said: str, steps: list[bool]) -> None:
+    assert scoring.check_steps(said) == steps
+    reward = scoring.score(Term(rule="steps"), "", said, "", 1, 2)
+    assert reward == pytest.approx(sum(steps) / len(steps) if steps else 0.0)

@@ -36,6 +36,11 @@ def test_a_silence_is_told_after_a_minute_and_again_after_twice_the_time() -> No
     assert progress.note_finished(233.0) == 0.0 and progress.longest == 1.0
 
 
+def test_what_is_left_of_a_step_whose_answers_are_there_is_told() -> None:
+    progress = Progress(0.0, step=3, at=50.0, stepped=True, generated=True)
+    assert progress.words(60.0) == "last completed step 3; answers for the next came 10 s ago"
+
+
 def test_long_steps_and_a_long_start_are_measured_by_their_own_limits() -> None:
     steps = Progress(0.0, step=3, at=0.0, stepped=True, longest=50.0)
     assert not watch.describe_silence(sessions(149.0, 1.0), steps, Launch(), 149.0)

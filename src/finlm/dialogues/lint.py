@@ -9,6 +9,9 @@ It reads the prepared rows and the prepare step's own counts, not the source fil
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from finlm.base import screen
+from finlm.dialogues import scoring
 from finlm.dialogues.encode import LEFT_OUT
 from finlm.dialogues.shards import sum_counts
 from finlm.recipe.schema import Recipe
+from finlm.recipe.schema_train import Term
 from finlm.rows import dialogues
 from finlm.rows.shards import IGNORED, Shards
 from finlm.tokens import pretrained
 
 ROWS = 512  # looked at, spread over the data
+TRY_SECONDS = 60  # of a function of grpo.reward
 Level = Literal["error", "warning"]
 
 
@@ -70,11 +76,17 @@ class Seen:
 def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     """Return every finding about the labels of prepared dialogues and about rows that were left out, errors first.
 
-    Prompts (grpo) have no labels: only the counts of their rows are checked. With sft.profile faithful all findings are
-    warnings. Raises UserError as count_labels() does.
+    Prompts (grpo) have no labels: only the counts of their rows are checked, and the reward's functions are tried.
+    With sft.profile faithful all findings are warnings. Raises UserError as count_labels() and try_function() do.
     """
     counts = prepared_counts(shards)
     problems = [*_check_rows(shards.manifest, counts)]
+    if functions := [term for term in recipe.grpo.reward if term.rule == "function"] if recipe.grpo else []:
+        tokenizer = pretrained.open_tokenizer(Path(shards.directory) / "tokenizer", "auto")
+        row = next(dialogues.read_prompts(shards.split("train")))
+        prompt, right = (tokenizer.decode([*map(int, row[name])]) for name in ("prompt_ids", "answer_ids"))
+        for term in functions:
+            try_function(term, prompt, right.strip())
     if recipe.stage != "grpo":
         seen = count_labels(recipe, shards)
         problems += [
@@ -86,6 +98,24 @@ def check(recipe: Recipe, shards: Shards) -> list[Finding]:
     is_faithful = recipe.sft is not None and recipe.sft.profile == "faithful"
     findings = [Finding(f.check, "warning" if is_faithful else f.level, f.evidence, f.fix) for f in problems]
     return sorted(findings, key=lambda finding: finding.level)
+
+
+def try_function(term: Term, prompt: str, right: str) -> None:
+    """Call a reward term's function, in a process of its own, on the right answer and on an empty one.
+
+    Raises UserError when it fails or returns anything but a finite number, or None, for each. One that takes longer
+    than TRY_SECONDS is not judged; that is printed.
+    """
+    asked = {"file": term.file, "name": term.name, "prompt": prompt, "right": right}
+    command = [sys.executable, "-c", "from finlm.dialogues import scoring; scoring.check_function()"]
+    try:
+        done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=TRY_SECONDS)
+    except subprocess.TimeoutExpired:
+        screen.say(f"the function {term.name} of grpo.reward took more than {TRY_SECONDS} s, so it was not tried")
+        return
+    said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    if evidence := said if done.returncode else json.loads(done.stdout)["evidence"]:
+        raise scoring.broken_function(term.name, evidence)
 
 
 def prepared_counts(shards: Shards) -> Counter[str]:

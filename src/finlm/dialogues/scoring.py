@@ -1,4 +1,5 @@
-"""Read what a written answer says (its letter, its number) and score it by the rules that need no model.
+"""Read what a written answer says (its letter, its number) and score it by the rules that need no model, or by the
+user's function.
 
 The score depends on the texts alone. A rule reads one conclusion and never the best of several, so that naming
 everything earns nothing. A row whose right answer is not of the rule's type (a number for a rule that wants a letter)
@@ -18,12 +19,24 @@ reads 1.23亿元 as 1.23, and no number behind 答案：.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
+import json
+import math
+import operator
 import re
+import sys
+import traceback
 import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from functools import cache, lru_cache
-from typing import NamedTuple
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from finlm.base.errors import UserError
 from finlm.recipe.schema_train import Term
 
 LETTERS = "ABCDEFGH"  # of the questions of a file: some have more than four options
@@ -46,6 +59,9 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
         free = term.most or most_tokens
         over = (tokens - free) / (most_tokens - free) if most_tokens > free else 0.0
         return max(0.0, 1.0 - max(0.0, over))
+    if term.rule == "steps":
+        steps = check_steps(said)
+        return sum(steps) / len(steps) if steps else 0.0
     if not is_right_answer(term.rule, right):
         return None
     if term.rule == "option":
@@ -57,6 +73,72 @@ def score(term: Term, asked: str, said: str, right: str, tokens: int, most_token
         tolerance = TOLERANCE if term.tolerance is None else term.tolerance
         return float(given is not None and wanted is not None and are_equal(wanted, given, tolerance))
     return _f1(list_items(said), list_items(right))
+
+
+Function = Callable[..., Any]
+
+
+def read_function(path: Path, name: str) -> Function:
+    """Return the function `name` of a Python file, which is executed. Raises UserError if that fails."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise broken_function(name, _explain(error)) from error
+    function: Function = getattr(module, name)
+    return function
+
+
+def call_function(
+    function: Function, name: str, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+) -> list[float | None]:
+    """Return the function's value of each answer, a float or None. Raises UserError when it fails or returns others."""
+    try:
+        returned = function(prompts=prompts, completions=completions, answers=answers)
+    except Exception as error:
+        raise broken_function(name, _explain(error)) from error
+    if isinstance(returned, (str, dict)) or not isinstance(returned, Iterable):
+        raise broken_function(name, f"it returned {returned!r:.80}")
+    values = list(returned)
+    if len(values) != len(completions):
+        raise broken_function(name, f"it returned {len(values)} values for {len(completions)} answers")
+    for value in values:
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            raise broken_function(name, f"it returned {value!r:.80} for an answer")
+    return [None if value is None else float(value) for value in values]
+
+
+def broken_function(name: str, evidence: str) -> UserError:
+    """Return the error of a function that failed, or returned no number for each answer."""
+    return UserError(
+        f"grpo.reward: the function {name} cannot score answers",
+        evidence=evidence,
+        fix="it gets lists of prompts, completions and answers, and returns a finite number, or None, for each",
+    )
+
+
+def _explain(error: Exception) -> str:
+    """Return the error in words, with the line of the file in which it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (line {last.lineno} of {Path(last.filename).name}: {last.line})"
+
+
+def check_function() -> None:
+    """Call the function that stdin names; print {"evidence": what is wrong with it, or ""} as JSON.
+
+    stdin has file, name, prompt and right as JSON; the function gets the right answer and an empty one. It runs in a
+    process of its own, as the file is the user's.
+    """
+    asked, evidence = json.load(sys.stdin), ""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            function = read_function(Path(asked["file"]), asked["name"])
+            call_function(function, asked["name"], [asked["prompt"]] * 2, [asked["right"], ""], [asked["right"]] * 2)
+        except UserError as error:
+            evidence = error.evidence
+    print(json.dumps({"evidence": evidence}))
 
 
 def is_right_answer(rule: str, right: str) -> bool:
@@ -279,6 +361,80 @@ def are_equal(right: Number, said: Number, tolerance: float) -> bool:
     is_same = said.unit == right.unit or (not said.unit and said.is_scaled and right.unit in _SCALED)
     allowed = max(abs(right.value) * Decimal(str(tolerance)), right.half_place)
     return is_same and abs(right.value - said.value) <= allowed
+
+
+_TERM = rf"(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?\s*(?:{_one_of(dict(_SCALES))})?\s*(?:{_one_of(dict(_UNITS))})?"
+_EACH = re.compile(_TERM, re.IGNORECASE)
+_LEFT = re.compile(rf"[-(]*{_TERM}(?:\s*\)*\s*[-+*/]\s*[-(]*{_TERM})+\)*\s*$", re.IGNORECASE)
+_RIGHT_SIDE = re.compile(rf"\s*(-?{_TERM})", re.IGNORECASE)
+_LEFT_CHARACTERS = 200
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "≈": "=", "，": ";"})
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def check_steps(text: str) -> list[bool]:
+    """Return, for each equation in a text such as (12-10)÷10=20%, whether it is right to the last digit written.
+
+    The left side is what stands in the 200 characters before the sign.
+    Scales and percent count, or are left out on both sides: 3百万元-1百万元=2百万元 is right, and so is 3-1=2百万元.
+    """
+    text = unicodedata.normalize("NFKC", text.translate(_SIGNS))
+    judged: list[bool] = []
+    begin = 0
+    for sign in re.finditer("=", text):
+        left = _LEFT.search(text[max(begin, sign.start() - _LEFT_CHARACTERS) : sign.start()])
+        begin, right = sign.end(), _RIGHT_SIDE.match(text, sign.end())
+        if left and right:
+            judged.append(_is_right(left[0], right[1]))
+    return judged
+
+
+def _is_right(left: str, right: str) -> bool:
+    """Return whether an equation is right; False for a left side that is no expression, as with open brackets."""
+    for is_scaled in (True, False):
+        try:
+            value = _compute(ast.parse("".join(_expression(left, is_scaled))))
+        except (SyntaxError, ZeroDivisionError):
+            return False
+        said, half = _read_term(right, is_scaled)
+        if abs(value - said) <= (half if "." in right or "/" in left else 0.0) + 1e-9 * max(1.0, abs(said)):
+            return True
+    return False
+
+
+def _expression(left: str, is_scaled: bool) -> Iterator[str]:
+    """Yield the parts of an equation's left side with its numbers as Python writes floats."""
+    end = 0
+    for match in _EACH.finditer(left):
+        yield left[end : match.start()].strip()
+        yield repr(_read_term(match[0], is_scaled)[0])
+        end = match.end()
+    yield left[end:].strip()
+
+
+def _read_term(text: str, is_scaled: bool) -> tuple[float, float]:
+    """Return (a number, half of the last digit that is written), with its scale and percent or without."""
+    match = _NUMBER.fullmatch(text.strip())
+    assert match is not None
+    number = _to_number(match)
+    scale = float(number.value / number.written) if number.written else 1.0
+    factor = 0.01 if number.unit in ("%", "point") else 1.0
+    half = float(number.half_place) / scale or 0.5
+    return (float(number.value) * factor, half * scale * factor) if is_scaled else (float(number.written), half)
+
+
+def _compute(node: Any) -> float:
+    """Return the value of an expression of numbers. Raises ZeroDivisionError, and SyntaxError for anything else."""
+    match node:
+        case ast.Module(body=[ast.Expr(value=inner)]):
+            return _compute(inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return float(_OPERATIONS[type(op)](_compute(left), _compute(right)))
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_compute(inner)
+        case ast.Constant(value=float(value)):
+            return value
+    raise SyntaxError
 
 
 def _to_number(match: re.Match[str]) -> Number:

@@ -342,10 +342,12 @@ def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progres
     if silence := progress.note_finished(now):
         screen.say(f"goes on after {silence:.0f} s")
     view.feed(event)
-    if event["kind"] == "start" and event["step"]:
-        progress.step = event["step"]
+    if event["kind"] == "start":
+        progress.step, progress.generated = event["step"] or progress.step, False
     elif event["kind"] == "step":
-        progress.step, progress.stepped = event["step"], True
+        progress.step, progress.stepped, progress.generated = event["step"], True, False
+    elif event["kind"] == "generated":
+        progress.generated = True
     elif event["kind"] in ("checkpoint", "in_memory"):
         f.stop.stop_for_hosts(f.back(), now)
     elif event["kind"] == "incident":

@@ -52,6 +52,7 @@ class Progress:
     step: int | None = None
     at: float | None = None
     stepped: bool = False
+    generated: bool = False  # the answers that the next step learns from are there
     incident: Mapping[str, Any] = field(default_factory=dict)  # the newest one
     longest: float = 0.0  # seconds between two things finished since the first step
     reported: float = 0.0  # seconds of the present silence that were printed
@@ -81,6 +82,8 @@ class Progress:
         """Return a sentence with the last finished step and its age."""
         if self.step is None:
             return f"no step was completed in {now - self.started:.0f} s"
+        if self.generated:
+            return f"last completed step {self.step:,}; answers for the next came {self.since(now):.0f} s ago"
         return f"last completed step {self.step:,}, {self.since(now):.0f} s ago"
 
 

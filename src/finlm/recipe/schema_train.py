@@ -286,11 +286,11 @@ CHECKED = ("option", "words", "number", "terms")  # rules that need the right an
 class Term(Section):
     """A term of the reward; the reward is the weighted sum of all terms."""
 
-    rule: Literal["option", "words", "number", "terms", "format", "length", "function", "model"] = Field(
+    rule: Literal["option", "words", "number", "terms", "steps", "format", "length", "function", "model"] = Field(
         description="option: 1 for the right letter. words: 1 for the words of the right option and no other. number: "
-        "1 for the right number in its unit. terms: F1 of a list. format: 1 if the pattern matches the whole answer. "
-        "length: 1 up to `most` tokens, falling to 0 at max_new_tokens. function: your Python function. model: a "
-        "reward model."
+        "1 for the right number in its unit. terms: F1 of a list. steps: share of the equations in the answer that are "
+        "right. format: 1 if the pattern matches the whole answer. length: 1 up to `most` tokens, falling to 0 at "
+        "max_new_tokens. function: your Python function. model: a reward model."
     )
     weight: float = Field(1.0, description="Weight of the term; a negative one is a penalty.")
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = Field(

@@ -65,6 +65,8 @@ def test_it_earns_more_and_resumes_bit_for_bit_in_the_midst(form: str, made: Any
     low, high = evals[1]["rise_interval"]
     assert low < evals[1]["rise"] < high and evals[1]["rise"] > 0, "answers drawn to held-out prompts earn more"
     assert [row["rise"] for row in evals[1]["sources"].values()] == [evals[1]["rise"]]
+    generated = list(run.read_events("generated"))
+    assert [row["step"] for row in generated] == [1, 3, 5, 7, 9, 11] and all(row["tokens"] for row in generated)
     shown = list(files.read_json_lines(run.rollouts))
     assert {row["step"] for row in shown} == {1, 3, 5, 7, 9, 11} and len(shown) == 60
     for row in shown:

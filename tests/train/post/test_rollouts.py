@@ -12,6 +12,7 @@ import pytest
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.dialogues import lint
 from finlm.recipe import recipe, weights
 from finlm.recipe.schema_train import Rollouts, Term
 from finlm.train.post import rollouts
@@ -20,7 +21,14 @@ from finlm.train.post.grpo import names_of
 from helpers import ROOT
 
 GRPO = ROOT / "recipes/quickstart/grpo.yaml"
-CALM = {"answer_tokens": 20.0, "entropy": 2.0, "repetition": 0.05, "unanswered": 0.1, "reward": 0.3}
+CALM = {
+    "answer_tokens": 20.0,
+    "entropy": 2.0,
+    "repetition": 0.05,
+    "unanswered": 0.1,
+    "reward": 0.3,
+    "equal_groups": 0.4,
+}
 
 
 def told(*rows: dict[str, float]) -> list[str]:
@@ -36,6 +44,7 @@ def told(*rows: dict[str, float]) -> list[str]:
         ({"entropy": 0.1}, "entropy collapses"),
         ({"repetition": 0.6}, "answers repeat themselves"),
         ({"unanswered": 0.5}, "answers name no answer"),
+        ({"equal_groups": 1.0}, "answers earn the same"),
     ],
 )
 def test_a_gamed_reward_is_told_once_and_again_when_it_comes_back(gamed: dict[str, float], what: str) -> None:
@@ -135,8 +144,36 @@ def test_a_function_that_returns_no_number_is_named(mine: Path, tmp_path: Path) 
     run.reward_file(str(term.sha256)).parent.mkdir()
     run.reward_file(str(term.sha256)).write_text(MINE)
     function = rollouts.read_function(run, term)
-    with pytest.raises(RuntimeError, match=r"broken returned nan for an answer; it takes 1 answers"):
-        rollouts._call_function(function, term.name, ["a"], ["b"], ["c"])
+    with pytest.raises(UserError, match="the function broken cannot score answers") as raised:
+        rollouts.score_by_function(function, term.name, ["a"], ["b"], ["c"])
+    assert raised.value.evidence == "it returned nan for an answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "evidence"),
+    [
+        ("return [1 / len(said) for said in completions]", "ZeroDivisionError: division by zero (line 2 of mine.py: "),
+        ("return [1.0]", "it returned 1 values for 2 answers"),
+        ("return 0.5", "it returned 0.5"),
+        ("return None", "it returned None"),
+        ("return ['good'] * len(completions)", "it returned 'good' for an answer"),
+        ("return [float('nan')] * 2", "it returned nan for an answer"),
+        ("raise ConnectionError('the judge is down')", "ConnectionError: the judge is down"),
+        ("import sys; sys.exit('no key')", "no key"),
+        ("print('a word'); return [0.5, None]", ""),
+    ],
+)
+def test_a_function_is_tried_on_a_right_and_an_empty_answer_before_launch(
+    body: str, evidence: str, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"def score(prompts, completions, answers):\n    {body}\n")
+    term = Term(rule="function", path=f"{mine}:score", sha256=files.sha256_file(mine))
+    if not evidence:
+        return lint.try_function(term, "问？", "答案：A")
+    with pytest.raises(UserError, match="the function score cannot score answers") as raised:
+        lint.try_function(term, "问？", "答案：A")
+    assert evidence in raised.value.evidence
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -228,11 +229,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of an answer to each prompt of this rank. Collective.
-
-        Sets self.generated, the numbers of tokens over all ranks, and self.is_generated.
-        """
-        self.is_generated = True
+        """Return (ids, log-probabilities) of an answer to each prompt; record `generated` and set it. Collective."""
+        self.is_generated, begun = True, time.monotonic()
         if self.use_vllm:
             answers, log_probs = super()._generate_single_turn(prompt_ids, *more)
         else:
@@ -240,6 +238,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         counts = [sum(map(len, answers)), sum(map(len, prompt_ids))]
         answered, asked = self.accelerator.reduce(torch.tensor(counts, device=self.rank.device)).tolist()
         self.generated = answered, asked + answered
+        fields = {"tokens": answered, "seconds": round(time.monotonic() - begun, 3)}
+        self.rank.events.record("generated", step=self.state.global_step + 1, **fields)
         return answers, log_probs
 
     def _tokenize_prompts(self, prompts: list[str]) -> Any:

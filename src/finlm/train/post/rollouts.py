@@ -11,14 +11,12 @@ limit, and again only after they came back; the state is in the checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
@@ -200,7 +198,7 @@ class Watch:
 
         Read all that it yields: the later kinds of incident are judged only then.
         """
-        for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward"):
+        for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward", "equal_groups"):
             if isinstance(row.get(key), (int, float)):
                 if len(first := self._first.setdefault(key, [])) < STEPS:
                     first.append(float(row[key]))
@@ -215,6 +213,9 @@ class Watch:
         yield from self._tell(Incident("answers repeat themselves", self._words("repetition", "of the text")), repeats)
         silent = self._exceeds("unanswered", self.settings.unanswered)
         yield from self._tell(Incident("answers name no answer", self._words("unanswered", "of the answers")), silent)
+        last = self._last.get("equal_groups", ())
+        equal = Incident("answers earn the same", self._words("equal_groups", "of the prompts have equal rewards"))
+        yield from self._tell(equal, "value_loss" not in row and len(last) == STEPS and min(last) == 1.0)
         apart = float(row.get("mismatch") or 0.0)
         detail = f"{apart:.3g} nats a token apart, {row.get('mismatch_largest', apart):.3g} at most"
         yield from self._tell(Incident("rollout and trainer part", detail), apart > self.settings.mismatch)
@@ -259,7 +260,7 @@ def make_rewards(r: Rank) -> list[Rewards]:
         if term.rule == "model":
             made.append(load_reward_model(str(term.path), r))
         elif term.rule == "function":
-            made.append(partial(_call_function, read_function(r.run, term), term.name))
+            made.append(partial(score_by_function, read_function(r.run, term), term.name))
         else:
             made.append(partial(score_by_rule, term, grpo.max_new_tokens))
     return made
@@ -279,10 +280,10 @@ def score_by_rule(
     ]
 
 
-def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
+def read_function(run: RunDir, term: Term) -> scoring.Function:
     """Return the user's function from the run's copy of its file, which is executed.
 
-    Raises UserError if the copy is missing or does not have the term's sha256, and errors of the user's code.
+    Raises UserError if the copy is missing, does not have the term's sha256, or fails.
     """
     path = run.reward_file(str(term.sha256))
     if not path.is_file() or files.sha256_file(path) != term.sha256:
@@ -291,29 +292,14 @@ def read_function(run: RunDir, term: Term) -> Callable[..., Any]:
             evidence=f"{path} {'has another hash' if path.is_file() else 'does not exist'}",
             fix="start a new run (--new)",
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function: Callable[..., Any] = getattr(module, term.name)
-    return function
+    return scoring.read_function(path, term.name)
 
 
-def _call_function(
-    function: Callable[..., Any], name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
+def score_by_function(
+    function: scoring.Function, name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the user's function's values, a float or None for each answer.
-
-    Raises RuntimeError for any other result.
-    """
-    values = list(function(prompts=prompts, completions=completions, answers=answer))
-    numbers = [value for value in values if value is not None]
-    wrong = next((each for each in numbers if not isinstance(each, (int, float)) or not math.isfinite(each)), None)
-    if len(values) != len(completions) or wrong is not None:
-        returned = f"{len(values)} values" if wrong is None else f"{wrong!r} for an answer"
-        expected = f"it takes {len(completions)} answers and returns a finite number, or None, for each"
-        raise RuntimeError(f"grpo.reward: {name} returned {returned}; {expected}")
-    return [None if value is None else float(value) for value in values]
+    """Return the user's function's values, a float or None for each answer. Raises UserError for others."""
+    return scoring.call_function(function, name, prompts, completions, answer)
 
 
 def load_reward_model(path: str, r: Rank) -> Rewards:
