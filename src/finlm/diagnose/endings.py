@@ -22,7 +22,8 @@ NO_ERROR = re.compile(r"^(?:\w+\.)*(?:KeyboardInterrupt|SystemExit: 0|\w*Warning
 # Where a message over several lines ends at the latest: another speaker's line.
 SPEAKS = re.compile(
     r"^(?:srun|slurmstepd|sbatch|salloc): |^\[?[EWI]\d{3,4} |^(?:ERROR|WARNING|INFO|DEBUG)\b|^\[?\d{4}-\d\d-\d\d|"
-    r"^Killing subprocess|^={20}|^torch\.distributed\.elastic"
+    r"^Killing subprocess|^={20}|^torch\.distributed\.elastic|^(?:Terminated|Killed|Aborted|Segmentation fault)\b|"
+    r"^\s*\d+%\||^>> |^wandb: |^make: "
 )
 # What only says that another process, or an exception shown before, ended this one.
 DERIVED = re.compile(

@@ -263,7 +263,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
                 continue
             if pattern.lacks and (not having or not hit.host or hit.host in having):
                 continue
-            if (pattern.hosted and not hit.host) or (pattern.library and not is_of_library(hit, pattern.framed)):
+            if (pattern.hosted and not hit.host) or (pattern.library and not is_of_library(hit, pattern.library)):
                 continue
             if pattern.last is not None and len(re.findall(r"\S[^\r\n]*", log.rest(hit.last))) > pattern.last:
                 continue

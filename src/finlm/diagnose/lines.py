@@ -172,7 +172,8 @@ _SCHEDULER_ENDS = (
     r"failed to mount|module\(s\) are unknown|Unable to locate a modulefile"
 )
 LAST_WORDS = re.compile(
-    r"(?:^|[\s\[|:(])(?:ERROR|FATAL|CRITICAL|PANIC)\b|^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|"
+    r"(?:^|[\s\[|:(])(?:ERROR|FATAL|CRITICAL|PANIC)\b|^\s*[×✗✘❌]|NCCL WARN|"
+    r"^(?:\S+: )?(?:[Ff]atal(?: error)?|[Ee]rror)\b:?\s|"
     r": (?:fatal|error): |command not found|_InactiveRpcError|(?:^|[.:!] )[Aa]bort(?:ing|ed)\b(?! \w+:)|"
     r"\b(?:is|was|been|[Jj]ob|[Rr]un|[Tt]raining|[Pp]rocess|[Ee]xecution) [Aa]bort(?:ed|ing)\b|"
     r"\b(?:[Tt]raining|[Ff]ine-?[Tt]un(?:e|ing)|[Jj]ob|[Pp]rocess|[Rr]un|[Ww]orker|[Rr]ank \d+) (?:has |was |been )*"

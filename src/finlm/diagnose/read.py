@@ -166,7 +166,9 @@ class Prefilter:
             here = np.ndarray((size,), "<u4", buffer=padded, offset=begin, strides=(1,))
             hits = begin + np.flatnonzero(table[(here * np.uint32(GRAM_FACTOR)) >> np.uint32(32 - GRAM_BITS)])
             values = eights[hits]
-            places.append(hits[np.logical_or.reduce([np.isin(values & mask, known) for mask, known in windows])])
+            cut = [(values & mask, known) for mask, known in windows]
+            same = [known[np.searchsorted(known, value) % len(known)] == value for value, known in cut]
+            places.append(hits[np.logical_or.reduce(same)])
         newlines = np.flatnonzero(np.frombuffer(block, np.uint8) == 10)
         lines = np.unique(np.searchsorted(newlines, np.concatenate([*places, np.zeros(0, np.intp)])))
         self.varied = len(lines) * 2 < len(newlines)
@@ -313,11 +315,11 @@ def _candidates(
     if distinct <= seen and not distinct & kept.keys():
         return
     lines = block.split(b"\n")
-    starts = near[0] if near else [0, *accumulate(len(line) + 1 for line in lines)]
+    starts = near[0] if near else [0, *(i + size for i, size in enumerate(accumulate(map(len, lines)), 1))]
     if not near:
-        prefilter.varied = sum(shape not in seen for shape in shapes) * 4 > len(shapes)
+        prefilter.varied = len(distinct - seen) * 4 > len(shapes)
     begin = 0
-    while begin < len(lines):
+    while begin < len(lines) and not distinct <= seen:
         if begin or distinct & seen:
             unseen: Sequence[int] = [i for i in range(begin, len(lines)) if shapes[i] not in seen]
             places = {unseen[index]: words for index, words in prefilter.places([lines[i] for i in unseen]).items()}
@@ -340,8 +342,10 @@ def _candidates(
                 seen.add(shape)
         else:
             seen |= silent
-    common = distinct & kept.keys()
-    for shape, i in {shape: i for i, shape in enumerate(shapes) if shape in common}.items():
+    if common := distinct & kept.keys():
+        shapes.reverse()
+    for shape in common:
+        i = len(shapes) - 1 - shapes.index(shape)
         kept[shape][-1].last = max(kept[shape][-1].last, offset + starts[i])  # also of lines that were not kept
     if len(seen) > SHAPES:
         seen.clear()
@@ -411,6 +415,12 @@ def frame_before(hit: Hit) -> str:
     return ""
 
 
-def is_of_library(hit: Hit, framed: bool) -> bool:
-    """Return whether an installed package raised the hit, or, unless `framed`, the log has no frame to tell."""
-    return (not framed and b"File " not in hit.around) or bool(IN_LIBRARY.search(frame_before(hit)))
+def is_of_library(hit: Hit, kind: str) -> bool:
+    """Return whether a library raised the hit. `kind`: "installed" asks for an installed package, "framed" for a frame.
+
+    "any" also takes a log that has no frame to tell.
+    """
+    if kind == "any" and b"File " not in hit.around:
+        return True
+    frame = frame_before(hit)
+    return "-packages/" in frame if kind == "installed" else bool(IN_LIBRARY.search(frame))

@@ -65,8 +65,7 @@ class Pattern:
     last: int | None = None
     lasting: bool = False
     source: bool = False
-    library: bool = False
-    framed: bool = False
+    library: str = ""  # "any", "framed" or "installed": see read.is_of_library
     says: tuple[tuple[str, str], ...] = ()
 
 
@@ -145,8 +144,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
                 last=rule.get("last"),
                 lasting=rule.get("lasting", False),
                 source=rule.get("source", False),
-                library=bool(rule.get("library")),
-                framed=rule.get("library") == "framed",
+                library={True: "any"}.get(rule.get("library"), rule.get("library", "")),
                 says=tuple(rule.get("says", {}).items()),
             )
         )
