@@ -92,12 +92,25 @@ def test_what_follows_a_hit_is_found_by_one_search_of_the_tail(kept: int, monkey
     assert seen == {True, False}
 
 
+def test_the_last_line_of_a_shape_is_known_though_only_its_first_lines_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "BLOCK_BYTES", 1 << 12)
+    lines = [f"CUDA out of memory, try {i}\n" if i % 9 == 4 else f"step {i}\n" for i in range(4000)]
+    (path := tmp_path / "x.log").write_text("".join(lines))
+    with path.open("rb") as file:
+        log = scan(file, "x", diagnose_signatures.Signatures().prefilter)
+    kept = [hit for hit in log.hits if "memory" in hit.text]
+    assert len(kept) < 9 and log.lines == len(lines)
+    assert max(hit.last for hit in kept) == len("".join(lines[: max(i for i in range(4000) if i % 9 == 4)]))
+
+
 def test_every_signature_has_a_log_texts_in_two_languages_and_known_names() -> None:
     assert {entry["id"] for entry in SIGNATURES} <= {log.name.split(".")[0] for log in LOGS}
     signatures = diagnose_signatures.Signatures()  # raises where an expression has no literal to search for
     for entry in SIGNATURES:
         groups: set[str] = set()
-        for regex in [p.regex.pattern for p in signatures.all[entry["id"]].patterns] + entry.get("facts", []):
+        for regex in [p.regex for p in signatures.all[entry["id"]].patterns] + entry.get("facts", []):
             groups |= set(re.compile(regex).groupindex)
         groups |= {name for p in signatures.all[entry["id"]].patterns for name, _ in p.says} | {"foreign"}
         groups |= {"error", "why", "place", "package"} if not entry["patterns"] else set()  # of endings.yaml

@@ -123,6 +123,25 @@ def test_an_error_that_training_survived_is_not_what_it_died_of_later(findings: 
     assert findings(OOM + steps + TRACEBACK + "KeyError: 'phase'\n")[0].cause == "code_error"
 
 
+def test_the_shells_word_after_an_exception_is_not_its_message(findings: Of) -> None:
+    log = (
+        TRACEBACK
+        + "TypeError: argument of type 'NoneType' is not iterable\n  0%|   | 0/1 [00:00<?, ?it/s]\nTerminated\n"
+    )
+    assert findings(log)[0].cause == "code_error"
+    assert findings("loading\nTerminated\n")[0].cause == "sigterm_preempted"
+
+
+@pytest.mark.parametrize(
+    ("place", "cause"), [("/env/site-packages/pkg", "package_versions"), ("/data/verl", "unknown")]
+)
+def test_a_class_without_an_attribute_is_of_another_version_only_in_an_installed_package(
+    place: str, cause: str, findings: Of
+) -> None:
+    frame = f'  File "{place}/core.py", line 11, in run\n    self.go()\n'
+    assert findings(TRACEBACK + frame + "AttributeError: 'Maker' object has no attribute 'phase'\n")[0].cause == cause
+
+
 WORDS = {
     "llamafactory-cli train x.yaml\n": "per_device_train_batch_size: 1",
     "run sh: `python swift/cli/sft.py --model m`\n": "--per_device_train_batch_size 1",

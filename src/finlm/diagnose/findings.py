@@ -101,7 +101,7 @@ class _Candidate:
     raised: Raised | None = None
 
 
-_UNKNOWN = Pattern("unknown", re.compile(""), "unknown")
+_UNKNOWN = Pattern("unknown", "", "unknown")
 
 
 def diagnose(
@@ -257,7 +257,7 @@ def _counting(signature: Signature, found: Matches, by_name: dict[str, Log]) -> 
         if any(regex not in found for regex in pattern.all) or any(regex in found for regex in pattern.none):
             continue
         having = {hit.host for hit, _ in found.get(pattern.lacks, ())} if pattern.lacks else set()
-        for hit, match in found.get(pattern.regex.pattern, ()):
+        for hit, match in found.get(pattern.regex, ()):
             log = by_name[hit.source]
             if hit.kind and not (pattern.source and hit.kind == "source"):
                 continue

@@ -223,9 +223,11 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
     kept: dict[int, list[Hit]] = {}
     host, rank = of_name(name)
     prefilter.count.clear()
+    prefilter.varied = False
     tail, ended, former = b"", None, 0
-    for block, offset, line in _blocks(file, first):
-        counted = 0
+    block, number = b"", first
+    for block, offset, number in _blocks(file, first):
+        counted, line = 0, number
         log.head = log.head or block[:HEAD_BYTES]
         for start, end, shape in _candidates(block, seen, kept, offset, prefilter):
             line += block.count(b"\n", counted, start)
@@ -247,8 +249,8 @@ def scan(file: BinaryIO, name: str, prefilter: Prefilter, first: int = 1) -> Log
             kept.setdefault(shape, []).append(hit)
             log.hits.append(hit)
         log.size = offset + len(block)
-        log.lines += block.count(b"\n")
         tail = (tail + block)[-TAIL_BYTES:]
+    log.lines = number - first + block.count(b"\n")
     log.steps, log.tail = _progress(tail, log.size - len(tail)), tail
     log.tail_line = first + log.lines - tail.count(b"\n")
     log.lines += bool(tail) and not tail.endswith(b"\n")
@@ -262,7 +264,7 @@ def _blocks(file: BinaryIO, line: int) -> Iterator[tuple[bytes, int, int]]:
     """
     rest, offset, decoder = b"", 0, None
     while True:
-        read = file.read(BLOCK_BYTES)
+        read = file.read(BLOCK_BYTES if offset else BLOCK_BYTES >> 4)  # a small first: what it teaches saves time
         if not offset and not rest:
             decoder = _utf16(read)
         if decoder:  # PowerShell's > writes UTF-16
@@ -310,16 +312,15 @@ def _candidates(
     near = prefilter.near(block) if prefilter.varied else None
     if near:
         block = b"\n".join([block[start:end] for start, end in zip(*near, strict=True)])
-    shapes = [hash(line) for line in block.translate(None, _NUMBERS).split(b"\n")] if not near or near[0] else []
+    shapes = list(map(hash, block.translate(None, _NUMBERS).split(b"\n"))) if not near or near[0] else []
     distinct = set(shapes)
-    if distinct <= seen and not distinct & kept.keys():
-        return
-    lines = block.split(b"\n")
-    starts = near[0] if near else [0, *(i + size for i, size in enumerate(accumulate(map(len, lines)), 1))]
+    starts, lines, begin = near[0] if near else [], [], 0
+    if not distinct <= seen:
+        lines = block.split(b"\n")
+        starts = starts or [0, *(i + size for i, size in enumerate(accumulate(map(len, lines)), 1))]
     if not near:
         prefilter.varied = len(distinct - seen) * 4 > len(shapes)
-    begin = 0
-    while begin < len(lines) and not distinct <= seen:
+    while begin < len(lines):
         if begin or distinct & seen:
             unseen: Sequence[int] = [i for i in range(begin, len(lines)) if shapes[i] not in seen]
             places = {unseen[index]: words for index, words in prefilter.places([lines[i] for i in unseen]).items()}
@@ -344,9 +345,13 @@ def _candidates(
             seen |= silent
     if common := distinct & kept.keys():
         shapes.reverse()
-    for shape in common:
-        i = len(shapes) - 1 - shapes.index(shape)
-        kept[shape][-1].last = max(kept[shape][-1].last, offset + starts[i])  # also of lines that were not kept
+        back = {shape: shapes.index(shape) for shape in common}  # lines from the block's end, 0 for the last
+        if not starts:
+            ends = block.rsplit(b"\n", 1 + max(back.values()))[::-1]
+            sizes = list(accumulate(len(line) + 1 for line in ends))
+        for shape, i in back.items():
+            start = starts[len(shapes) - 1 - i] if starts else len(block) + 1 - sizes[i]
+            kept[shape][-1].last = max(kept[shape][-1].last, offset + start)  # also of lines that were not kept
     if len(seen) > SHAPES:
         seen.clear()
 

@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Pattern:
     """A regular expression of a signature and the conditions under which a match counts."""
 
     cause: str
-    regex: re.Pattern[str]
+    regex: str
     level: str
     all: tuple[str, ...] = ()
     none: tuple[str, ...] = ()
@@ -98,22 +98,20 @@ class Signatures:
 
     def __init__(self, path: Path = SIGNATURES) -> None:
         self.all = {entry["id"]: _signature(entry) for entry in read_yaml(path)}
-        self.endings = [Ending.of(rule) for rule in read_yaml(path.with_name("endings.yaml"))]
+        self.rules = path.with_name("endings.yaml")
+        self.compiled: dict[str, re.Pattern[str]] = {}  # those that a line needed: most never are
         self.by_literal: dict[str, list[str]] = {}
-        self.compiled: dict[str, re.Pattern[str]] = {}
-        for signature in self.all.values():
-            for pattern in signature.patterns:
-                for regex in (pattern.regex.pattern, *pattern.all, *pattern.none, *filter(None, [pattern.lacks])):
-                    self._add(regex)
-        for mark in (IGNORED.pattern, *lines.MARKS):
-            self._add(mark)
-        self.prefilter = Prefilter(set(self.by_literal))
-
-    def _add(self, regex: str) -> None:
-        if regex not in self.compiled:
-            self.compiled[regex] = re.compile(regex)
+        patterns = [pattern for signature in self.all.values() for pattern in signature.patterns]
+        regexes = [regex for p in patterns for regex in (p.regex, *p.all, *p.none, *filter(None, [p.lacks]))]
+        for regex in dict.fromkeys((*regexes, IGNORED.pattern, *lines.MARKS)):
             for literal in literals(regex):
                 self.by_literal.setdefault(literal, []).append(regex)
+        self.prefilter = Prefilter(set(self.by_literal))
+
+    @cached_property
+    def endings(self) -> list[Ending]:
+        """The rules for exceptions that no signature knows, in order."""
+        return [Ending.of(rule) for rule in read_yaml(self.rules)]
 
     def matches(self, logs: Sequence[Log]) -> Matches:
         """Return {regular expression: [(hit, match)]} for the hits of these logs, in reading order."""
@@ -122,6 +120,8 @@ class Signatures:
             for hit in log.hits:
                 wanted = {regex for word in self.prefilter.words(hit.text) for regex in self.by_literal[word]}
                 for regex in wanted:
+                    if regex not in self.compiled:
+                        self.compiled[regex] = re.compile(regex)
                     match = self.compiled[regex].search(hit.text)
                     if match:
                         found.setdefault(regex, []).append((hit, match))
@@ -135,7 +135,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         patterns.append(
             Pattern(
                 cause=entry["id"],
-                regex=re.compile(rule["match"]),
+                regex=rule["match"],
                 level=rule.get("level", entry.get("level", "cause")),
                 all=tuple(rule.get("all", ())),
                 none=(*rule.get("none", ()), *entry.get("none", ())),
