@@ -240,8 +240,8 @@ def _check_dialogues(recipe: Recipe, shards: Shards) -> None:
             fix="start from the model that the data was prepared for, or drop data.prepared to encode again",
         )
     assert recipe.chat is not None
-    own = pretrained.open_tokenizer(begin).chat_template
-    source = templates.find_source(recipe.chat.template, own, recipe.chat.system)
+    of_model = pretrained.open_tokenizer(begin).chat_template
+    source = templates.find_source(recipe.chat.template, of_model, recipe.chat.system)
     if source != (shards.directory / "chat_template.jinja").read_text("utf-8"):
         raise UserError(
             f"data.prepared was written with another chat template than {recipe.chat.template}",

@@ -342,9 +342,9 @@ class _Block:
         """Return bool [texts]: whether the text holds a match of the RE2 pattern."""
         import pyarrow.compute as compute
 
-        found = compute.match_substring_regex(self._array, pattern)
-        bits = np.frombuffer(found.buffers()[1], dtype=np.uint8)
-        return np.unpackbits(bits, count=len(found), bitorder="little").view(np.bool_)
+        matching = compute.match_substring_regex(self._array, pattern)
+        bits = np.frombuffer(matching.buffers()[1], dtype=np.uint8)
+        return np.unpackbits(bits, count=len(matching), bitorder="little").view(np.bool_)
 
 
 def _find_concerned(block: _Block, cleaner: Cleaner) -> Iterator[tuple[str, Bools]]:
@@ -397,8 +397,8 @@ class _Kinds:
 
     def holding(self, begins: Bools) -> Bools:
         """Return bool [texts]: whether `begins`, bool [characters], marks a character of the text."""
-        found: Bools = np.diff(np.searchsorted(np.flatnonzero(begins), self._limits)) > 0
-        return found
+        is_held: Bools = np.diff(np.searchsorted(np.flatnonzero(begins), self._limits)) > 0
+        return is_held
 
 
 def _in_a_row(marked: Bools, count: int) -> Bools:

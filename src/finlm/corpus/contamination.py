@@ -262,7 +262,7 @@ def find_hits(task: ChunkTask) -> list[StoredHit]:
 
 def _keep_hits(task: ChunkTask) -> Arrays:
     """Return the hits in a chunk as JSON bytes, for the cache."""
-    rows = [asdict(found) for found in find_hits(task)]
+    rows = [asdict(hit) for hit in find_hits(task)]
     return {"hits": np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)}
 
 

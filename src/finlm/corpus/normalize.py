@@ -47,7 +47,7 @@ def normalise(text: str) -> str:
     if _ANY.search(text):  # one pass that most documents end with
         text = _INVISIBLES.sub("", text)
         text = _NEWLINES.sub("\n", text)
-        text = _FULL_WIDTHS.sub(lambda found: found[0].translate(_HALF_WIDTH), text)
+        text = _FULL_WIDTHS.sub(lambda match: match[0].translate(_HALF_WIDTH), text)
     if " \n" in text or "\t\n" in text:
         # Not a regular expression: "[ \t]+\n" takes quadratic time on a long run of spaces inside a line.
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
@@ -125,7 +125,7 @@ def strip_html(text: str) -> str:
         text = _CELL_TAG.sub("\t", text)
         text = _INLINE_TAG.sub("", text)
     if "&" in text:
-        text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
+        text = _ENTITY.sub(lambda match: html.unescape(match[0]), text)
     return text
 
 
@@ -201,7 +201,7 @@ def convert_widths(text: str) -> str:
     """
     if _WIDE.search(text):
         text = text.translate(_WIDE_SIGNS)
-    text = _HALF_MARK.sub(lambda found: _FULL[found[0]], text)
+    text = _HALF_MARK.sub(lambda match: _FULL[match[0]], text)
     return _PAIR.sub(r"（\1）", text) if "(" in text else text
 
 

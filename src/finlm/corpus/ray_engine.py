@@ -70,13 +70,13 @@ class Expected:
 
 def list_packages() -> tuple[tuple[str, str], ...]:
     """Return (name, version) of Python and of each package that decides bytes; "missing" if it is not installed."""
-    found = [("python", platform.python_version())]
+    packages = [("python", platform.python_version())]
     for name in _DECIDING:
         try:
-            found.append((name, importlib.metadata.version(name)))
+            packages.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            found.append((name, "missing"))
-    return tuple(found)
+            packages.append((name, "missing"))
+    return tuple(packages)
 
 
 def check_host(expected: Expected) -> bool:

@@ -190,7 +190,7 @@ def repetition(text: str) -> float:
 def list_items(text: str) -> set[str]:
     """Return the items of the list after the last conclusion, or of the whole text if it has no conclusion."""
     text = unicodedata.normalize("NFKC", text)
-    concluded = [found.end() for found in CONCLUDES.finditer(text)]
+    concluded = [match.end() for match in CONCLUDES.finditer(text)]
     rest = text[concluded[-1] :] if concluded else text
     return {item.strip(" .。\t") for item in _SEPARATES.split(rest)} - {""}
 
@@ -236,22 +236,22 @@ class _Patterns(NamedTuple):
 @cache
 def _patterns(letters: str) -> _Patterns:
     """Return the compiled patterns that read one of these letters in an answer; cached."""
-    one, either = f"[{letters}]", f"[{letters}{letters.lower()}]"
-    several = rf"[ \t]*(?:[、/和与或及]|还是)[ \t]*{one}(?![A-Za-z])"
+    capital, either = f"[{letters}]", f"[{letters}{letters.lower()}]"
+    several = rf"[ \t]*(?:[、/和与或及]|还是)[ \t]*{capital}(?![A-Za-z])"
     single = rf"(?![A-Za-z])(?!{several})(?!{_CLOSE}{_WRONG})"
     return _Patterns(
         re.compile(rf"{_WRAP}({either})[.．。]?{_CLOSE}\n?"),
-        re.compile(rf"{_WRAP}({one}){_CLOSE}\n"),
+        re.compile(rf"{_WRAP}({capital}){_CLOSE}\n"),
         re.compile(
             rf"{_DENIED}(?:{_CONCLUDES}{_WRAP}(?:选项|选)?{_WRAP}(?P<letter>{either})"
-            rf"|{_SAYS}{_WRAP}(?:(?i:option)\s+)?(?P<other>{one})){single}"
+            rf"|{_SAYS}{_WRAP}(?:(?i:option)\s+)?(?P<other>{capital})){single}"
         ),
         # "B。", "B\n" and "B. its text。"
         re.compile(rf"(?:选项|项)?{_CLOSE}(?:[.．、:：][^\n。！？，；,;?!]{{0,100}})?[。！!\n]"),
-        re.compile(rf"(?<![A-Za-z、和与或及])({one})(?:{_RIGHT})"),
+        re.compile(rf"(?<![A-Za-z、和与或及])({capital})(?:{_RIGHT})"),
         # "A。" may be the credit grade A, which an answer can begin with before it names its letter.
-        re.compile(rf"^{_WRAP}({one})(?=[.．、:：,，)）\]】\s])(?!{several})(?!\s*[,，]\s*{one}(?![A-Za-z]))"),
-        re.compile(rf"(?<![A-Za-z])({one})(?![A-Za-z])"),
+        re.compile(rf"^{_WRAP}({capital})(?=[.．、:：,，)）\]】\s])(?!{several})(?!\s*[,，]\s*{capital}(?![A-Za-z]))"),
+        re.compile(rf"(?<![A-Za-z])({capital})(?![A-Za-z])"),
     )
 
 

@@ -134,27 +134,27 @@ def _refuse_omissions(message: Message, text: str) -> None:
         raise Refused(SWALLOWED + reasoning)
 
 
-def find_source(name: str, own: str | None, system: str | None) -> str:
-    """Return the Jinja source for chat.template and chat.system; `own` is the tokenizer's template, None if none.
+def find_source(name: str, of_tokenizer: str | None, system: str | None) -> str:
+    """Return the Jinja source for chat.template and chat.system; `of_tokenizer` is the tokenizer's, if any.
 
     Raises UserError for a template that does not exist.
     """
-    source = read_template(name, own)
+    source = read_template(name, of_tokenizer)
     return _WITH_SYSTEM.format(text=json.dumps(system, ensure_ascii=False)) + source if system else source
 
 
-def read_template(name: str, own: str | None) -> str:
-    """Return the source of a known template, the tokenizer's (`model`: `own`) or a file.
+def read_template(name: str, of_tokenizer: str | None) -> str:
+    """Return the source of a known template, the tokenizer's (`model`: `of_tokenizer`) or a file.
 
     Raises UserError if there is none, or the file is not UTF-8.
     """
     if name == "model":
-        if own is None:
+        if of_tokenizer is None:
             raise UserError(
                 "chat.template is model, but the tokenizer brings no chat template",
                 fix=f"choose one of {', '.join(TEMPLATES)}, or a Jinja file",
             )
-        return own
+        return of_tokenizer
     if name in TEMPLATES:
         return TEMPLATES[name]
     path = Path(name).expanduser()

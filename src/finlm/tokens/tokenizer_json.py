@@ -121,8 +121,8 @@ def extend(
             break
         dropped |= dead
     if len(added.pieces) != wanted:
-        found = len(added.pieces)
-        raise too_large(size, base.size + found, f"{base.size:,} old ids, {found:,} new pieces found")
+        count = len(added.pieces)
+        raise too_large(size, base.size + count, f"{base.size:,} old ids, {count:,} new pieces found")
     _write(base, made, directory / "tokenizer")
     texts = [_text(piece) for piece in added.pieces]
     return describe(directory / "tokenizer" / NAME) | {

@@ -74,7 +74,7 @@ class Batches:
         self.rows_per_micro_step = sum(plan.rank_micro_batches)
         ends = np.cumsum((0, *plan.rank_micro_batches)).tolist()
         self.of_rank = [slice(start, end) for start, end in itertools.pairwise(ends)]  # rows of a micro-step
-        self.own = self.of_rank[rank]
+        self.of_this_rank = self.of_rank[rank]
         self.device = torch.device(plan.device)
         self.checksum = Checksum()
         self._reader = ThreadPoolExecutor(1, "rows")
@@ -123,7 +123,7 @@ class Batches:
         self._coming = step, self._reader.submit(self._read_step, step)
 
     def _read_step(self, step: int) -> list[Arrays]:
-        return [self._read_rows(row_ids) for row_ids in self.row_ids(step)[:, self.own]]
+        return [self._read_rows(row_ids) for row_ids in self.row_ids(step)[:, self.of_this_rank]]
 
     def _read_rows(self, row_ids: Ids) -> Arrays:
         bounds = (document_bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
@@ -203,7 +203,7 @@ def _attend(
     ([batch, sequence, heads, size of value heads], None).
     """
     batch, heads, sequence, size = query.shape
-    groups, value, own = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
+    groups, value, value_size = heads // key.shape[1], _fill_up(value, size), value.shape[-1]
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
     bounds, left = getattr(module, "document_bounds", None), -1 if sliding_window is None else sliding_window - 1
     if bounds is None:
@@ -214,7 +214,7 @@ def _attend(
     else:
         limits = (bounds, bounds, sequence, sequence)
         out = varlen_attn(q, k, v, *limits, scale=scaling, window_size=(left, 0))
-    return out.view(batch, sequence, heads, size)[..., :own], None
+    return out.view(batch, sequence, heads, size)[..., :value_size], None
 
 
 @torch.library.custom_op("finlm::attend_with_sinks", mutates_args=())
@@ -244,10 +244,10 @@ def attend_with_sinks(
         out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
         for part, mask in _documents(bounds, left, q):
             heads = (each[part].transpose(0, 1)[None] for each in (q, k, v))
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *heads, is_causal=mask is None, attn_mask=mask, scale=scale
             )
-            out[part], sums[:, part] = found[0][0].transpose(0, 1), found[1].view(1, len(sums), -1)[0]
+            out[part], sums[:, part] = attended[0][0].transpose(0, 1), attended[1].view(1, len(sums), -1)[0]
     with_sink = torch.logaddexp(sums, sinks.float()[:, None])
     return out.mul_((sums - with_sink).exp().T[..., None].to(out.dtype)), with_sink
 
@@ -286,10 +286,10 @@ def _attend_with_sinks_backward(
     by = [torch.empty_like(each) for each in (q, k, v)]
     for part, mask in _documents(bounds, left, q):
         heads = (each[part].transpose(0, 1)[None] for each in (gradient, q, k, v, out))
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads, sums[:, part].contiguous()[None], 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        for whole, its in zip(by, found, strict=True):
+        for whole, its in zip(by, gradients, strict=True):
             whole[part] = its[0].transpose(0, 1)
     return by[0], by[1], by[2], by_sinks
 
@@ -305,8 +305,8 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    found = _attend_with_sinks_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.limits)
-    return *found, None, None, None, None
+    gradients = _attend_with_sinks_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.limits)
+    return *gradients, None, None, None, None
 
 
 attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_backward)

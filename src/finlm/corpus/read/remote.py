@@ -106,8 +106,8 @@ class RemoteFile:
         Raises UserError if the store does not answer.
         """
         fs, path = _open_store(self.url)
-        found = _ask(self.url, lambda: _info(fs, path))
-        return None if found is None else _listed(self.url, found).state()
+        answer = _ask(self.url, lambda: _info(fs, path))
+        return None if answer is None else _listed(self.url, answer).state()
 
 
 class _Ranges(io.RawIOBase):
@@ -182,8 +182,8 @@ def expand(pattern: str) -> list[RemoteFile]:
     base, rest = "/".join([prefix, *parts[:fixed]]), parts[fixed:]
     fs, path = _open_store(base)
     if not rest:
-        found = _ask(base, lambda: _info(fs, path))
-        return [_listed(base, found)] if found and found["type"] == "file" else []
+        answer = _ask(base, lambda: _info(fs, path))
+        return [_listed(base, answer)] if answer and answer["type"] == "file" else []
     return sorted(set(_walk(fs, base, path, rest)), key=lambda file: file.url)
 
 
@@ -197,9 +197,9 @@ def entries_near(url: str) -> tuple[str, list[tuple[str, bool]]]:
     while True:
         base = "/".join([prefix, *parts])
         fs, path = _open_store(base)
-        found = _ask(base, lambda fs=fs, path=path, base=base: _list(fs, path, base))  # type: ignore[misc]
-        if found or not parts:
-            return base, [(name, about["type"] == "directory") for name, about in found or ()]
+        answer = _ask(base, lambda fs=fs, path=path, base=base: _list(fs, path, base))  # type: ignore[misc]
+        if answer or not parts:
+            return base, [(name, about["type"] == "directory") for name, about in answer or ()]
         parts = parts[:-1]
 
 

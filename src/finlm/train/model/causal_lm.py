@@ -131,8 +131,8 @@ def plain_attention(config: PreTrainedConfig) -> str:
     """
     if getattr(config, "attn_logit_softcapping", None) or has_sinks(config):
         return "eager"
-    size, own = kernels.head_sizes(config)
-    return batches.PADDED if own < size else "sdpa"
+    size, value_size = kernels.head_sizes(config)
+    return batches.PADDED if value_size < size else "sdpa"
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:

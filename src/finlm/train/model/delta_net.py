@@ -310,12 +310,12 @@ def _by_document(
     rule = in_torch(modeling_qwen3_next.torch_chunk_gated_delta_rule)
     times = v.shape[1] // k.shape[1]
     q, k = q.repeat_interleave(times, dim=1), k.repeat_interleave(times, dim=1)
-    found = [
+    outputs = [
         rule(*(part[None, start:stop] for part in (q, k, v, decay, beta)), use_qk_l2norm_in_kernel=True)[0][0]
         for start, stop in itertools.pairwise(bounds.tolist())
         if start < stop
     ]
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 def query_key_gradients(

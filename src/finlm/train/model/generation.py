@@ -318,10 +318,10 @@ def _attention(decoder: Any, forward: Callable[..., Any]) -> Iterator[None]:
         decoder.config._attn_implementation = former[0]
         for module in attention_modules(decoder):
             module.__dict__.pop("generation_bounds", None)
-        for layer, own in zip(decoder.layers, former[1], strict=True):
+        for layer, before in zip(decoder.layers, former[1], strict=True):
             del layer.forward
-            if own is not None:
-                layer.forward = own
+            if before is not None:
+                layer.forward = before
 
 
 def _is_static(config: Any) -> bool:

@@ -148,13 +148,13 @@ def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is
     """
     if not plan.compiled or plan.zero_stage != 1 or plan.gradient_accumulation_steps < 3:
         return
-    found: list[Any] = [one for one in layers.modules() if type(one) is torch.nn.Linear and one.bias is None]
-    for module in found:
+    linears: list[Any] = [layer for layer in layers.modules() if type(layer) is torch.nn.Linear and layer.bias is None]
+    for module in linears:
         module.__class__ = SummingLinear
 
     def choose(*_: Any) -> None:
         sums = torch.is_grad_enabled() and not is_last()
-        for module in found:
+        for module in linears:
             module.total = module.weight.grad if sums else None  # none yet in the first micro-step
 
     model.register_forward_pre_hook(choose)

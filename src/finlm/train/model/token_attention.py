@@ -105,8 +105,8 @@ def _attend(
     state = (tl.full([G], float("-inf"), tl.float32), tl.zeros([G], tl.float32), tl.zeros([G, D], tl.float32))
     source = tl.load(sources + row)
     state = _read(q, state, keys, values, source, head, begin, shared, size, room, kv_heads, scale, cap, D, B)
-    own = tl.maximum(begin, shared)
-    state = _read(q, state, keys, values, row, head, own, end, size, room, kv_heads, scale, cap, D, B)
+    after_prompt = tl.maximum(begin, shared)
+    state = _read(q, state, keys, values, row, head, after_prompt, end, size, room, kv_heads, scale, cap, D, B)
     if SPLITS == 1:
         tl.store(outputs + at, (state[2] / state[1][:, None]).to(outputs.dtype.element_ty), mask=inside)
     else:

@@ -119,7 +119,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         """Yield this rank's micro-batches of a step, on the device, and add their rows to the checksum."""
         # The mean over ranks is DeepSpeed's: times their number, it is a sum.
         scale = self.rank.plan.world_size / self.batches.supervised(step)
-        row_ids = self.batches.row_ids(step)[:, self.batches.own]
+        row_ids = self.batches.row_ids(step)[:, self.batches.of_this_rank]
         for ids, (inputs, labels, *bounds) in zip(row_ids, self.batches.read(step), strict=True):
             yield {
                 "input_ids": inputs,

@@ -220,8 +220,8 @@ class Checkpoints:
         if not common and any(steps for _, steps in every):
             raise disk.missing_error(self.run.path, dict(every))
         if at_most is not None:
-            own, due = self.run.checkpoints, self.keep.every_steps
-            common = {step for step in common if step <= at_most and (here[step].parent != own or is_due(step, due))}
+            folder, due = self.run.checkpoints, self.keep.every_steps
+            common = {step for step in common if step <= at_most and (here[step].parent != folder or is_due(step, due))}
         return {step: here[step] for step in common}
 
     def _prove(self, directory: Path) -> tuple[Manifest | None, str | Exception]:
