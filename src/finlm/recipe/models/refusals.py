@@ -39,7 +39,7 @@ def text_part(config: traits.Config) -> traits.Config:
         text["model_type"] = flat
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
         return config
-    name = _READS_AS.get(text["model_type"], text["model_type"])
+    name: str = _READS_AS.get(text["model_type"]) or text["model_type"]
     row = traits.records().get(name)
     sizes = {key: row.defaults[key] for key in traits.NEEDED if key in row.defaults} if row else {}
     part = sizes | {key: config[key] for key in _OF_THE_WHOLE if key in config} | text | {"model_type": name}
