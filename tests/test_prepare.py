@@ -30,7 +30,7 @@ from finlm.recipe.schema import Recipe
 from finlm.record.report import run_page
 from finlm.rows import packing
 from finlm.rows.shards import Rows, Shards
-from finlm.tokens import vocab
+from finlm.tokens import encoders, vocab
 from finlm.world import writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +88,8 @@ def located(wanted: Recipe) -> Path | None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    files_there = [path for path in directory.rglob("*") if path.is_file() and path.name != encoders.PROVEN]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files_there}
 
 
 def steps_in(cache: Path) -> set[str]:
@@ -210,7 +211,7 @@ from finlm.base import files
 from finlm import prepare
 from finlm.corpus import encode; from finlm.corpus import selection
 from finlm.corpus.read import parsing; from finlm.corpus.read import readers
-from finlm.tokens import vocab
+from finlm.tokens import encoders, vocab
 from finlm.world import writer
 from finlm.recipe import cluster, recipe
 

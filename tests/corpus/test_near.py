@@ -137,6 +137,14 @@ def test_a_rise_is_not_a_fall_of_the_same_size() -> None:
     assert near.covers(near.find_facts("收入1,000.50元和2元"), near.find_facts("收入1000.5元"))
 
 
+def test_a_figure_counts_where_it_stands() -> None:
+    """The 1 of January is none of a year's term, and 200 twice is not 1000 and 200."""
+    march, january = (near.find_facts(f"2020年{month}月21日1年期为3.95%，5年期为4.75%") for month in (3, 1))
+    assert not near.covers(march, january)
+    mixed, equal = (near.find_facts(f"开展{amount}亿元逆回购，今日有200亿元到期") for amount in (1000, 200))
+    assert not near.covers(mixed, equal)
+
+
 def test_what_is_dropped_does_not_depend_on_chunks_or_on_how_much_is_sorted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

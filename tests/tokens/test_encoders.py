@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import gigatoken
+import numpy as np
 import pytest
 import sentencepiece
 
@@ -111,6 +112,22 @@ def test_one_difference_sends_the_whole_step_to_sentencepiece_aloud(
     with pytest.raises(UserError, match="gigatoken does not give sentencepiece's ids"):
         make("gigatoken", "strict")
     encode._load_encoder.cache_clear()
+
+
+def test_a_tokenizer_is_tested_once_and_a_changed_one_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "tokenizer.model"
+    here.write_bytes(model.read_bytes())
+    batch = [text.encode() for text in texts(20)]
+    wanted = encoders.Gigatoken(here)(batch)[0]
+    assert encoders.prove(here) == ""
+    monkeypatch.setattr(encoders, "find_disagreement", lambda model: "tested again")
+    assert encoders.prove(here) == ""
+    monkeypatch.setattr(encoders, "_convert", lambda *_: pytest.fail("converted again"))
+    assert np.array_equal(encoders.Gigatoken(here)(batch)[0], wanted)
+    here.write_bytes(model.read_bytes() + b"\0")
+    assert encoders.prove(here) == "tested again"
 
 
 def test_long_documents_are_cut_without_a_trace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

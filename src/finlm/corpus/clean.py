@@ -294,33 +294,39 @@ def _keywords(path: str) -> frozenset[str]:
 _FEW = 2**16  # characters: below, each text is cleaned alone, without pyarrow
 
 Bools = npt.NDArray[np.bool_]
-Cleaned = tuple[str, str | None]  # (clean text, None), or ("", reason)
+Cleaned = tuple[bytes, int, str | None]  # (UTF-8 of the clean text, its characters, None), or (b"", 0, reason)
 
 
 def clean_texts(cleaner: Cleaner, texts: Sequence[str]) -> list[Cleaned]:
-    """Return cleaner(text) for each text, faster than a call for each; texts must be encodable as UTF-8."""
+    """Return cleaner(text) for each text as Cleaned, faster than a call for each; texts must be encodable as UTF-8."""
     if not texts or sum(map(len, texts)) < _FEW:
-        return [cleaner(text) for text in texts]
+        return [_encode(*cleaner(text)) for text in texts]
     block = _Block(texts)
     settings = cleaner.settings
-    spelled = list(texts)
+    spelled, encoded = list(texts), block.encoded
     changed = block.matches(f"{normalize.MAY_CHANGE}|[<&]" if settings.html else normalize.MAY_CHANGE)
     for number in np.flatnonzero(changed).tolist():
         spelled[number] = cleaner.spell(texts[number])
+        encoded[number] = spelled[number].encode()
+    cleaned: list[Cleaned] = [(data, len(text), None) for data, text in zip(encoded, spelled, strict=True)]
     if not cleaner.rules:
-        return [(text, None) for text in spelled]
+        return cleaned
     if changed.any():
-        for number in np.flatnonzero(changed).tolist():
-            block.encoded[number] = spelled[number].encode()
-        block = _Block(spelled, block.encoded)
-    cleaned: list[Cleaned] = [(text, None) for text in spelled]
+        block = _Block(spelled, encoded)
     rules: dict[int, set[str]] = {}
     for name, concerned in _find_concerned(block, cleaner):
         for number in np.flatnonzero(concerned).tolist():
             rules.setdefault(number, set()).add(name)
     for number, names in rules.items():
-        cleaned[number] = cleaner.finish(spelled[number], frozenset(names))
+        text, reason = cleaner.finish(spelled[number], frozenset(names))
+        if reason or text is not spelled[number]:
+            cleaned[number] = _encode(text, reason)
     return cleaned
+
+
+def _encode(text: str, reason: str | None) -> Cleaned:
+    """Return what a Cleaner returns as Cleaned."""
+    return text.encode(), len(text), reason
 
 
 class _Block:

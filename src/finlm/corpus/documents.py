@@ -384,14 +384,14 @@ def _parse(task: Task) -> Parsed:
     rows = _read_rows(task, result)
     texts, characters, sides = [], [], list[tuple[int, int]]()
     cleaned = clean.clean_texts(clean.load(task.rules), [row.text for _, _, row in rows])
-    for (part, line, row), (text, reason) in zip(rows, cleaned, strict=True):
+    for (part, line, row), (data, count, reason) in zip(rows, cleaned, strict=True):
         if reason is not None:
             result.dropped[reason] += 1
             if result.dropped[reason] <= _SAMPLES:
                 result.samples.append((part, line, reason, row.text[:_EXCERPT]))
             continue
-        texts.append(text.encode("utf-8"))
-        characters.append(len(text))
+        texts.append(data)
+        characters.append(count)
         for name in task.item.meta:
             result.values[name][row.meta[name]] += 1
         if task.item.sides:

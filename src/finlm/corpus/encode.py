@@ -416,7 +416,7 @@ def _choose_encoder(context: Context, model: Path) -> str:
         raise UserError(
             f"data.encoder {wanted} does not read {model.name}", fix=f"set data.encoder to auto or {library}"
         )
-    different = encoders.find_disagreement(model)
+    different = encoders.prove(model)
     if not different:
         return "gigatoken"
     _refuse_or_say(context, library, different)

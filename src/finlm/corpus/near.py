@@ -6,7 +6,8 @@ texts in a run, not with its square. Pairs with a high estimated similarity are 
 similarity of their 5-grams, which takes 3 microseconds for a pair of 460 characters.
 
 A document is dropped only for a kept document before it that is at least as similar as the threshold and has all of its
-figures, dates and names (find_facts). So announcements of the same form, and news that differ in a number, all stay.
+figures, dates and names (find_facts), the figures in the same order. So announcements of the same form, and news that
+differ in a number, all stay.
 Documents of the held-out world come before all others.
 
 Memory is bounded: keys lie on disk, a file per band, and are sorted a few million at a time; caches of n-grams and
@@ -20,7 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -141,22 +142,30 @@ def _drop_members(runs: tuple[Ids, Ids], like: Labels, is_open: npt.NDArray[np.b
 # with what they count (三季度, 第五次), words in Latin letters (COMEX), the names of companies and funds (what stands
 # before 有限公司, 银行, 基金 and the like) and of persons (after a title, or before 先生 and 女士). Other names, as a
 # share's short one without its code, are not known. Judging a pair by them costs 20 to 100 microseconds a text.
-Facts = frozenset[str]
+class Facts(NamedTuple):
+    """What a text says, for covers()."""
 
-FACTS_VERSION = 1
+    known: frozenset[str]
+    numbers: tuple[str, ...]  # in order: the 1 of 1月 is not the 1 of 1年期
 
-_NUMBER = re.compile(
-    r"(?:([涨升增盈高])|([跌降减亏低滑]))?[了幅超逾约近至到为达额损]{0,2}(?<![0-9])((?<![0-9A-Za-z])[-－−+＋])?"
-    r"([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)"
+
+FACTS_VERSION = 2
+
+_NUMBER = re.compile(r"(?<![0-9])[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+_BEFORE_NUMBER = re.compile(
+    r"(?:([涨升增盈高])|([跌降减亏低滑]))?[了幅超逾约近至到为达额损]{0,2}((?<![0-9A-Za-z])[-－−+＋])?\Z"
 )
+_BEFORE = 4  # characters of it at most
 _CHINESE_NUMBER = re.compile(
     "第?[〇零一二两三四五六七八九十百千万亿]+(?:年|月|日|季|期|届|次|号|条|章|节|批|轮|成|倍|个|家|名|位|亿|元|股|度|分之)"
 )
 _WORD = re.compile("[A-Z]{2,}|[A-Za-z]{4,}")
-_ORGANISATION = re.compile(
-    "([\u3400-\u9fffA-Za-z]{2,6})(?:股份有限公司|有限责任公司|有限公司|控股集团|集团|银行|证券|信托|保险|基金管理|"
+_KIND = (
+    "(?:股份有限公司|有限责任公司|有限公司|控股集团|集团|银行|证券|信托|保险|基金管理|"
     "(?:债券|混合|股票|指数|货币)[\u3400-\u9fff]{0,6}基金)"
 )
+_BEGINS_KIND = re.compile(f"(?={_KIND})")
+_ORGANISATION = re.compile(f"([\u3400-\u9fffA-Za-z]{{2,6}}){_KIND}")
 _SURNAMES = (
     "王李张刘陈杨黄赵吴周徐孙马朱胡郭何林罗高郑梁谢宋唐许韩邓冯曹彭曾肖田董潘袁蔡蒋余于杜叶程魏苏吕丁任卢姚沈钟姜崔谭陆"
     "范汪廖石金韦贾夏付方邹熊白孟秦邱侯江尹薛闫段雷龙黎史陶贺毛郝顾龚邵万覃武钱戴严莫孔向常汤褚卫尤施华戚喻柏章云葛奚"
@@ -170,26 +179,47 @@ _SIGNS = {"-": "-", "－": "-", "−": "-", "+": "+", "＋": "+"}
 
 
 def find_facts(text: str) -> Facts:
-    """Return the facts of a text as strings: numbers, signed if a direction stands before, Latin words and names."""
-    facts = set[str]()
-    for rose, fell, sign, number in _NUMBER.findall(text):
-        plain = number.replace(",", "")
+    """Return the facts of a text: numbers, signed as well if a direction stands before, Latin words and names."""
+    facts, numbers = set[str](), list[str]()
+    for number in _NUMBER.finditer(text):
+        plain = number[0].replace(",", "")
         plain = (plain.rstrip("0").rstrip(".") if "." in plain else plain).lstrip("0") or "0"
         facts.add(plain)
+        numbers.append(plain)
+        before = _BEFORE_NUMBER.search(text, max(0, number.start() - _BEFORE), number.start())
+        assert before is not None  # it may be empty
+        rose, fell, sign = before.groups()
         direction = "+" if rose else "-" if fell else _SIGNS.get(sign, "")
         if direction:
             facts.add(direction + plain)
     facts.update(_CHINESE_NUMBER.findall(text))
     facts.update(word.lower() for word in _WORD.findall(text))
-    facts.update(f"={name}" for name in _ORGANISATION.findall(text))
+    facts.update(f"={name}" for name in _organisations(text))
     facts.update(f"@{after or before}" for after, before in _PERSON.findall(text))
-    return frozenset(facts)
+    return Facts(frozenset(facts), tuple(numbers))
+
+
+def _organisations(text: str) -> Iterator[str]:
+    """Yield what _ORGANISATION.findall(text) returns, ten times as fast: it looks only where a kind of firm begins."""
+    done = 0
+    for kind in _BEGINS_KIND.finditer(text):
+        for start in range(max(done, kind.start() - 6), kind.start() - 1):
+            if match := _ORGANISATION.match(text, start):
+                yield match[1]
+                done = match.end()
+                break
 
 
 def covers(left: Facts, right: Facts) -> bool:
-    """Return whether left has all facts of right; a missing sign (+ or -) counts only if left has the opposite sign."""
-    missing = right - left
-    return all(fact[0] in "+-" and ("-+"[fact[0] == "-"] + fact[1:]) not in left for fact in missing)
+    """Return whether left has all facts of right, and right's numbers in their order, perhaps with others between them.
+
+    A missing sign (+ or -) counts only if left has the opposite sign.
+    """
+    for fact in right.known - left.known:
+        if fact[0] not in "+-" or ("-+"[fact[0] == "-"] + fact[1:]) in left.known:
+            return False
+    rest = iter(left.numbers)
+    return all(number in rest for number in right.numbers)
 
 
 # An estimate lies this far below the truth once in a million pairs of long documents; of short ones, whose empty bins

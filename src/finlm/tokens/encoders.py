@@ -16,12 +16,14 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from finlm.base import files
 from finlm.tokens import tokenizer_json, vocab
 
 Ids = npt.NDArray[np.int32]
@@ -180,6 +182,36 @@ def cuts(model: Path) -> Cuts:
     return LineCuts(model) if is_json(model) else Cuts(model)
 
 
+PROVEN = "gigatoken.json"  # beside a tokenizer: the settings with which gigatoken has passed prove()
+
+
+def prove(model: Path) -> str:
+    """Return find_disagreement() of a tokenizer of the cache; after a pass, keep gigatoken's settings beside it.
+
+    They spare the next runs the test, and every worker a second of conversion.
+    """
+    if _read_proven(model):
+        return ""
+    different = find_disagreement(model)
+    if not different:
+        files.write_json(model.with_name(PROVEN), {"of": _identify(model), "settings": _settings(model)})
+    return different
+
+
+def _read_proven(model: Path) -> str:
+    """Return the settings that prove() kept of this file and these versions of the encoders; "" without them."""
+    kept = model.with_name(PROVEN)
+    proven = files.read_json(kept) if kept.is_file() else {}
+    return str(proven["settings"]) if proven and proven["of"] == _identify(model) else ""
+
+
+def _identify(model: Path) -> list[str]:
+    """Return a tokenizer's sha256 and the versions of the encoders, whose agreement is tested."""
+    library = Tokenizers.name if is_json(model) else Sentencepiece.name
+    versions = [f"{name} {metadata.version(name)}" for name in ("gigatoken", library)]
+    return [files.sha256_file(model), *versions]
+
+
 class Gigatoken:
     """gigatoken's encoder, the fastest.
 
@@ -262,24 +294,23 @@ def _piece_traps(model: Path) -> Iterator[str]:
         yield "".join(pieces[first : first + 64])
 
 
-@lru_cache(1)  # half a second, for the test of the tokenizer and for the shards
-def _convert(model: bytes) -> str:
-    """Return gigatoken's settings for the bytes of a sentencepiece model, as JSON."""
-    from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
-
-    converted: str = sentencepiece_to_tokenizer_json(model)
-    return converted
-
-
 def _settings(model: Path) -> str:
     """Return gigatoken's settings as JSON, without control pieces. Raises ValueError for a model with unused pieces."""
+    return _read_proven(model) or _convert(model, model.read_bytes())
+
+
+@lru_cache(1)  # a second, for the test of the tokenizer and for the shards
+def _convert(model: Path, content: bytes) -> str:
+    """Return gigatoken's settings for a tokenizer's file, whose bytes are `content`. ValueError as _settings."""
     if is_json(model):
         return json.dumps(tokenizer_json.gigatoken_settings(model), ensure_ascii=False)
+    from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+
     processor = vocab.load(model)
     size = processor.vocab_size()
     if any(processor.is_unused(number) for number in range(size)):
         raise ValueError("it has unused pieces")
-    settings = json.loads(_convert(model.read_bytes()))
+    settings = json.loads(sentencepiece_to_tokenizer_json(content))
     is_text = [not (processor.is_control(n) or processor.is_unknown(n) or processor.is_byte(n)) for n in range(size)]
     textual = {processor.id_to_piece(number) for number in range(size) if is_text[number]}
     settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
