@@ -211,7 +211,7 @@ from finlm.base import files
 from finlm import prepare
 from finlm.corpus import encode; from finlm.corpus import selection
 from finlm.corpus.read import parsing; from finlm.corpus.read import readers
-from finlm.tokens import encoders, vocab
+from finlm.tokens import vocab
 from finlm.world import writer
 from finlm.recipe import cluster, recipe
 
