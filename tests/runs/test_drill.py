@@ -7,12 +7,14 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.cli import main
 from finlm.hosts import ssh
 from finlm.hosts.remote import fault
 from finlm.plan import planner
@@ -111,7 +113,7 @@ def plan_on(*names: str) -> str:
     return json.dumps(planner.make(wanted, hosts, shape.of(wanted, 4096)).to_json())
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_drill_that_is_interrupted_ends_its_training_and_shows_what_it_has_seen(
     how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -140,6 +142,66 @@ def test_a_drill_whose_run_saves_no_checkpoint_ends_in_its_time(
     drill.drill(drill.Drill(train, "toy", hosts, tmp_path, ["connection-cut"], 0.6, 0.2), drill.show)
     assert "0 faults" in capsys.readouterr().out
     assert [row["status"] for row in RunDir(tmp_path / "toy-1").read_events("end")] == ["interrupted"]
+
+
+def test_a_second_interruption_kills_the_training_and_the_table_is_shown_all_the_same(tmp_path: Path) -> None:
+    stubborn = TRAINS.replace("    sys.exit(143)", "    time.sleep(60)")
+    command = [sys.executable, "-u", "-c", DRILLS, stubborn, plan_on("localhost"), str(tmp_path / "runs")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stderr and "not done" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        events = tmp_path / "runs/toy-1/events.jsonl"
+        while "interrupted" not in events.read_text():  # the training has its SIGTERM
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        try:
+            said, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert "connection-cut (not done)" in said and "%, 0 faults" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "problem", "fix"),
+    [
+        (TRAINS.replace("1000", "2"), "the run ended before the drill did", "train.steps=N"),
+        ("import sys; sys.exit(1)", "the drill's run did not begin", "read its last words above"),
+    ],
+    ids=["short", "refused"],
+)
+def test_a_run_that_is_too_short_and_one_that_does_not_begin_are_told_apart(
+    program: str, problem: str, fix: str, tmp_path: Path
+) -> None:
+    train = [sys.executable, "-c", program, str(tmp_path), plan_on("localhost")]
+    hosts = Cluster((Host("localhost", 1),))
+    with pytest.raises(UserError, match=problem) as caught:
+        drill.drill(drill.Drill(train, "toy", hosts, tmp_path, ["rank-killed"], 60, 30), drill.show)
+    assert fix in caught.value.fix
+
+
+def test_a_drill_into_which_no_fault_fits_is_refused_before_it_trains(tmp_path: Path) -> None:
+    settings = drill.Drill(["false"], "toy", Cluster((Host("localhost", 1),)), tmp_path, ["rank-killed"], 60, 120)
+    with pytest.raises(UserError, match="no fault fits"):
+        drill.drill(settings, drill.show)
+
+
+def test_where_only_this_machine_is_left_the_next_fault_waits_for_no_copy(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "toy-1")
+    run.path.mkdir()
+    (run.path / "recipe.yaml").touch()
+    run.plan.write_text(plan_on("localhost"))
+    for kind in ("copied", "restart", "checkpoint"):
+        run.append_event(kind, step=1)
+        time.sleep(0.01)
+    settings = drill.Drill([], "toy", Cluster((Host("localhost", 1), Host("n1", 1))), tmp_path, [], 60, 30)
+    settings.before = set()
+    since = next(run.read_events("restart"))["time"]
+    with subprocess.Popen(["sleep", "60"]) as settings.process:
+        try:
+            assert drill._wait_for_checkpoint(settings, since, time.time() + 2)
+        finally:
+            settings.process.kill()
 
 
 def test_a_lost_host_gets_no_more_faults_and_one_that_does_not_answer_ends_no_drill(
@@ -199,6 +261,13 @@ def test_plan_prints_it() -> None:
     assert done.returncode == 0, done.stderr
     assert "failures a host and day: one in" in done.stdout + done.stderr
     assert 0.5 < json.loads(done.stdout.splitlines()[-1])["failures"]["share"] < 1
+
+
+@pytest.mark.parametrize("odd", ["0", "-1", "nan", "1e-320", "often"])
+def test_odd_failure_rates_are_mistakes_of_the_user(odd: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["plan", str(QUICKSTART), f"--failures={odd}"])
+    assert caught.value.code == 2 and repr(odd) in capsys.readouterr().err
 
 
 def test_ranks_may_fail_while_they_come_up_the_first_time_too() -> None:

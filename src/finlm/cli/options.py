@@ -86,7 +86,7 @@ def _add_recipes(add: _Add) -> None:
     option("--gpu-bandwidth", type=_number(above=0), metavar="N", help="its memory bandwidth in bytes/s, e.g. 1e12")
     option("--gpu-capability", type=_number(above=0), metavar="X.Y", help="its compute capability, e.g. 8.6")
     option("--price", type=_number(0), metavar="N", help="price of one GPU-hour, in your currency")
-    option("--failures", type=_number(above=0), metavar="N", help="simulate N failures per host and day")
+    option("--failures", type=_number(1e-9), metavar="N", help="simulate N failures per host and day")
     option(
         "--restart-seconds",
         type=_number(0),

@@ -142,4 +142,4 @@ class Copier:
         if self.has_ranks_here and not self.run.checkpoint(step).exists():
             why = "it was removed before its parts were here: raise checkpoint.every_steps or checkpoint.keep_last"
         detail = f"{why}; training goes on, it or the next one is tried again"
-        self.run.append_event("incident", step=step, what="checkpoint not copied", detail=detail)
+        self.run.record("incident", step=step, what="checkpoint not copied", detail=detail)

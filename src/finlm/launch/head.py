@@ -324,14 +324,14 @@ class Stop:
 
 
 @contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit(128 + number) on SIGTERM and SIGHUP in the block; restores the old handlers afterwards.
+def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
+    """On SIGTERM and SIGHUP in the block print `words` and raise SystemExit(128 + number); restores the old handlers.
 
     Without it they would end this process with no report and no launch.notify, as while it waits for a restart.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        screen.say(f"{signal.Signals(number).name}: {RESUMES}")
+        screen.say(f"{signal.Signals(number).name}: {words}")
         sys.exit(128 + number)
 
     with _handle((signal.SIGTERM, signal.SIGHUP), leave):

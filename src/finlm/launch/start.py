@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,7 +332,7 @@ def _wait_for_end_row(
 
 def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
     """Append the failure to events.jsonl as an incident, run launch.notify if set, and return the failure."""
-    f.run.append_event("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
+    f.run.record("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
     notify(f.limits.notify, "incident", f.run.path, failure.problem)
     return failure
 
@@ -372,21 +373,23 @@ def notify(command: str | None, event: str, run: Path, text: str) -> None:
 
 
 def _run_notify_command(command: str, event: str, run: Path, text: str) -> None:
-    """Run the shell command of launch.notify, at most 60 s; print when it fails."""
+    """Run the shell command of launch.notify, at most 60 s with all that it starts; print when it fails."""
     env = os.environ | {"FINLM_EVENT": event, "FINLM_RUN": str(run.absolute()), "FINLM_TEXT": text}
-    try:
-        done = subprocess.run(
-            ["/bin/sh", "-c", command],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=NOTIFY_SECONDS,
-            start_new_session=True,  # Ctrl-C is for the run
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        screen.say(f"launch.notify: {error}")
-        return
+    quiet, line = subprocess.DEVNULL, ["/bin/sh", "-c", command]
+    with tempfile.TemporaryFile() as errors:  # a pipe would wait for what the command leaves in the background
+        try:  # in a session of its own: Ctrl-C is for the run
+            done = subprocess.Popen(line, env=env, stdin=quiet, stdout=quiet, stderr=errors, start_new_session=True)
+        except OSError as error:
+            screen.say(f"launch.notify: {error}")
+            return
+        try:
+            done.wait(NOTIFY_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
+            screen.say(f"launch.notify did not end within {NOTIFY_SECONDS:g} s and was killed")
+            return
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()[-300:]
     if done.returncode:
-        screen.say(f"launch.notify ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+        screen.say(f"launch.notify ended with exit code {done.returncode}: {said}")

@@ -33,6 +33,7 @@ from finlm.base.runs import list_runs
 from finlm.base.units import format_duration
 from finlm.hosts import ssh
 from finlm.hosts.remote import fault as faults
+from finlm.launch import head
 from finlm.plan.plan import HOURS_BETWEEN_FAILURES_OF_A_GPU, Plan
 from finlm.recipe.cluster import Cluster, Host
 
@@ -97,19 +98,28 @@ def drill(d: Drill, show: Callable[[list[Injury], float], None]) -> None:
     the run ends early. Raises UserError when the run ends early, and KeyboardInterrupt or
     SystemExit when a signal interrupts it.
     """
+    if d.every >= d.seconds:
+        raise UserError(
+            "no fault fits into the drill",
+            evidence=f"the first comes after {d.every:g} s, and the drill ends after {d.seconds:g} s",
+            fix="raise --minutes or lower --every",
+        )
     d.before = {run.path for run in list_runs(d.runs, d.name)}
     injuries, began = list[Injury](), 0.0
-    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else the training goes on alone
-    with subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as d.process:
+    with (
+        head.exit_on_signals("the drill ends its training"),  # else that goes on alone
+        subprocess.Popen(d.train, stdin=subprocess.DEVNULL, start_new_session=True) as d.process,
+    ):
         try:
             began = _wait_for_step(d, 0.0)
             _cause_faults(d, began, injuries)
         finally:
             stopped = time.time()
-            _end_training(d.process)
-            signal.signal(signal.SIGTERM, former)
-            if began:
-                show(injuries, _measure(_find_run(d), injuries, began, stopped))
+            try:
+                _end_training(d.process)
+            finally:
+                if began:
+                    show(injuries, _measure(_find_run(d), injuries, began, stopped))
 
 
 def _cause_faults(d: Drill, began: float, injuries: list[Injury]) -> None:
@@ -157,13 +167,14 @@ def _find_run(d: Drill) -> RunDir:
     return runs[0]
 
 
-def _check_alive(process: subprocess.Popen[bytes]) -> None:
-    """Raise UserError when the training process has ended."""
+def _check_alive(process: subprocess.Popen[bytes], has_begun: bool = True) -> None:
+    """Raise UserError when the training process has ended; `has_begun` says whether it finished a step."""
     if process.poll() is not None:
+        is_short, read = process.returncode == 0, "read its last words above"
         raise UserError(
-            "the run ended before the drill did",
+            "the run ended before the drill did" if has_begun or is_short else "the drill's run did not begin",
             evidence=f"`finlm train` ended with exit code {process.returncode}",
-            fix="read its last words above; a drill needs a recipe with more steps than fit into its time",
+            fix="train more steps than fit into --minutes: --set train.steps=N" if is_short else read,
         )
 
 
@@ -174,7 +185,7 @@ def _wait_for_step(d: Drill, since: float) -> float:
     With since=0 any step counts. Raises UserError when the training ends before.
     """
     while True:
-        _check_alive(d.process)
+        _check_alive(d.process, has_begun=bool(since))
         try:
             rows = list(_find_run(d).read_events())
         except UserError:
@@ -193,9 +204,11 @@ def _wait_for_checkpoint(d: Drill, since: float, end: float) -> bool:
     Both are unix seconds. It is a checkpoint in memory, or on disk; if the run copies checkpoints to this machine, only
     a copied one. Raises UserError when the training ends before.
     """
+    hosts = _list_hosts(_find_run(d), d.hosts)
+    is_copied = not all(ssh.is_this_machine(host.destination) for host in hosts)  # if the recipe says so
     while time.time() < end:
         rows = list(_find_run(d).read_events())
-        on_disk = "copied" if any(row["kind"] == "copied" for row in rows) else "checkpoint"
+        on_disk = "copied" if is_copied and any(row["kind"] == "copied" for row in rows) else "checkpoint"
         if any(row["time"] > since and row["kind"] in ("in_memory", on_disk) for row in rows):
             return True
         _check_alive(d.process)
