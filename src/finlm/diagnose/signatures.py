@@ -144,7 +144,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
                 last=rule.get("last"),
                 lasting=rule.get("lasting", False),
                 source=rule.get("source", False),
-                library={True: "any"}.get(rule.get("library"), rule.get("library", "")),
+                library="any" if rule.get("library") is True else rule.get("library", ""),
                 says=tuple(rule.get("says", {}).items()),
             )
         )

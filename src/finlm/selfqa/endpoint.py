@@ -19,7 +19,7 @@ import tomllib
 import unicodedata
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -294,7 +294,7 @@ def ask_in_parallel(
     workers: int,
     may_start: Callable[[], bool],
     stop: Callable[[], object],
-) -> Iterator[list[Result]]:
+) -> Generator[list[Result], None, None]:
     """Yield the results of ask(task) as they end, `workers` tasks at a time; close it when leaving it early.
 
     No task is started while may_start() is false; ends when none is left or under way. The error of a task is raised
