@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ _NAMES = {  # of config.json
 PREFERENCE = ("dpo", "reward", "grpo")  # stages with a section of their own name
 _HELD = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size", "tie_embeddings")  # by a start that is trained on
 _NEEDED = ("hidden_size", "layers", "heads", "ffn_size")
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 Keys = MutableMapping[str, Any]  # of a section of a recipe, as they are written
 Load = Callable[[str], Any]  # recipe.recipe.load, which calls this module
@@ -294,7 +291,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
         model = recipe.model.model_dump(include={*SHAPE, "init_std", "config"})
         return Parent(model, recipe.tokenizer.model_dump(mode="json"), recipe.stage == "reward")
     directory = Path(init_from)
-    find = config_path if is_needed else cached_config_path
+    find = refusals.config_path if is_needed else refusals.cached_config_path
     config = find(init_from, revision)
     if config is None:
         return None
@@ -304,7 +301,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
     """Return {key of SHAPE: value} of a model directory or Hub model. UserError as from config_path and _of_config."""
-    model = _of_config(config_path(init_from, revision), init_from, "").model
+    model = _of_config(refusals.config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
 
@@ -368,76 +365,3 @@ def context_tokens(directory: Path) -> int:
 def is_reward_model(config: traits.Config) -> bool:
     """Return whether a config.json is a reward model's, a sequence classifier."""
     return any("SequenceClassification" in name for name in config.get("architectures") or ())
-
-
-def cached_config_path(init_from: str, revision: str | None) -> Path | None:
-    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it."""
-    path = Path(init_from) / "config.json"
-    if path.is_file() or revision is None:
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache  # a quarter of a second that only Hub ids need
-
-    cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def config_path(init_from: str, revision: str | None) -> Path:
-    """Return the path of config.json of a model directory or Hub model, fetched if need be. UserError if that fails."""
-    path = Path(init_from) / "config.json"
-    if path.is_file():
-        return path
-    if revision is None:
-        raise UserError(
-            f"model.init_from: there is no model in {init_from}",
-            evidence=f"no {path}",
-            fix="give a directory with config.json, runs/RUN, a recipe (*.yaml), or a Hub model with model.revision",
-        )
-    # A commit never changes: what was fetched of it needs no network, and no look at whether there is one.
-    with suppress(ValueError):  # the id is none; told below
-        if _COMMIT.fullmatch(revision) and (cached := cached_config_path(init_from, revision)) is not None:
-            return cached
-    from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
-
-    problem = f"model.init_from: cannot fetch config.json of {init_from}"
-    with hub_errors(problem, "check id and revision, or write the model's shape into the recipe"):
-        return Path(hf_hub_download(init_from, "config.json", revision=revision))
-
-
-@contextmanager
-def hub_errors(problem: str, fix: str) -> Iterator[None]:
-    """Turn errors of the block's access to the Hub into UserError(problem, fix=fix). Imports huggingface_hub (0.25 s).
-
-    If the Hub's host name cannot be resolved, only its cache is read: the client would retry for half a minute.
-    """
-    from urllib.request import getproxies
-
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    # Errors of the connection, such as a proxy that refuses it, are those of its HTTP library: httpx, since 2.0 httpx2.
-    of_connection: type[Exception] = HfHubHTTPError.__mro__[1]
-    was_offline, reason = constants.HF_HUB_OFFLINE, ""
-    if not was_offline and not getproxies():
-        reason = _unknown_host(constants.ENDPOINT)
-    constants.HF_HUB_OFFLINE = was_offline or bool(reason)
-    try:
-        yield
-    except (OSError, ValueError, of_connection) as error:  # ValueError: the id is none
-        is_cache = isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled))
-        said = reason if reason and is_cache else " ".join(str(error).split())[:300]
-        raise UserError(problem, evidence=said, fix=fix) from None
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
-
-
-def _unknown_host(url: str) -> str:
-    """Return why the host of a URL cannot be resolved here, or "" when it can."""
-    import socket
-    from urllib.parse import urlsplit
-
-    host = urlsplit(url).hostname or ""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        return f"{host}: {error.strerror or error}; is there a network?"
-    return ""

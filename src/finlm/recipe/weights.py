@@ -27,11 +27,6 @@ TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what tran
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# What tensors of a text decoder are called in a model of more than text, and alone.
-TEXT_NAMES = {
-    **{"^language_model.lm_head": "lm_head", "^language_model.model": "model"},
-    **dict.fromkeys(("^model.language_model", "^model.text_model"), "model"),
-}
 FORMER = (  # parts of tensors' names in files, and what transformers' classes call them
     *((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics.")),
     *((".mlp.router.gate.", ".mlp.gate."), (".mlp.shared_mlp.", ".mlp.shared_experts.")),
@@ -154,7 +149,8 @@ def check_weights(recipe: Recipe) -> None:
 def text_alone(model: Model) -> Iterator[str]:
     """Yield a sentence if the start of a recipe's model reads more than text, of which its text decoder is trained."""
     named = model.init_from
-    if named is None or parents.is_recipe(named) or (path := parents.cached_config_path(named, model.revision)) is None:
+    path = None if named is None or parents.is_recipe(named) else refusals.cached_config_path(named, model.revision)
+    if path is None:
         return
     whole, text = files.read_json(path), refusals.read_config(path)
     if whole.get("model_type") != text.get("model_type"):
@@ -187,7 +183,7 @@ def check_layers(recipe: Recipe) -> None:
     if model.init_from is None or parents.is_recipe(model.init_from):
         return
     try:
-        path = parents.config_path(model.init_from, model.revision)
+        path = refusals.config_path(model.init_from, model.revision)
     except UserError:  # not there, or no network here
         return
     refusals.refuse_model(
@@ -299,7 +295,7 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
 def _text_tensors(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return the text decoder's tensors by the names that they have alone; all as they are in a model of text."""
     named = {name: name for name in shapes}
-    for old, new in TEXT_NAMES.items():
+    for old, new in refusals.TEXT_NAMES.items():
         named = {name: re.sub(old, new, text) for name, text in named.items()}
     if all(name == text for name, text in named.items()):
         return dict(shapes)

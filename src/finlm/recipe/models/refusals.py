@@ -1,10 +1,12 @@
-"""Find what finlm does not train in a model's config.json, and say it in sentences; without torch."""
+"""Find the config.json of a model, and say in sentences what of it finlm does not train; without torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finlm.base import files
@@ -26,6 +28,11 @@ def check_admitted(config: traits.Config) -> None:
 _OF_THE_WHOLE = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
 # Text decoders that compute what another type does as long as no token is a picture's: their RoPE has three positions.
 _READS_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# What tensors of a text decoder are called in a model of more than text, and alone.
+TEXT_NAMES = {
+    **{"^language_model.lm_head": "lm_head", "^language_model.model": "model"},
+    **dict.fromkeys(("^model.language_model", "^model.text_model"), "model"),
+}
 
 
 def text_part(config: traits.Config) -> traits.Config:
@@ -51,6 +58,82 @@ def text_part(config: traits.Config) -> traits.Config:
                 of: "default" if value == "mrope" else value for of, value in part[key].items() if "mrope" not in of
             }
     return part
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def cached_config_path(init_from: str, revision: str | None) -> Path | None:
+    """Return the path of config.json of a model directory or of a Hub model fetched before; None without it."""
+    path = Path(init_from) / "config.json"
+    if path.is_file() or revision is None:
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache  # a quarter of a second that only Hub ids need
+
+    cached = try_to_load_from_cache(init_from, "config.json", revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def config_path(init_from: str, revision: str | None) -> Path:
+    """Return the path of config.json of a model directory or Hub model, fetched if need be. UserError if that fails."""
+    path = Path(init_from) / "config.json"
+    if path.is_file():
+        return path
+    if revision is None:
+        raise UserError(
+            f"model.init_from: there is no model in {init_from}",
+            evidence=f"no {path}",
+            fix="give a directory with config.json, runs/RUN, a recipe (*.yaml), or a Hub model with model.revision",
+        )
+    # A commit never changes: what was fetched of it needs no network, and no look at whether there is one.
+    with suppress(ValueError):  # the id is none; told below
+        if _COMMIT.fullmatch(revision) and (cached := cached_config_path(init_from, revision)) is not None:
+            return cached
+    from huggingface_hub import hf_hub_download  # a quarter of a second that only Hub ids need
+
+    problem = f"model.init_from: cannot fetch config.json of {init_from}"
+    with hub_errors(problem, "check id and revision, or write the model's shape into the recipe"):
+        return Path(hf_hub_download(init_from, "config.json", revision=revision))
+
+
+@contextmanager
+def hub_errors(problem: str, fix: str) -> Iterator[None]:
+    """Turn errors of the block's access to the Hub into UserError(problem, fix=fix). Imports huggingface_hub (0.25 s).
+
+    If the Hub's host name cannot be resolved, only its cache is read: the client would retry for half a minute.
+    """
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    # Errors of the connection, such as a proxy that refuses it, are those of its HTTP library: httpx, since 2.0 httpx2.
+    of_connection: type[Exception] = HfHubHTTPError.__mro__[1]
+    was_offline, reason = constants.HF_HUB_OFFLINE, ""
+    if not was_offline and not getproxies():
+        reason = _unknown_host(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = was_offline or bool(reason)
+    try:
+        yield
+    except (OSError, ValueError, of_connection) as error:  # ValueError: the id is none
+        is_cache = isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled))
+        said = reason if reason and is_cache else " ".join(str(error).split())[:300]
+        raise UserError(problem, evidence=said, fix=fix) from None
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def _unknown_host(url: str) -> str:
+    """Return why the host of a URL cannot be resolved here, or "" when it can."""
+    import socket
+    from urllib.parse import urlsplit
+
+    host = urlsplit(url).hostname or ""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"{host}: {error.strerror or error}; is there a network?"
+    return ""
 
 
 def read_config(path: Path) -> traits.Config:

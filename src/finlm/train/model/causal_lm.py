@@ -29,7 +29,6 @@ from transformers.integrations import HfDeepSpeedConfig
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan.plan import Plan
-from finlm.recipe import parents, weights
 from finlm.recipe.models import refusals, traits
 from finlm.recipe.schema import Recipe, config_of
 from finlm.train import batches
@@ -70,7 +69,7 @@ def context_length(recipe: Recipe, plan: Plan) -> int:
     if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
         return rows
     try:
-        saved = refusals.read_config(parents.config_path(recipe.model.init_from, recipe.model.revision))
+        saved = refusals.read_config(refusals.config_path(recipe.model.init_from, recipe.model.revision))
     except UserError:  # gone since the weights were loaded
         return rows
     return max(rows, int(saved.get("max_position_embeddings", rows)))
@@ -94,7 +93,7 @@ def start_config(source: str | Path, revision: str | None = None) -> PreTrainedC
 
     Raises UserError when there is none, and what the configuration's class raises.
     """
-    config: PreTrainedConfig = AutoConfig.for_model(**refusals.read_config(parents.config_path(str(source), revision)))
+    config: PreTrainedConfig = AutoConfig.for_model(**refusals.read_config(refusals.config_path(str(source), revision)))
     return config
 
 
@@ -241,7 +240,7 @@ def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConf
         lines.append(f"RoPE: {kinds[0]}, base {base:,.0f} there; {kinds[1]}, base {former:,.0f} in the recipe")
     if not lines and recipe.model.config is not None:  # which was read from the same place before the run
         named = recipe.model.config
-        read = refusals.read_config(parents.config_path(str(recipe.model.init_from), recipe.model.revision))
+        read = refusals.read_config(refusals.config_path(str(recipe.model.init_from), recipe.model.revision))
         lines = [
             f"{key}: {read.get(key)} there, {named[key]} in the recipe" for key in named if named[key] != read.get(key)
         ]
@@ -304,7 +303,7 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
-        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "key_mapping": weights.TEXT_NAMES}
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "key_mapping": refusals.TEXT_NAMES}
         model, report = kind.from_pretrained(source, **how, **given)
     except (OSError, SafetensorError) as error:
         raise UserError(
