@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
+from finlm.recipe.schema import Checkpoint
 from finlm.train.zero import storage
+from finlm.train.zero.checkpoint import Checkpoints
 
 from helpers import QUICKSTART
 from ranks import Ranks
@@ -388,6 +391,19 @@ def test_a_checkpoint_whose_removal_was_killed_goes_at_the_next_start(
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)  # as far as a kill let it come
     checkpoints.remove(directory)
     assert [path.name for path in tmp_path.iterdir()] == [".step-3.removed"], "what Checkpoints._clean removes"
+
+
+def test_a_checkpoint_is_not_removed_for_later_ones_of_an_attempt_that_lost_its_other_hosts(tmp_path: Path) -> None:
+    part = checkpoints.Part(1, "0" * 64, 0)
+    for step in (50, 60, 64, 70, 80):  # 70 and 80 have no part of a host that came back with an empty disk
+        directory = tmp_path / f"checkpoints/step-{step}"
+        directory.mkdir(parents=True)
+        files.write_json(directory / "manifest.json", Manifest(step, 1, 1, "none", {"a": part}, "").to_json())
+    with ThreadPoolExecutor(1) as pool:
+        saver = object.__new__(Checkpoints)
+        saver.run, saver.keep, saver.rolls_back, saver.pool = RunDir(tmp_path), Checkpoint(keep_last=2), False, pool
+        saver._remove_superseded(64)
+    assert [step for step, _ in saver.run.complete_checkpoints()] == [60, 64, 70, 80]
 
 
 def test_an_enum_is_stored_as_its_value() -> None:

@@ -413,8 +413,8 @@ class Checkpoints:
 
     def _remove_superseded(self, saved: int) -> None:
         """Start to remove checkpoints that keep_last and the like leave out, and unscheduled ones except `saved`."""
-        extra = self._unscheduled_steps()
-        steps = [step for step in self._steps_on_disk() if step not in extra]
+        extra = self._unscheduled_steps()  # later steps do not count: the run went back from there to a whole one
+        steps = [step for step in self._steps_on_disk() if step <= saved and step not in extra]
         superseded = disk.steps_to_remove(steps, self.keep.keep_last, self.keep.keep_every_steps)
         if self.keep.copies:  # the one whose other parts are here already stays until a newer one has them
             newest_whole = max(disk.whole_checkpoints(self.run.complete_checkpoints()), default=0)
