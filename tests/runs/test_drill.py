@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="no fault is called earthquake") as caught:
         drill.check_kinds("rank-killed,earthquake")
     assert "connection-cut" in caught.value.fix
-    assert drill.check_kinds("") == list(fault.FAULTS)
+    assert {*drill.check_kinds("")} == {*fault.FAULTS} - {"disk-filled"}
+    assert drill.check_kinds("disk-filled") == ["disk-filled"]
 
 
 @pytest.mark.parametrize("kind", ["rank-killed", "agent-killed"])
@@ -63,6 +65,22 @@ def test_only_processes_of_the_run_are_killed(kind: str, tmp_path: Path) -> None
     finally:
         mine.kill()
         other.kill()
+
+
+def test_a_disk_is_full_for_a_while_and_has_its_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        before, during = shutil.disk_usage(tmp_path).free, list[int]()
+        monkeypatch.setattr(fault.time, "sleep", lambda _: during.append(shutil.disk_usage(tmp_path).free))
+        assert fault.FAULTS["disk-filled"](tmp_path) == "8 MiB filled for 20 s"
+        assert during == [0] and shutil.disk_usage(tmp_path).free == before and not list(tmp_path.iterdir())
+        monkeypatch.setattr(fault, "MOST_FILLED", 2**20)
+        with pytest.raises(LookupError, match="more than the drill fills"):
+            fault.FAULTS["disk-filled"](tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_byte_of_the_newest_checkpoint_is_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def _add_drill(add: _Add) -> None:
     option(
         "--every", type=_number(above=0), default=120.0, metavar="SECONDS", help="between faults (default: %(default)g)"
     )
-    option("--faults", default="", metavar="a,b", help="faults to inject, in this order (default: all)")
+    option("--faults", default="", metavar="a,b", help="faults to inject, in this order (default: all but disk-filled)")
     option("--seed", type=int, default=0, help="0: faults in order; else at random with this seed (default: 0)")
     option("--json", action="store_true", help="print the result as JSON on stdout")
 

@@ -84,8 +84,9 @@ class Drill:
 
 
 def check_kinds(text: str) -> list[str]:
-    """Return the fault names of a comma-separated list, all for an empty one. Raises UserError if unknown."""
-    kinds = [kind.strip() for kind in text.split(",") if kind.strip()] or list(faults.FAULTS)
+    """Return the fault names of a comma-separated list, those not on request for an empty one. UserError if unknown."""
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
+    kinds = kinds or [kind for kind in faults.FAULTS if kind not in faults.ON_REQUEST]
     if unknown := [kind for kind in kinds if kind not in faults.FAULTS]:
         raise UserError(f"no fault is called {unknown[0]}", fix=f"--faults takes {', '.join(faults.FAULTS)}")
     return kinds

@@ -1,21 +1,25 @@
 """Break something of a run on this host: `python3 - RUN FAULT < fault.py`, sent by `finlm drill`.
 
 Same rules as probe.py: Python 3.8, standard library only. Only processes of this user whose command line or environment
-names the run directory are touched, and only files below it. Prints one JSON document: what was done, or why not.
+names the run directory are touched, and only files below it. `disk-filled` also takes room that others may need. Prints
+one JSON document: what was done, or why not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Callable  # noqa: UP035 - Python 3.8
 
-SLOW_SECONDS = 20.0
+SLOW_SECONDS = FULL_SECONDS = 20.0
+MOST_FILLED = 64 * 2**30  # bytes; some file systems write what is asked for
 MARK = "finlm-fault:"
 RANK, LAUNCHER, AGENT = "finlm.train", "finlm.launch.node", "finlm.launch.agent"
 
@@ -120,6 +124,33 @@ def slow_rank_down(run: Path) -> str:
     return f"rank process {pids[0]} stopped half of {SLOW_SECONDS:g} s"
 
 
+def fill_disk(run: Path) -> str:
+    """Fill the disk of the run for 20 s, and return a text that says so. The file is removed unless SIGKILL ends this.
+
+    Raises LookupError when more than 64 GiB are free.
+    """
+    free = shutil.disk_usage(str(run)).free
+    if free > MOST_FILLED:
+        raise LookupError(f"{free / 2**30:.0f} GiB are free at {run}, more than the drill fills")
+    filler, filled, size = run / ".drill-fills-the-disk", 0, free
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        with filler.open("wb") as file:
+            while size >= 4096:
+                try:
+                    os.posix_fallocate(file.fileno(), filled, size)
+                    filled += size
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    size //= 2
+            time.sleep(FULL_SECONDS)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            filler.unlink()
+    return f"{filled / 2**20:,.0f} MiB filled for {FULL_SECONDS:g} s"
+
+
 FAULTS: dict[str, Callable[[Path], str]] = {
     "rank-killed": lambda run: send_signal(run, RANK, signal.SIGKILL),
     "rank-stopped": lambda run: send_signal(run, RANK, signal.SIGSTOP),
@@ -129,7 +160,9 @@ FAULTS: dict[str, Callable[[Path], str]] = {
     "connection-cut": cut_connection,
     "checkpoint-damaged": damage_checkpoint,
     "all-killed": kill_all,
+    "disk-filled": fill_disk,
 }
+ON_REQUEST = {"disk-filled"}  # which others who write to that disk would notice
 
 
 if __name__ == "__main__":
