@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from finlm import pipeline
+from finlm.base.rundir import RunDir
 from finlm.plan import out_of_memory, planner
 from finlm.plan.gpus import PlanError
 from finlm.plan.out_of_memory import Taken, explain_failure, next_plan
@@ -122,7 +123,7 @@ def test_a_run_that_waits_for_its_checkpoints_waits_under_its_next_plan_too() ->
     better = next_plan(wanted, plenty, plan, full(plan))
     assert better is not None and not better.asynchronous_checkpoints
     training = pipeline.Training(recipe.Loaded(wanted, {}, ""), hosts, Path("runs"))
-    training.plan = plan
+    training.plan, training.run, training.shards = plan, RunDir(Path("runs/llama")), None  # type: ignore[assignment]
     assert not training.with_hosts(plenty).recipe.checkpoint.asynchronous
     again = planner.plan_again(wanted, hosts, shape.of(wanted), plan.steps)
     assert again is not None and not again.asynchronous_checkpoints
