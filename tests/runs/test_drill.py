@@ -118,6 +118,7 @@ from finlm.recipe.cluster import Cluster, Host
 from finlm.runs import drill
 drill.POLL_SECONDS = 0.05
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and under nohup this
 runs, hosts = Path(sys.argv[3]), Cluster((Host("localhost", 1),))
 train = [sys.executable, "-c", sys.argv[1], str(runs), sys.argv[2]]
 drill.drill(drill.Drill(train, "toy", hosts, runs, ["connection-cut"], 600, 0.3), drill.show)
