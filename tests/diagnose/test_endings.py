@@ -246,6 +246,29 @@ def test_a_model_is_asked_only_about_an_unknown_or_guessed_cause_and_its_answer_
     assert finlm("diagnose", log, "--ask", "host:80").returncode == 2
 
 
+class _Breaks(_Model):
+    """An endpoint whose answers end before the length that they announce."""
+
+    def _answer(self, value: object) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{")
+
+
+def test_an_answer_that_breaks_off_is_told(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Breaks)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    log = tmp_path / "x.log"
+    log.write_text(TRACEBACK + "KeyError: 'phase'\n")
+    try:
+        result = finlm("diagnose", log, "--ask", f"http://127.0.0.1:{server.server_port}/v1")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.returncode == 1 and "gave no answer" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_log_cut_inside_a_traceback_is_a_dead_run(findings: Of) -> None:
     (found,) = findings("loading\n" + TRACEBACK)
     assert (found.cause, found.line) == ("unknown", 2) and "train.py" in found.evidence

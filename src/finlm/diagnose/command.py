@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,7 +145,7 @@ def _ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer | None:
     """Return the endpoint's answer; None, with a warning on stderr, if it gives none."""
     try:
         return ask(endpoint, logs, lang)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         print(f"warning: {endpoint} gave no answer: {error}", file=sys.stderr)
         return None
 
@@ -363,9 +364,10 @@ def ask(endpoint: str, logs: Sequence[Log], lang: str) -> Answer:
 
 
 def _call(url: str, body: dict[str, object] | None) -> dict[str, list[dict[str, dict[str, str]]]]:
-    """Return the JSON object that the URL answers to a GET, or to a POST of `body` if it is not None, within 60 s.
+    """GET the URL, or POST `body` to it unless empty; return the JSON object of the answer.
 
-    Sends OPENAI_API_KEY if it is set. Raises OSError or ValueError.
+    Sends OPENAI_API_KEY if it is set. Each wait for the server ends after 60 s. Raises OSError, HTTPException or
+    ValueError.
     """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):

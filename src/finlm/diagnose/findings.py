@@ -333,7 +333,7 @@ def _finding(candidate: _Candidate, candidates: Sequence[_Candidate], program: P
 
 
 def _evidence(candidate: _Candidate, others: Sequence[_Candidate]) -> list[str]:
-    """Return a hit's line, its frame and the rest of its message; for an unknown cause other lines too; at most 6."""
+    """Return up to 6 different lines: the hit's, its frame, at most 4 more of its message, then those of `others`."""
     raised, hit = candidate.raised, candidate.hit
     evidence = [hit.text.strip()[:400]]
     lines = [raised.frame if raised else frame_before(hit)]

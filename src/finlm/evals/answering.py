@@ -86,9 +86,10 @@ def _format_solved(style: Style, example: Question) -> str:
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return prompts as FinanceIQ's code makes them, of at most 2,048 tokens; the longest examples are dropped first.
+    """Return one prompt per question as FinanceIQ's code makes it, of at most 2,048 tokens where the question allows.
 
-    A question that is too long even without examples loses the header, as in that code, and then its beginning.
+    To fit, drops the longest examples first, all of equal length together. A longer question loses all examples and the
+    header; it loses its beginning only where the model's context has no room for it and its answer.
     """
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = min(PUBLISHED_TOKENS, opened.context - style.max_tokens)

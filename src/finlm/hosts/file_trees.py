@@ -116,7 +116,10 @@ def _hash_tree(path: Path, names: list[str], *, follow_links: bool) -> SyncTree:
 
 
 def _list_by_git(root: Path) -> list[str]:
-    """Return the names of a checkout's files, less those that git ignores. Raises UserError when git fails."""
+    """Return the names below root that git tracks or does not ignore. Raises UserError when git fails or is missing.
+
+    They include tracked files deleted here, and nested repositories as directories.
+    """
     command = ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout

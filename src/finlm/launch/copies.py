@@ -32,10 +32,11 @@ NICE = 10
 
 @contextlib.contextmanager
 def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[None]:
-    """Copy in a thread the checkpoints that are saved while the block runs; at its end, stop a copy that is under way.
+    """Copy the other hosts' parts of new checkpoints to this machine, in a thread, while the block runs.
 
-    If the run was interrupted, the last checkpoint is copied too, within launch.grace_seconds. Does nothing without
-    checkpoint.copies, or when all ranks are on this machine. Prints when that takes longer.
+    The checkpoint that the ranks start from counts as new. A failed copy becomes an incident and is tried again. The
+    end of the block kills a running copy; after an interruption it first gets launch.grace_seconds, and a line is
+    printed if it takes longer. Does nothing without checkpoint.copies or with all ranks here.
     """
     if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
         yield

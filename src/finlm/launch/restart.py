@@ -233,9 +233,9 @@ def count_in_a_row(failures: Sequence[Failure]) -> int:
 def reason_to_end(failures: Sequence[Failure], limits: Launch, hosts: int, cause: str = "") -> str:
     """Return the sentence that says why the run is not restarted after failures[-1]; "" if it is restarted.
 
-    A run ends when its first failure precedes any finished step, `cause` (RunFailed.cause) is not in PASSING, a step
-    has failed before, a host has failed limits.host_failures times (if `hosts`, the number of hosts, is over 1), or
-    more than limits.restarts failures came in a row.
+    The run ends in any of these cases. The first failure came before any finished step. `cause` is known and not in
+    PASSING. An earlier failure was at the same step. There are several `hosts` (their number), and failures[-1].host
+    failed limits.host_failures times. More than limits.restarts failures in a row had the same newest checkpoint.
     """
     last, former = failures[-1], failures[:-1]
     if not last.has_stepped and not former:
