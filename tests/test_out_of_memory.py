@@ -124,9 +124,9 @@ def test_shards_that_are_cut_anew_are_brought_to_hosts_that_have_their_own_only(
     )
     monkeypatch.setattr(restart.checkpoint_parts, "gather_checkpoint", lambda run, *_: run.checkpoint(10))
     plan, smaller = Plan.read(run.plan), Plan.read(other.plan)
-    restart._bring_checkpoint(run, plan, plan, hosts, accept_new=False)
+    restart._bring_checkpoint(run, plan, plan, hosts, accept_new_keys=False)
     assert not (run.path / "continued").exists(), "each host can go on with what it has"
-    restart._bring_checkpoint(run, plan, smaller, hosts, accept_new=False)
+    restart._bring_checkpoint(run, plan, smaller, hosts, accept_new_keys=False)
     restart._replace_plan(run, plan, smaller, recipe.load(run.recipe).recipe, 12)
     left = {name: part for name, part in own.files.items() if part.rank == 0}
     for name in own.files.keys() - left.keys():

@@ -17,8 +17,8 @@ DONE, TO_DO, NOT_NEEDED = "done", "to do", "-"
 def print_steps(t: pipeline.Training) -> None:
     """Print each step of `finlm train` with its state: done, to do, or - if not needed; start and write nothing.
 
-    Sets fields of `t` as _look_before_launch does. Raises UserError when a tracker's package or a source is missing, or
-    nothing fits.
+    Sets t.loaded, t.shards, t.plan, t.ds_config and t.resumed as far as they are known. Raises UserError when a
+    tracker's package or a source is missing, or nothing fits.
     """
     trackers.check_installed(t.recipe.record.tracking)
     known = _look_before_launch(t)
@@ -38,7 +38,7 @@ def _look_before_launch(t: pipeline.Training) -> Known:
 
     Sets t.loaded (model.init_from, grpo.reward, warm-up), t.shards, t.plan, t.ds_config and t.resumed where they are
     known. Raises UserError when a source matches no file, prepared data or a model cannot be used, or nothing fits.
-    Prints the reward model that judges, and a shortened warm-up.
+    Prints the start model, the reward model and a shortened warm-up.
     """
     known: Known = {}
     init_from = t.recipe.model.init_from
@@ -47,14 +47,14 @@ def _look_before_launch(t: pipeline.Training) -> Known:
         export, _ = lineage.find_export(t.read(str(init_from)).recipe, t.runs, t.read)
         known["parent"] = TO_DO, f"train {init_from} first: {t.runs} holds no finished run of it as it is written"
         if export is not None:
-            pipeline.start_from(t, export)
+            pipeline.set_start_model(t, export)
             is_waiting, known["parent"] = False, (DONE, str(screen.relative(export)))
     for place, named in weights.reward_recipes(t.recipe):
         export, _ = lineage.find_export(t.read(named).recipe, t.runs, t.read)
         if export is None:
             known["parent"] = TO_DO, f"train {named} first: {t.runs} holds no finished run of it as it is written"
         else:
-            pipeline.judge_by(t, place, export)
+            pipeline.set_reward_model(t, place, export)
     shards = None if is_waiting else prepare.locate(t.recipe)
     if shards is None:
         prepare.check_sources(t.recipe)
@@ -125,16 +125,16 @@ def _look_after_launch(t: pipeline.Training) -> Known:
 
 
 def adapt(t: pipeline.Training, adapter: str) -> list[str]:
-    """Make or reuse the run directory, write another launcher's files there, and return its commands.
+    """Make or reuse the run directory, write another launcher's files there, and return its shell commands to type.
 
-    `adapter` is torchrun, accelerate, slurm, k8s or ray; the commands are shell lines to type. The directory is that of
-    the unfinished run if there is one. Prepares the data if necessary and sets fields of `t`. Raises UserError when a
-    parent recipe has no finished run, nothing fits, the run is in use, or the launcher cannot express it.
+    `adapter` is torchrun, accelerate, slurm, k8s or ray. Reuses the directory of an unfinished run. Prepares the data
+    if necessary and sets fields of `t`. Raises UserError when a parent recipe has no finished run, nothing fits, the
+    run is in use, or the launcher cannot express it.
     """
     if parents.is_recipe(t.recipe.model.init_from):
-        pipeline.start_from(t, lineage.model_directory(t.recipe, t.runs))
+        pipeline.set_start_model(t, lineage.model_directory(t.recipe, t.runs))
     for place, named in weights.reward_recipes(t.recipe):
-        pipeline.judge_by(t, place, lineage.export_directory(named, t.runs))
+        pipeline.set_reward_model(t, place, lineage.export_directory(named, t.runs))
     for act in (pipeline.prepare_data, pipeline.plan_run, pipeline.find_unfinished):
         act(t)
     t.resumed = None if t.is_trained else t.resumed

@@ -49,9 +49,9 @@ class Training:
     hosts: Cluster
     runs: Path
     new: bool = False  # start afresh even if an unfinished run exists
-    accept_new: bool = False  # record the ssh keys of new hosts
+    accept_new_keys: bool = False  # record the ssh keys of new hosts
     read: Callable[[str], Loaded] = recipe.load  # of the recipe in model.init_from; derive.load_toy under --toy
-    go_on: bool = False  # from the newest finished run, with more steps or another learning rate
+    extends: bool = False  # --continue: train the newest finished run further, with more steps
     shards: Shards = field(init=False)  # step data
     plan: Plan = field(init=False)  # step plan; of a resumed run its own
     ds_config: config.Settings = field(init=False)
@@ -60,7 +60,7 @@ class Training:
     facts: gather.AllFacts = field(default_factory=dict)  # step hosts: what doctor saw
     run: RunDir = field(init=False)  # step run directory
     outcome: expectations.Outcome | None = None  # step expectations
-    goes_on: bool = False  # on other hosts, while nobody looks: `run`, `plan` and `shards` are those of before
+    is_recovery: bool = False  # it goes on with a failed run by itself: `run`, `plan` and `shards` are that run's
     newcomers: tuple[str, ...] = ()  # hosts that join a run that goes on: without them it goes on too
 
     @property
@@ -74,21 +74,18 @@ class Training:
         return self.resumed is not None and self.resumed.is_trained()
 
     def with_hosts(self, hosts: Cluster) -> Training:
-        """Return a Training that goes on with the run on `hosts`, at this plan's precision, with no step done.
-
-        Synchronous checkpoints stay so.
-        """
+        """Return a Training of the same run on `hosts`, no step done, with the plan's precision and checkpoint kind."""
         train = self.recipe.train.model_copy(update={"precision": self.plan.precision})
         wanted = search.as_planned(self.recipe.model_copy(update={"train": train}), self.plan.asynchronous_checkpoints)
         loaded = dataclasses.replace(self.loaded, recipe=wanted)
         known = {host.name for host in self.hosts.hosts}
         newcomers = tuple(host.name for host in hosts.hosts if host.name not in known)
-        other = Training(loaded, hosts, self.runs, accept_new=self.accept_new, read=self.read, newcomers=newcomers)
-        other.goes_on, other.run, other.plan, other.shards = True, self.run, self.plan, self.shards
+        other = Training(loaded, hosts, self.runs, False, self.accept_new_keys, self.read, newcomers=newcomers)
+        other.is_recovery, other.run, other.plan, other.shards = True, self.run, self.plan, self.shards
         return other
 
 
-class Stop(Exception):
+class StepFailed(Exception):
     """Raised when a step found an error and printed it: `finlm train` ends with exit code 1."""
 
 
@@ -96,35 +93,36 @@ def train(t: Training) -> int:
     """Do every step; return the exit code: 1 when doctor, lint or the recipe's expect: reports an error, else 0.
 
     When a host is lost or comes back, goes on with the other set of hosts and records a `restart` event. Raises
-    UserError for a mistake of the user, RunFailed (HostLost if it was a host) when ranks do not reach the last step.
+    UserError for a mistake of the user, RunFailed (HostLost if it was a host) when ranks do not reach the last step,
+    SystemExit on a signal.
     """
     trackers.check_installed(t.recipe.record.tracking)
     prepare.check_engine(t.recipe)
     while True:
         try:
-            with head.exit_on_signals() if t.goes_on else nullcontext():
+            with head.exit_on_signals() if t.is_recovery else nullcontext():
                 return _train_on(t)
         except HostsBack as back:
             restart.record_restart(t.run, t.recipe, f"{back} answers again", "", f"with {back} again")
             t = t.with_hosts(t.hosts.with_back(back.names))
-        except (Stop, UserError) as error:
-            other = _leave_hosts(t, error) if t.goes_on or isinstance(error, restart.HostLost) else None
+        except (StepFailed, UserError) as error:
+            other = _recover(t, error) if t.is_recovery or isinstance(error, restart.HostLost) else None
             if other is None:
-                if isinstance(error, Stop):
+                if isinstance(error, StepFailed):
                     return 1
                 raise
             t = other
         except BaseException as error:
-            if t.goes_on:
+            if t.is_recovery:
                 restart.tell_end(t.run, t.recipe, error)
             raise
 
 
 def _train_on(t: Training) -> int:
-    """Do every step on the hosts of t and return the exit code: 1 when a number of expect: is out of bounds, else 0.
+    """Do every step on t.hosts and return the exit code: 1 when a number of expect: is out of bounds, else 0.
 
     Locks the run directory after the steps before launch. An error in later steps writes the report, runs launch.notify
-    unless the run may go on, and is raised again. Raises Stop when doctor or lint found an error.
+    unless the run may go on, and is raised again. Raises StepFailed when doctor or lint found an error.
     """
     for step in BEFORE_LAUNCH:
         step.act(t)
@@ -139,23 +137,23 @@ def _train_on(t: Training) -> int:
                 step.act(t)
         except BaseException as error:
             restart.write_report(t.run)
-            if not t.goes_on and not isinstance(error, HostsBack | restart.HostLost):
+            if not t.is_recovery and not isinstance(error, HostsBack | restart.HostLost):
                 restart.tell_end(t.run, t.recipe, error)
             raise
     start.notify(t.recipe.launch.notify, "end", t.run.path, "finished")
     return 0 if t.outcome is None or t.outcome.ok else 1
 
 
-def _leave_hosts(t: Training, error: Stop | UserError) -> Training | None:
-    """Return the training on other hosts whose plan can resume the run, or on the same once those answer that do not.
+def _recover(t: Training, error: StepFailed | UserError) -> Training | None:
+    """Return the Training with which the run goes on after `error`; None when there is none.
 
-    Tries spares first. Prints what is done and records it as an event. When nothing can be done, as after an `error`
-    that is about no host, runs launch.notify and returns None.
+    Tries other hosts (spares first) until their plan can resume the run, else waits until the lost hosts answer. Prints
+    what is done and records a `restart` event. Runs launch.notify before it returns None.
     """
     lost = _find_lost_hosts(t, error)
     said = error.problem if isinstance(error, UserError) else str(error)
     problem = said if isinstance(error, RunFailed) or not lost else f"{' and '.join(lost)} cannot train: {said}"
-    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new) if lost else ():
+    for hosts, action in lineage.other_hosts(t.recipe, t.hosts, lost, t.accept_new_keys) if lost else ():
         changed = t.with_hosts(hosts)
         try:
             plan, _ = decide(changed.recipe, hosts, t.shards)
@@ -172,8 +170,11 @@ def _leave_hosts(t: Training, error: Stop | UserError) -> Training | None:
     return None
 
 
-def _find_lost_hosts(t: Training, error: Stop | UserError) -> dict[str, bool]:
-    """Return {name: whether it may come back} of the hosts because of which training ended with `error`."""
+def _find_lost_hosts(t: Training, error: StepFailed | UserError) -> dict[str, bool]:
+    """Return {name: whether it may come back} of the hosts because of which training ended with `error`.
+
+    Asks all hosts over ssh; if all answer, blames those that have just joined. {} for a RunFailed but HostLost.
+    """
     if isinstance(error, RunFailed) and not isinstance(error, restart.HostLost):
         return {}
     silent = dict.fromkeys(restart.list_silent(t.hosts.hosts), True)
@@ -182,23 +183,20 @@ def _find_lost_hosts(t: Training, error: Stop | UserError) -> dict[str, bool]:
     return silent or dict.fromkeys(t.newcomers, False)
 
 
-# Before launch
-
-
 def train_parent(t: Training) -> None:
     """Replace recipes in model.init_from and grpo.reward of t.loaded by exports of their finished runs; print those.
 
-    Trains such a recipe first if it has no finished run. Raises Stop when that training ends with an error.
+    Trains such a recipe first if it has no finished run. Raises StepFailed when that training ends with an error.
     """
     init_from = t.recipe.model.init_from
     if init_from is not None and parents.is_recipe(init_from):
-        start_from(t, _export_or_train(t, "model.init_from", init_from))
+        set_start_model(t, _export_or_train(t, "model.init_from", init_from))
     for place, named in weights.reward_recipes(t.recipe):
-        judge_by(t, place, _export_or_train(t, f"grpo.reward[{place}].path", named))
+        set_reward_model(t, place, _export_or_train(t, f"grpo.reward[{place}].path", named))
 
 
 def _export_or_train(t: Training, key: str, named: str) -> Path:
-    """Return the export of recipe `named`'s newest finished run; train it first if need be. Raises Stop if it fails."""
+    """Return the export of recipe `named`'s newest run; train it first if need be, StepFailed if that fails."""
     parent = t.read(named)
     export, passed = lineage.find_export(parent.recipe, t.runs, t.read)
     for sentence in passed[: lineage.PASSED_OVER]:
@@ -208,19 +206,19 @@ def _export_or_train(t: Training, key: str, named: str) -> Path:
     prepare.check_sources(t.recipe)  # rather than when the other recipe has been trained
     screen.say(f"{t.loaded.path} needs {named}, of which, as it is written, no finished run is in {t.runs}:")
     screen.say("that is trained first")
-    if train(Training(parent, t.hosts, t.runs, accept_new=t.accept_new, read=t.read)) != 0:
-        raise Stop
+    if train(Training(parent, t.hosts, t.runs, accept_new_keys=t.accept_new_keys, read=t.read)) != 0:
+        raise StepFailed
     return lineage.export_directory(named, t.runs, t.read)
 
 
-def judge_by(t: Training, place: int, directory: Path) -> None:
+def set_reward_model(t: Training, place: int, directory: Path) -> None:
     """Set the path of grpo.reward[place] to `directory` and print it. Raises UserError when that is no reward model."""
     t.loaded = dataclasses.replace(t.loaded, recipe=weights.with_reward_model(t.recipe, place, str(directory)))
     screen.say(f"answers are judged by {screen.relative(directory)}")
     weights.check_judge(t.recipe)
 
 
-def start_from(t: Training, directory: Path) -> None:
+def set_start_model(t: Training, directory: Path) -> None:
     """Set model.init_from of t.loaded to `directory` and print it. Raises UserError if finlm cannot train it."""
     model = t.recipe.model.model_copy(update={"init_from": str(directory)})
     t.loaded = dataclasses.replace(t.loaded, recipe=t.recipe.model_copy(update={"model": model}))
@@ -238,7 +236,7 @@ def prepare_data(t: Training) -> None:
     gpus.precision(t.recipe, t.hosts)
     if plans_without_data(t.recipe):
         decide(t.recipe, t.hosts, None)  # what does not fit is refused before hours go into preparing
-    t.shards = prepare.run(t.recipe, t.hosts, accept_new=t.accept_new)
+    t.shards = prepare.run(t.recipe, t.hosts, accept_new_keys=t.accept_new_keys)
     if t.recipe.train.epochs is not None:
         t.loaded = recipe.fit_warmup(t.loaded, prepare.epoch_tokens(t.recipe, t.shards))
 
@@ -280,7 +278,7 @@ def find_unfinished(t: Training) -> None:
     t.resumed = lineage.find_unfinished(t.recipe, t.plan, t.shards.directory, t.runs)
     if t.resumed is None:
         return
-    lineage.check_free(t.resumed, t.recipe, t.accept_new)
+    lineage.check_free(t.resumed, t.recipe, t.accept_new_keys)
     t.plan = Plan.read(t.resumed.plan)  # of a run that ran out of memory another one than is planned now
     if t.is_trained:
         t.hosts = lineage.hosts_of(t.plan, t.recipe)
@@ -295,37 +293,41 @@ def check_labels(t: Training) -> None:
 
 
 def check_hosts(t: Training) -> None:
-    """Check hosts, print findings, set t.facts and t.findings, unless trained. Raises Stop if any is an error."""
+    """Check hosts, print and set t.findings, set t.facts; nothing if trained. Raises StepFailed if any is an error."""
     if t.is_trained:
         return
     place = t.resumed.path if t.resumed else t.runs  # an unfinished run's checkpoints need no second room
-    t.facts = gather.gather(t.recipe, t.plan, t.hosts, place, accept_new=t.accept_new)
+    t.facts = gather.gather(t.recipe, t.plan, t.hosts, place, accept_new_keys=t.accept_new_keys)
     findings = preflight.judge(t.recipe, t.plan, t.hosts, t.facts)
     preflight.show(findings)
     t.findings = [*findings, *t.findings]
     if any(finding.level == "error" for finding in t.findings):
-        raise Stop("doctor or lint found an error")
+        raise StepFailed("doctor or lint found an error")
 
 
 def open_run(t: Training) -> None:
-    """Set t.run to the unfinished run, or a new directory that may continue an earlier run (UserError if it cannot)."""
+    """Set t.run to t.resumed, else to a new run directory.
+
+    With t.extends that continues the newest finished run, else, unless t.new, an unfinished run of the same training if
+    there is one. Raises UserError when that run cannot be continued.
+    """
     if t.resumed is not None:
         t.run = t.resumed
         return
     earlier = None
-    if t.go_on:
-        earlier = lineage.find_run_to_extend(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
+    if t.extends:
+        earlier = lineage.find_run_to_extend(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new_keys)
         former, steps = earlier.former or (t.recipe.optim, t.plan.steps)
         screen.say(config.describe_rates(former, steps, t.recipe.optim, t.plan.steps, earlier.step))
     elif not t.new:
-        earlier = lineage.find_earlier(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new)
+        earlier = lineage.find_earlier(t.recipe, t.plan, t.shards.directory, t.runs, t.accept_new_keys)
     t.run = create_run(t, earlier)
 
 
 def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
     """Make the run directory with recipe, plan, DeepSpeed settings, manifest and a copy of the code; return it.
 
-    Named by recipe and time. `earlier`: its checkpoint goes into continued/, its events too. A failure leaves none.
+    Named by recipe and time. Takes over the checkpoint and events of `earlier`. Removes the directory when it fails.
     """
     stem = f"{t.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with reserve_run(t.runs.absolute(), stem) as path, step_cache.new_directory(path) as temporary:
@@ -344,11 +346,8 @@ def create_run(t: Training, earlier: Earlier | None = None) -> RunDir:
         if changes := manifest.changes():
             files.write_text(run.code_diff, changes)
         if earlier:
-            earlier.bring(run)
+            earlier.copy_into(run)
     return RunDir(path)
-
-
-# From launch to report, the run locked
 
 
 def train_ranks(t: Training) -> None:
@@ -358,13 +357,13 @@ def train_ranks(t: Training) -> None:
     """
     if not t.run.is_trained():
         known = start.Network(preflight.host_env(t.facts), preflight.find_addresses(t.facts))
-        restart.run_ranks(t.run, t.plan, t.recipe, t.hosts, network=known, accept_new=t.accept_new)
+        restart.run_ranks(t.run, t.plan, t.recipe, t.hosts, network=known, accept_new_keys=t.accept_new_keys)
     t.newcomers = ()  # they have trained: what fails from here on is not theirs
 
 
 def gather_checkpoint(t: Training) -> None:
     """Copy the last checkpoint's files from other hosts to this one. Raises UserError if some are missing."""
-    checkpoint_parts.gather_checkpoint(t.run, t.hosts, t.plan.steps, t.accept_new)
+    checkpoint_parts.gather_checkpoint(t.run, t.hosts, t.plan.steps, t.accept_new_keys)
 
 
 def export_model(t: Training) -> None:

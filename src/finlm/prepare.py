@@ -40,12 +40,12 @@ from finlm.runs import lineage
 from finlm.tokens import encoders, pretrained, tokenizer_json, vocab
 
 
-def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new: bool = False) -> Shards:
+def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new_keys: bool = False) -> Shards:
     """Prepare the recipe's token shards unless the cache has them, print what the run reads, and return the shards.
 
     Waits while another process writes to the cache. If data.prepared is set, only checks that directory and builds a
-    missing index of its rows. `hosts` run the workers of data.engine ray; None is this machine. `accept_new` stores ssh
-    keys of new hosts. Raises UserError for data, a start model, a cache or a Ray that cannot be used.
+    missing index of its rows. `hosts` run the workers of data.engine ray; None is this machine. Raises
+    UserError for data, a start model, a cache or a Ray that cannot be used.
     """
     check_engine(recipe)
     weights.check_layers(recipe)
@@ -55,7 +55,7 @@ def run(recipe: Recipe, hosts: Cluster | None = None, *, accept_new: bool = Fals
         return shards
     place = Path(recipe.data.cache_dir)
     cache = Cache(place.absolute() if recipe.data.engine == "ray" else place, build=True)
-    with cache.lock_cache(), _open_engine(recipe, hosts, accept_new) as engine:
+    with cache.lock_cache(), _open_engine(recipe, hosts, accept_new_keys) as engine:
         shards = Shards(run_steps(recipe, cache, engine))
         print_reading(describe_reading(recipe, shards))
         return shards
@@ -68,7 +68,7 @@ def check_engine(recipe: Recipe) -> None:
 
 
 @contextmanager
-def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Iterator[Engine | None]:
+def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new_keys: bool) -> Iterator[Engine | None]:
     """Yield a RayEngine for data.engine ray, else None; it starts or joins Ray at first use and ends with the block."""
     if recipe.data.engine == "local":
         yield None
@@ -78,7 +78,7 @@ def _open_engine(recipe: Recipe, hosts: Cluster | None, accept_new: bool) -> Ite
     def open_cluster() -> contextlib.AbstractContextManager[str]:
         if data.ray_address is not None:
             return contextlib.nullcontext(data.ray_address)
-        return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new)
+        return ray_cluster.start_ray(recipe, hosts or Cluster((Host("localhost", 1),)), accept_new_keys)
 
     reads = [Path(words).expanduser().absolute()] if words else []
     with ray_engine.RayEngine(Path(data.cache_dir).absolute(), data.num_proc, open_cluster, reads) as engine:

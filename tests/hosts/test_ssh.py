@@ -28,7 +28,7 @@ def test_a_host_name_that_is_an_option_or_shell_code_is_refused(host: str) -> No
     with pytest.raises(UserError, match="is not a host name"):
         ssh.is_this_machine(host)
     with pytest.raises(UserError, match="is not a host name"):
-        file_trees.rsync_command(host, Path("/srv"), follow_links=False, whole=False, accept_new=False)
+        file_trees.rsync_command(host, Path("/srv"), follow_links=False, whole=False, accept_new_keys=False)
 
 
 def test_every_argument_reaches_the_remote_shell_as_one_word() -> None:
@@ -38,10 +38,12 @@ def test_every_argument_reaches_the_remote_shell_as_one_word() -> None:
     assert shlex.split(line[-1]) == words
 
 
-@pytest.mark.parametrize(("accept_new", "setting"), [(False, "yes"), (True, "accept-new")])
-def test_host_keys_are_always_checked_and_nothing_is_asked(accept_new: bool, setting: str) -> None:
-    line = ssh.command("n1", ["true"], accept_new=accept_new)
-    copy = file_trees.rsync_command("n1", Path("/srv"), follow_links=False, whole=False, accept_new=accept_new)
+@pytest.mark.parametrize(("accept_new_keys", "setting"), [(False, "yes"), (True, "accept-new")])
+def test_host_keys_are_always_checked_and_nothing_is_asked(accept_new_keys: bool, setting: str) -> None:
+    line = ssh.command("n1", ["true"], accept_new_keys=accept_new_keys)
+    copy = file_trees.rsync_command(
+        "n1", Path("/srv"), follow_links=False, whole=False, accept_new_keys=accept_new_keys
+    )
     for options in (line, shlex.split(copy[copy.index("-e") + 1])):
         assert f"StrictHostKeyChecking={setting}" in options
         assert {"BatchMode=yes", "ConnectTimeout=8", "ServerAliveInterval=5"} <= set(options)

@@ -51,7 +51,7 @@ def test_a_copy_that_fails_is_an_incident_and_tried_again_and_the_last_one_is_wa
     monkeypatch.setattr(copies, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(copies, "RETRY_SECONDS", 0.05)
     wanted = recipe.load(QUICKSTART, ["checkpoint.copies=1"]).recipe
-    with copies.copy_beside(run, wanted, HOSTS, accept_new=False):
+    with copies.copy_beside(run, wanted, HOSTS, accept_new_keys=False):
         run.append_event("start", step=0)
         checkpoint(run, 10, 0)
         run.append_event("checkpoint", step=10)
@@ -73,5 +73,5 @@ def test_nothing_is_copied_without_the_key_or_on_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
     monkeypatch.setattr(copies.ssh, "is_this_machine", lambda _: override.endswith("1"))
-    with copies.copy_beside(RunDir(tmp_path), recipe.load(QUICKSTART, [override]).recipe, HOSTS, accept_new=False):
+    with copies.copy_beside(RunDir(tmp_path), recipe.load(QUICKSTART, [override]).recipe, HOSTS, accept_new_keys=False):
         assert not [thread for thread in threading.enumerate() if thread.name == "copies"]

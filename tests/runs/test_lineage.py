@@ -59,7 +59,7 @@ def test_a_checkpoint_that_only_other_hosts_have_is_brought_here(
     for step in (10, 20):
         run.append_event("checkpoint", step=step)
 
-    def gathered(run: RunDir, hosts: cluster.Cluster, step: int, accept_new: bool) -> None:
+    def gathered(run: RunDir, hosts: cluster.Cluster, step: int, accept_new_keys: bool) -> None:
         files.write_json(run.checkpoint(step) / "manifest.json", Manifest(step, 2, 1, "none", {}).to_json())
 
     monkeypatch.setattr(lineage.checkpoint_parts, "gather_checkpoint", gathered)

@@ -55,7 +55,7 @@ class House:
     def open(self, t: pipeline.Training) -> None:
         """As the steps before launch: doctor refuses hosts that are down."""
         if self.down & {host.name for host in t.hosts.hosts}:
-            raise pipeline.Stop("doctor or lint found an error")
+            raise pipeline.StepFailed("doctor or lint found an error")
         t.run, t.shards = self.run, SimpleNamespace(directory=self.run.path)  # type: ignore[assignment]
         t.plan = SimpleNamespace(precision="fp32", asynchronous_checkpoints=False)  # type: ignore[assignment]
 
@@ -177,8 +177,8 @@ def test_a_signal_while_it_waits_for_a_restart_is_told(house: House, number: sig
 
 def test_the_end_of_a_run_that_goes_on_is_told_also_when_it_does_not_start(house: House) -> None:
     def refuse(t: pipeline.Training) -> None:
-        if t.goes_on:
-            raise pipeline.Stop("doctor or lint found an error")
+        if t.is_recovery:
+            raise pipeline.StepFailed("doctor or lint found an error")
         house.open(t)
 
     pipeline.BEFORE_LAUNCH = (pipeline.Step("open", "", refuse),)

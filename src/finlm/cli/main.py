@@ -118,7 +118,7 @@ def _doctor(options: argparse.Namespace) -> int:
         trees = file_trees.trees_to_check(recipe, sync.repository_root(), data)
     else:
         hosts, trees = preflight.this_machine(plan), file_trees.trees_to_check(recipe, None, None)
-    facts = gather.gather(recipe, plan, hosts, options.runs, trees=trees, accept_new=options.accept_new)
+    facts = gather.gather(recipe, plan, hosts, options.runs, trees=trees, accept_new_keys=options.accept_new)
     findings = preflight.judge(recipe, plan, hosts, facts, trees)
     preflight.show_table(plan, hosts, facts, findings)
     document: dict[str, object] = {}
@@ -214,7 +214,7 @@ def _sync(options: argparse.Namespace) -> int:
     hosts = command_line.to_sync(options)
     if hosts:
         same_path = dict.fromkeys(hosts, Path)
-        sync.sync(sync.repository_root(), same_path, accept_new=options.accept_new, dry_run=options.dry_run)
+        sync.sync(sync.repository_root(), same_path, accept_new_keys=options.accept_new, dry_run=options.dry_run)
     else:
         screen.say(f"{options.hostfile} names no host, so runs use this machine: nothing to sync")
     return 0

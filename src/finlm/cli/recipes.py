@@ -59,7 +59,7 @@ def prepare(options: argparse.Namespace) -> int:
 
     recipe = load(options).recipe
     weights.check_judge(recipe)
-    shards = prepare.run(recipe, command_line.to_prepare(options, recipe), accept_new=options.accept_new)
+    shards = prepare.run(recipe, command_line.to_prepare(options, recipe), accept_new_keys=options.accept_new)
     if options.show > 0:
         prepare.show_rows(recipe, shards, options.show)
     screen.show(str(shards.directory))

@@ -131,7 +131,7 @@ def gather(
     runs: Path,
     *,
     trees: Sequence[CheckedTree] = (),
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
 ) -> dict[str, HostFacts]:
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
@@ -147,18 +147,18 @@ def gather(
 
         def ask(host: Host) -> HostFacts:
             programs = _choose_programs(recipe, plan, host, runs, trees, meeting)
-            return _ask_host(recipe, host, programs, local[host.name], accept_new)
+            return _ask_host(recipe, host, programs, local[host.name], accept_new_keys)
 
         return dict(zip(names, pool.map(ask, cluster.hosts), strict=True))
 
 
-def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new: bool = False) -> dict[str, HostFacts]:
+def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new_keys: bool = False) -> dict[str, HostFacts]:
     """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked."""
     programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
 
         def ask(host: Host) -> HostFacts:
-            return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new)
+            return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new_keys)
 
         return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
 
@@ -220,7 +220,7 @@ def _read_source(module: Any) -> str:
     return Path(module.__file__).read_text(encoding="utf-8")
 
 
-def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new: bool) -> HostFacts:
+def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new_keys: bool) -> HostFacts:
     """Run the programs on a host, here as a child process, and return its facts; a UserError is kept as `failed`.
 
     The bounds of the clock's error come from the times of asking and answering. On this machine, leaves this process
@@ -231,7 +231,7 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accep
     script = f"{_read_source(carrier)}\n\ncarry(**json.loads({json.dumps(request)!a}))\n".encode()
     sent = time.time()
     try:
-        output = _run_here(python, script) if local else _run_there(host, python, script, accept_new)
+        output = _run_here(python, script) if local else _run_there(host, python, script, accept_new_keys)
     except UserError as error:
         return HostFacts(failed=Failed(error.problem, error.evidence, error.fix))
     received = time.time()
@@ -259,11 +259,16 @@ def _run_here(python: str, script: bytes) -> str:
     return done.stdout.decode(errors="replace") or done.stderr.decode(errors="replace")
 
 
-def _run_there(host: Host, python: str, script: bytes, accept_new: bool) -> str:
+def _run_there(host: Host, python: str, script: bytes, accept_new_keys: bool) -> str:
     """Run a script on a host over ssh with `python`, else python3; return stdout, else stderr. Raises UserError."""
     argv = ["sh", "-c", _FIND_PYTHON, "sh", python, "python3"]
     result = ssh.run(
-        host.destination, argv, stdin=script, timeout_seconds=PATIENCE_SECONDS, accept_new=accept_new, check=False
+        host.destination,
+        argv,
+        stdin=script,
+        timeout_seconds=PATIENCE_SECONDS,
+        accept_new_keys=accept_new_keys,
+        check=False,
     )
     if result.code == _NO_PYTHON:
         nothing = f"neither {python} nor a python3 on the PATH of {host.name}"

@@ -234,12 +234,14 @@ WayOut = Callable[[Sequence[str]], str]
 """What can be done when hosts of these names do not come back."""
 
 
-def ask_kinds(recipe: Recipe, cluster: Cluster, accept_new: bool = False, way_out: WayOut | None = None) -> Cluster:
+def ask_kinds(
+    recipe: Recipe, cluster: Cluster, accept_new_keys: bool = False, way_out: WayOut | None = None
+) -> Cluster:
     """Ask the hosts for their GPUs and memory, and return the cluster with them; print what contradicts the recipe.
 
     `way_out` is given by `finlm train`: then a host that cannot be asked raises UserError, with its text in the fix.
     """
-    facts = gather.gather_hardware(recipe, cluster, accept_new)
+    facts = gather.gather_hardware(recipe, cluster, accept_new_keys)
     if way_out:
         check_reached(facts, way_out)
     asked, contradictions = settle_kinds(cluster, facts)

@@ -43,7 +43,7 @@ def gather_checkpoint(
     run: RunDir,
     hosts: Cluster,
     step: int,
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
     *,
     started: Started = lambda _: None,
     spare_bytes: int = 0,
@@ -69,7 +69,7 @@ def gather_checkpoint(
     if here is not None and here.is_whole and not damaged:
         return directory
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda host: _read_manifest(run, step, host, accept_new, damaged), remote))
+        answers = list(pool.map(lambda host: _read_manifest(run, step, host, accept_new_keys, damaged), remote))
     parts = [each for each in answers if isinstance(each, Manifest)]
     every = [here, *parts] if here is not None else parts
     missing = [each for each in answers if isinstance(each, Incomplete)]
@@ -91,7 +91,7 @@ def gather_checkpoint(
     aside = _begin_aside(directory, in_memory)
     with ThreadPoolExecutor(16) as pool:
         pairs = zip(remote, wanted, strict=True)
-        list(pool.map(lambda one: _pull(aside, directory, one[0], one[1], accept_new, started), pairs))
+        list(pool.map(lambda one: _pull(aside, directory, one[0], one[1], accept_new_keys, started), pairs))
     listed = {name: part for names in (here.files if here is not None else {}, *wanted) for name, part in names.items()}
     manifest = dataclasses.replace(every[0], files=dict(sorted(listed.items())))
     _add_files(aside, directory, manifest, here is not None and in_memory is None)
@@ -178,7 +178,7 @@ def _add_files(aside: Path, directory: Path, manifest: Manifest, is_part_here: b
 
 
 def _read_manifest(
-    run: RunDir, step: int, host: Host, accept_new: bool, damaged: Sequence[str]
+    run: RunDir, step: int, host: Host, accept_new_keys: bool, damaged: Sequence[str]
 ) -> Manifest | Incomplete:
     """Read the manifest of a host's part of a checkpoint over ssh, and return it.
 
@@ -188,7 +188,7 @@ def _read_manifest(
     """
     far = path_on_host(run.checkpoint(step), host.access) / MANIFEST
     try:
-        content = json.loads(ssh.run(host.destination, ["cat", str(far)], accept_new=accept_new).stdout)
+        content = json.loads(ssh.run(host.destination, ["cat", str(far)], accept_new_keys=accept_new_keys).stdout)
     except (UserError, ValueError) as error:
         why = f"{error.problem}\n{error.evidence}" if isinstance(error, UserError) else f"{far} is not JSON: {error}"
         here = f"\nthe copy on this machine is damaged: {', '.join(damaged[:5])}" * bool(damaged)
@@ -201,14 +201,14 @@ def _read_manifest(
 
 
 def _pull(
-    aside: Path, directory: Path, host: Host, wanted: Mapping[str, Part], accept_new: bool, started: Started
+    aside: Path, directory: Path, host: Host, wanted: Mapping[str, Part], accept_new_keys: bool, started: Started
 ) -> None:
     """Fetch with rsync those `wanted` files that are missing or damaged in `aside`. Raises UserError."""
     names = _list_damaged(aside, wanted)
     for name in names:
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
     far = path_on_host(directory, host.access)
-    file_trees.fetch(host.destination, far, aside, names, accept_new=accept_new, started=started)
+    file_trees.fetch(host.destination, far, aside, names, accept_new_keys=accept_new_keys, started=started)
     wrong = _list_damaged(aside, {name: wanted[name] for name in names})
     if wrong:
         raise UserError(
@@ -249,7 +249,7 @@ class Holding:
         return {step: manifest.identity if manifest else "" for step, manifest in sorted(named.items())}
 
 
-def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list[Holding]:
+def list_holdings(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) -> list[Holding]:
     """Ask all hosts at once which checkpoints of the run they have, and return a Holding per host, in the same order.
 
     A host that cannot be asked gets a Holding with `failure`. The checkpoints in continued/ on this machine are added
@@ -259,18 +259,18 @@ def list_holdings(run: RunDir, hosts: Cluster, accept_new: bool = False) -> list
         f"continued/{path.name}": Manifest.read_if_readable(path) for _, path in run.continued_checkpoints()
     }
     with ThreadPoolExecutor(16) as pool:
-        holdings = pool.map(lambda host: _ask_host(run, host, accept_new), hosts.hosts)
+        holdings = pool.map(lambda host: _ask_host(run, host, accept_new_keys), hosts.hosts)
         return [dataclasses.replace(each, parts=continued | each.parts) for each in holdings]
 
 
-def _ask_host(run: RunDir, host: Host, accept_new: bool) -> Holding:
+def _ask_host(run: RunDir, host: Host, accept_new_keys: bool) -> Holding:
     """Return which checkpoints of the run a host has; a UserError on the way is kept as `failure`."""
     try:
         if ssh.is_this_machine(host.destination):
             held = receiver.read_run(run.path.absolute())
         else:
             request = receiver.Request("read", receiver.text(path_on_host(run.path, host.access)))
-            held = receiver.Contents(**sync.ask(host.destination, request, PATIENCE_SECONDS, accept_new))
+            held = receiver.Contents(**sync.ask(host.destination, request, PATIENCE_SECONDS, accept_new_keys))
     except UserError as error:
         return Holding(host, {}, failure=error)
     parts = {folder: _parse_manifest(content, f"{host.name}:{folder}") for folder, content in held.parts.items()}
@@ -285,7 +285,7 @@ def _parse_manifest(content: Any, where: str) -> Manifest | None:
         return None
 
 
-def check_started_here(run: RunDir, hosts: Cluster, accept_new: bool = False) -> None:
+def check_started_here(run: RunDir, hosts: Cluster, accept_new_keys: bool = False) -> None:
     """Raise UserError when the run was started on another host, from which sync copied its directory here.
 
     Asks all hosts in that case, to name in the error the process that runs the run or ran it last.
@@ -296,7 +296,7 @@ def check_started_here(run: RunDir, hosts: Cluster, accept_new: bool = False) ->
     if source in ("", f"{here}:{receiver.text(root)}"):
         return
     holder, is_held = "", False
-    for holding in list_holdings(run, hosts, accept_new):
+    for holding in list_holdings(run, hosts, accept_new_keys):
         if not holding.source and holding.holder and not ssh.is_this_machine(holding.host.destination):
             node, holder, is_held = holding.host.name, holding.holder, holding.is_held
     if not is_held and (ranks := _find_lock_holder(run)):

@@ -248,26 +248,25 @@ class Sent:
         return Sent(self.files + other.files, self.content_bytes + other.content_bytes)
 
 
-def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new: bool) -> list[str]:
+def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new_keys: bool) -> list[str]:
     """Return the rsync command line that copies files from the current directory to `path` on the host.
 
     rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to.
-    `whole` compares contents instead of sizes and times. `accept_new` stores unknown host keys. Raises UserError if the
-    host's name is invalid.
+    `whole` compares contents instead of sizes and times. Raises UserError if the host's name is invalid.
     """
     return [
         *("rsync", "--copy-links" if follow_links else "--links", "--perms", "--times"),
         *(("--ignore-times",) if whole else ()),
         *("--files-from=-", "--from0", f"--partial-dir={receiver.PARTIAL}", f"--timeout={SILENCE_SECONDS}"),
         *("--info=progress2", "--stats", "--no-human-readable"),
-        *("-e", shlex.join(["ssh", *ssh.options(accept_new), *ssh.port_option(host)])),
+        *("-e", shlex.join(["ssh", *ssh.options(accept_new_keys), *ssh.port_option(host)])),
         *("--rsync-path", f"cd {shlex.quote(str(path))} && rsync"),
         *("--", "./", f"{ssh.login(host)}:./"),
     ]
 
 
 def send(
-    host: str, tree: SyncTree, names: list[str], *, whole: bool, accept_new: bool, percent: Callable[[int], None]
+    host: str, tree: SyncTree, names: list[str], *, whole: bool, accept_new_keys: bool, percent: Callable[[int], None]
 ) -> Sent:
     """Copy the files `names` of the tree to the host with rsync, and return what was sent.
 
@@ -277,13 +276,13 @@ def send(
     if not names:
         return Sent()
     there = tree.there or tree.path
-    line = rsync_command(host, there, follow_links=tree.follow_links, whole=whole, accept_new=accept_new)
+    line = rsync_command(host, there, follow_links=tree.follow_links, whole=whole, accept_new_keys=accept_new_keys)
     output = _run(line, host, tree.path, names, percent=percent)
     return Sent(_parse_number(rb"regular files transferred", output), _parse_number(rb"Literal data", output))
 
 
 def fetch(
-    host: str, there: Path, path: Path, names: list[str], *, accept_new: bool, started: Started = lambda _: None
+    host: str, there: Path, path: Path, names: list[str], *, accept_new_keys: bool, started: Started = lambda _: None
 ) -> None:
     """Copy the files `names` below `there` on the host to `path` here with rsync, following links.
 
@@ -292,7 +291,7 @@ def fetch(
     """
     if not names:
         return
-    *settings, here, far = rsync_command(host, there, follow_links=True, whole=False, accept_new=accept_new)
+    *settings, here, far = rsync_command(host, there, follow_links=True, whole=False, accept_new_keys=accept_new_keys)
     _run([*settings, far, here], host, path, names, started=started)
 
 

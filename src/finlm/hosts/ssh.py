@@ -111,30 +111,32 @@ def ssh_name(host: str) -> str:
     return shlex.join([*port_option(host), login(host)])
 
 
-def options(accept_new: bool = False, *, alive_count: int = ALIVE_COUNT) -> list[str]:
+def options(accept_new_keys: bool = False, *, alive_count: int = ALIVE_COUNT) -> list[str]:
     """Return OpenSSH's options for a connection that needs no terminal and never prompts.
 
-    `accept_new` stores unknown host keys, but never accepts changed ones. A host that is silent for alive_count * 5 s
-    is given up.
+    `accept_new_keys` stores unknown host keys, but never accepts changed ones. A host that is silent for
+    alive_count * 5 s is given up.
     """
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
         "ServerAliveInterval": ALIVE_SECONDS,
         "ServerAliveCountMax": alive_count,
-        "StrictHostKeyChecking": "accept-new" if accept_new else "yes",
+        "StrictHostKeyChecking": "accept-new" if accept_new_keys else "yes",
         "ClearAllForwardings": "yes",  # a LocalForward in ~/.ssh/config would collide with itself
         "LogLevel": "INFO",  # below it, "Timeout, server not responding" is not said
     }
     return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
 
 
-def command(host: str, argv: Sequence[str], *, accept_new: bool = False, alive_count: int = ALIVE_COUNT) -> list[str]:
+def command(
+    host: str, argv: Sequence[str], *, accept_new_keys: bool = False, alive_count: int = ALIVE_COUNT
+) -> list[str]:
     """Return the local ssh command line that runs argv on the host, every argument quoted.
 
-    `accept_new` and `alive_count` are those of options(). Raises UserError if `host` is not a host name.
+    `accept_new_keys` and `alive_count` are those of options(). Raises UserError if `host` is not a host name.
     """
-    settings = options(accept_new, alive_count=alive_count)
+    settings = options(accept_new_keys, alive_count=alive_count)
     return ["ssh", *settings, *port_option(host), "--", login(host), shlex.join(argv)]
 
 
@@ -149,7 +151,7 @@ def run(
     *,
     stdin: bytes = b"",
     timeout_seconds: float = 60,
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
     check: bool = True,
 ) -> Result:
     """Run argv on the host with `stdin` as its input, and return its exit code and output.
@@ -157,7 +159,7 @@ def run(
     Raises UserError when ssh is not installed or fails, when the program is missing on the host, after
     `timeout_seconds` and, if `check`, on any exit code other than 0.
     """
-    line = command(host, argv, accept_new=accept_new)
+    line = command(host, argv, accept_new_keys=accept_new_keys)
     try:
         done = subprocess.run(line, input=stdin, capture_output=True, timeout=timeout_seconds, env=environment())
     except FileNotFoundError:

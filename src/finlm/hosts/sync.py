@@ -55,7 +55,7 @@ def sync(
     *,
     names: Sequence[str] | None = None,
     data: Sequence[Path] = (),
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
     dry_run: bool = False,
 ) -> list[HostResult]:
     """Make root's code (or only its files and directories `names`) and the data paths equal on every host.
@@ -90,7 +90,7 @@ def sync(
         jobs = {}
         for name in remote:
             moved = tuple(dataclasses.replace(tree, there=hosts[name](tree.path)) for tree in trees)
-            jobs[name] = Job(hosts[name](root), moved, token, accept_new, dry_run)
+            jobs[name] = Job(hosts[name](root), moved, token, accept_new_keys, dry_run)
         results |= _sync_all_hosts(jobs)
     return [results[name] for name in hosts]
 
@@ -216,7 +216,7 @@ class Job:
     root: Path
     trees: tuple[SyncTree, ...]
     token: str
-    accept_new: bool
+    accept_new_keys: bool
     dry_run: bool
 
 
@@ -271,7 +271,9 @@ def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Call
             add_bytes((now - shown) / 100 * tree.size_bytes)
             shown = now
 
-    sent = file_trees.send(host, tree, names, whole=add_bytes is None, accept_new=job.accept_new, percent=percent)
+    sent = file_trees.send(
+        host, tree, names, whole=add_bytes is None, accept_new_keys=job.accept_new_keys, percent=percent
+    )
     percent(100)
     return sent
 
@@ -344,17 +346,19 @@ def _ask_about_job(host: str, job: Job, what: str) -> Any:
         trees=[receiver.Tree(tree.key, tree.files, tree.follow_links) for tree in job.trees],
     )
     patience = 120 + sum(tree.size_bytes for tree in job.trees) / SLOWEST_HASH
-    return ask(host, request, patience, job.accept_new)
+    return ask(host, request, patience, job.accept_new_keys)
 
 
-def ask(host: str, request: receiver.Request, patience: float, accept_new: bool) -> Any:
+def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: bool) -> Any:
     """Run receiver.py with a request on the host's python3 over ssh, and return the JSON value of its reply.
 
     `patience` is the time limit in seconds. Raises UserError when ssh fails or the reply is an error.
     """
     source = Path(receiver.__file__).read_text(encoding="utf-8")
     script = f"{source}\n\nanswer({json.dumps(dataclasses.asdict(request))!a})\n".encode()
-    result = ssh.run(host, ["python3", "-I", "-S", "-"], stdin=script, timeout_seconds=patience, accept_new=accept_new)
+    result = ssh.run(
+        host, ["python3", "-I", "-S", "-"], stdin=script, timeout_seconds=patience, accept_new_keys=accept_new_keys
+    )
     _, mark, line = result.stdout.rpartition(receiver.MARK)
     reply = json.loads(line) if mark else {"error": f"its python3 printed {result.stdout[-200:]!r}"}
     if "error" in reply:

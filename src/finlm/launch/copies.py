@@ -31,7 +31,7 @@ NICE = 10
 
 
 @contextlib.contextmanager
-def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[None]:
+def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator[None]:
     """Copy the other hosts' parts of new checkpoints to this machine, in a thread, while the block runs.
 
     The checkpoint that the ranks start from counts as new. A failed copy becomes an incident and is tried again. The
@@ -41,7 +41,7 @@ def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -
     if not recipe.checkpoint.copies or all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
         yield
         return
-    copier = Copier(run, recipe, hosts, accept_new)
+    copier = Copier(run, recipe, hosts, accept_new_keys)
     thread = threading.Thread(target=copier.work, name="copies", daemon=True)
     thread.start()
     try:
@@ -60,8 +60,8 @@ def copy_beside(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -
 class Copier:
     """The work of the copying thread: copy the newest checkpoint that events.jsonl records."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> None:
-        self.run, self.keep, self.hosts, self.accept_new = run, recipe.checkpoint, hosts, accept_new
+    def __init__(self, run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> None:
+        self.run, self.keep, self.hosts, self.accept_new_keys = run, recipe.checkpoint, hosts, accept_new_keys
         self.has_ranks_here = any(ssh.is_this_machine(host.destination) for host in hosts.hosts)
         self.no_more, self.cancelled = threading.Event(), threading.Event()
         self.running: list[subprocess.Popen[bytes]] = []
@@ -115,7 +115,7 @@ class Copier:
         before = Manifest.read_if_readable(directory)
         own_bytes = before.bytes if before is not None else 0
         checkpoint_parts.gather_checkpoint(
-            self.run, self.hosts, step, self.accept_new, started=self._keep_process, spare_bytes=own_bytes + 1
+            self.run, self.hosts, step, self.accept_new_keys, started=self._keep_process, spare_bytes=own_bytes + 1
         )
         if before is None or not before.is_whole:
             size, seconds = Manifest.read(directory).bytes - own_bytes, round(time.monotonic() - began, 3)

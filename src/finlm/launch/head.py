@@ -70,7 +70,7 @@ class Session:
         """The host's name in the hostfile."""
         return self.host.name
 
-    def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new: bool) -> None:
+    def start(self, run: RunDir, there: Path, python: str, port: int | None, accept_new_keys: bool) -> None:
         """Start the agent, over ssh or as a child process, and a thread that reads its messages; send it the greeting.
 
         `there` is where the run directory lies on the host, `python` the interpreter there. `port` is the rendezvous
@@ -88,7 +88,7 @@ class Session:
         else:
             count = math.ceil(self.patience / ssh.ALIVE_SECONDS)
             argv = ["env", f"PYTHONPATH={code}", python, *agent]
-            line = ssh.command(self.host.destination, argv, accept_new=accept_new, alive_count=count)
+            line = ssh.command(self.host.destination, argv, accept_new_keys=accept_new_keys, alive_count=count)
             env = ssh.environment()
         self._process = subprocess.Popen(
             line,

@@ -36,7 +36,7 @@ _TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it 
 
 
 @contextmanager
-def start_ray(recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[str]:
+def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator[str]:
     """Start Ray on all hosts, yield the cluster's address "ip:port", and end all its processes after the block.
 
     Sets Ray's token and address in os.environ during the block. Raises UserError, naming the host, when a host cannot
@@ -51,7 +51,7 @@ def start_ray(recipe: Recipe, hosts: Cluster, accept_new: bool) -> Iterator[str]
     secret = _QUIET | {"RAY_AUTH_TOKEN": _TOKEN}
     try:
         for node in (head, *others):
-            node.connect(recipe.env, accept_new)
+            node.connect(recipe.env, accept_new_keys)
         hello = {node: node.greet() for node in (head, *others)}
         ip = head.host.access.address or next((hello[node]["from"] for node in others), "") or "127.0.0.1"
         port = processes.free_port(0)
@@ -96,7 +96,7 @@ class _Node:
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the connection closed
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the node
 
-    def connect(self, env: Mapping[str, str], accept_new: bool) -> None:
+    def connect(self, env: Mapping[str, str], accept_new_keys: bool) -> None:
         """Start ray_node.py on the host, and a thread that reads its messages.
 
         `env` is the recipe's environment, which the host's own env overrides. Raises UserError for an invalid host
@@ -104,7 +104,7 @@ class _Node:
         """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:
-            line = ssh.command(self.host.destination, line, accept_new=accept_new)
+            line = ssh.command(self.host.destination, line, accept_new_keys=accept_new_keys)
         self._process = subprocess.Popen(
             line,
             stdin=subprocess.PIPE,

@@ -77,7 +77,7 @@ def run_ranks(
     hosts: Cluster,
     *,
     network: start.Network | None = None,
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
 ) -> None:
     """Call start.launch_ranks(), and call it again after failures that may pass.
 
@@ -93,7 +93,7 @@ def run_ranks(
         seen = sum(1 for _ in run.read_events())
         logged = {path: path.stat().st_size for path in run.logs.glob("*.log")}
         try:
-            start.launch_ranks(run, plan, recipe, hosts, network=network, accept_new=accept_new)
+            start.launch_ranks(run, plan, recipe, hosts, network=network, accept_new_keys=accept_new_keys)
             return
         except RunFailed as failure:
             if _has_set_checkpoint_aside(run, seen):
@@ -103,7 +103,7 @@ def run_ranks(
             former = len(run.former_plans)
             is_replaceable = taken and former < out_of_memory.MOST
             if is_replaceable and (smaller := out_of_memory.next_plan(recipe, hosts, plan, taken, former)):
-                _bring_checkpoint(run, plan, smaller, hosts, accept_new)
+                _bring_checkpoint(run, plan, smaller, hosts, accept_new_keys)
                 _replace_plan(run, plan, smaller, recipe, max(0, _describe_failure(run, "", seen, 0).step - 1))
                 plan, restarts = smaller, Restarts(run, recipe, hosts)
                 continue
@@ -316,7 +316,7 @@ def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken
     return by_host
 
 
-def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new: bool) -> None:
+def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, accept_new_keys: bool) -> None:
     """Gather the newest common checkpoint into continued/ if `smaller` shards the optimizer states in another way.
 
     Each host has only the parts of its own ranks; sync then copies all parts to every host. Does nothing when all ranks
@@ -324,10 +324,10 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
     """
     is_cut = (plan.zero_stage, plan.offload_optimizer) != (smaller.zero_stage, smaller.offload_optimizer)
     if is_cut and not all(ssh.is_this_machine(host.destination) for host in hosts.hosts):
-        held = [holding.steps for holding in checkpoint_parts.list_holdings(run, hosts, accept_new)]
+        held = [holding.steps for holding in checkpoint_parts.list_holdings(run, hosts, accept_new_keys)]
         step = max(checkpoints.common_steps(held), default=0)
         if step and step not in dict(run.continued_checkpoints()):
-            whole = checkpoint_parts.gather_checkpoint(run, hosts, step, accept_new)
+            whole = checkpoint_parts.gather_checkpoint(run, hosts, step, accept_new_keys)
             runs.link(whole, run.path / "continued" / whole.name)
 
 

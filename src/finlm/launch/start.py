@@ -67,7 +67,7 @@ def launch_ranks(
     hosts: Cluster | None = None,
     *,
     network: Network | None = None,
-    accept_new: bool = False,
+    accept_new_keys: bool = False,
 ) -> None:
     """Lock the run, copy it to its hosts, start the ranks, and follow them to the end of training.
 
@@ -79,14 +79,14 @@ def launch_ranks(
     recipe = recipe or recipes.load(run.recipe).recipe
     hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
     with lock_run(run):
-        step = checkpoint_parts.choose_step(run, checkpoint_parts.list_holdings(run, hosts, accept_new))
-        sessions = _copy_to_hosts(run, recipe, hosts, accept_new)
+        step = checkpoint_parts.choose_step(run, checkpoint_parts.list_holdings(run, hosts, accept_new_keys))
+        sessions = _copy_to_hosts(run, recipe, hosts, accept_new_keys)
         former: dict[str, int] = {}
         try:
-            beside = copies.copy_beside(run, recipe, hosts, accept_new)
+            beside = copies.copy_beside(run, recipe, hosts, accept_new_keys)
             away = head.watch_away_hosts(hosts.away, recipe.launch.restart_wait_seconds)
             with beside, away as back, head.note_signals() as stop, _end_sessions_after(sessions):
-                _start_agents(run, recipe, sessions, accept_new)
+                _start_agents(run, recipe, sessions, accept_new_keys)
                 seen = run.events.stat().st_size if run.events.exists() else 0
                 former = {str(path): _count_lines(path) for path in run.logs.glob("*.log")}
                 _start_ranks(run, plan, recipe, step, sessions, network or Network())
@@ -95,7 +95,7 @@ def launch_ranks(
             raise _add_diagnosis(run, failure, former) from None
 
 
-def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool) -> list[Session]:
+def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> list[Session]:
     """Copy the run directory, data and start model to every other host, and return a Session per host; start no agent.
 
     Prints each result. If rank 0 is elsewhere, also copies the events to run.lent_events, for it to read. Raises
@@ -116,7 +116,7 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool
             # Rank 0 reads there which data roll-backs left out; a run that continues another, or a new disk, has none.
             run.lent_events.parent.mkdir(exist_ok=True)
             shutil.copyfile(run.events, run.lent_events)
-        results = sync.sync(run.path, places, names=SYNCED, data=data, accept_new=accept_new)
+        results = sync.sync(run.path, places, names=SYNCED, data=data, accept_new_keys=accept_new_keys)
         status |= {host.name: result.status for host, result in zip(remote, results, strict=True)}
     sessions, first, patience = [], 0, recipe.launch.outage_seconds
     for node, host in enumerate(hosts.hosts):
@@ -127,12 +127,12 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new: bool
     return sessions
 
 
-def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new: bool) -> None:
+def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new_keys: bool) -> None:
     """Start every agent and wait for its greeting; late logs of a former launch arrive now. Raises UserError."""
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
         there, python = path_on_host(run.path, session.host.access), ssh.python_on_host(session.host.access)
-        session.start(run, there, python, wanted if session.node == 0 else None, accept_new)
+        session.start(run, there, python, wanted if session.node == 0 else None, accept_new_keys)
     for session in sessions:
         session.wait_hello()
     port = sessions[0].wait_hello().port

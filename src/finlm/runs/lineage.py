@@ -34,10 +34,8 @@ from finlm.recipe.schema import HostAccess, Launch, Optim, Recipe
 from finlm.tokens import pretrained
 
 WAYS = {"hosts": {}, "launch": Launch()}  # how hosts are reached and watched: may be mended between two launches
-WHAT = (
-    *("precision", "steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters"),
-    "device",
-)  # of the plan; what it says besides is how
+SIZES = ("steps", "tokens_per_step", "sequence_length", "vocab_size", "padded_vocab_size", "parameters")
+TRAINED = ("precision", "device", *SIZES)  # keys of the plan that say what is trained; the others say how
 SHOWN = ("world_size", "zero_stage", "offload_optimizer", "offload_param", "micro_batch", "gradient_accumulation_steps")
 THREADS = 16
 
@@ -59,7 +57,7 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A run that a new run directory continues, the checkpoint to take over, and the keys that change."""
+    """An earlier run that a new run continues, its checkpoint to take over, and the keys that change."""
 
     run: RunDir
     checkpoint: Path
@@ -67,10 +65,11 @@ class Earlier:
     changed: tuple[str, ...]
     former: tuple[Optim, int] | None = None  # of a finished run: its schedule and its steps
 
-    def bring(self, run: RunDir) -> None:
-        """Link (or copy) the checkpoint into continued/ of the new run `run`, and write the events to its events.jsonl.
+    def copy_into(self, run: RunDir) -> None:
+        """Hard-link, else copy, the checkpoint into continued/ of the new run `run`, and write the events into it.
 
-        If the earlier run is finished, leaves out the events of its end. Raises as runs.link() does.
+        Leaves out the events of the end of a finished run. Raises OSError for a missing file, UserError for a bad
+        manifest.
         """
         runs.link(self.checkpoint, run.path / "continued" / self.checkpoint.name)
         rows = self.run.read_events()
@@ -84,25 +83,21 @@ class Earlier:
 
 def hosts_of(planned: Plan, recipe: Recipe) -> Cluster:
     """Return the hosts of a plan as a Cluster, with the access that the recipe's hosts: gives."""
-    return Cluster(
-        tuple(
-            Host(host.name, host.slots, host.gpu, access=recipe.hosts.get(host.name, HostAccess()))
-            for host in planned.hosts
-        )
-    )
+    hosts = (Host(h.name, h.slots, h.gpu, access=recipe.hosts.get(h.name, HostAccess())) for h in planned.hosts)
+    return Cluster(tuple(hosts))
 
 
 def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> RunDir | None:
-    """Return the newest run of the same recipe, plan and data that is not finished, or None; may print why it goes on.
+    """Return the newest unfinished run below `runs` of the same recipe, plan and data, else None; may print about it.
 
-    A trained run that is not finished also counts under another plan of the same training, and when its exports, evals
-    or reports are now configured in another way: nothing is lost.
+    hosts: and launch: may differ, and the plan may be one that ran out of memory there. A run whose training is done
+    needs only the same training: exports, evals and reports may be configured in another way now.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained():
-            if former.name != wanted.name or _other_training(former, wanted):
+            if former.name != wanted.name or _blocking_keys(former, wanted):
                 continue
-            if _list_changes(WHAT, planned, plan):
+            if _list_changes(TRAINED, planned, plan):
                 continue
             screen.say(f"{run.path} is trained; going on with what follows (--new starts afresh)")
             return run
@@ -117,23 +112,23 @@ def find_unfinished(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Run
 
 
 def find_finished(wanted: Recipe, shards: Path, runs: Path) -> RunDir | None:
-    """Return the newest finished run of this recipe and data, else None, by any plan or launch. Prints damaged runs."""
+    """Return the newest finished run of the same training and data, under any plan, else None. Prints damaged runs."""
     for run, former, _ in _list_same_data(wanted, shards, runs, finished=True):
-        if former.name == wanted.name and not _other_training(former, wanted):
+        if former.name == wanted.name and not _blocking_keys(former, wanted):
             return run
     return None
 
 
-def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier | None:
-    """Return the newest unfinished run of the same training under another plan, to go on from, and print it.
+def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new_keys: bool = False) -> Earlier | None:
+    """Return the newest unfinished run of the same training that has a checkpoint, and print it; None if there is none.
 
-    Returns None if there is none with a checkpoint. Gathers its newest checkpoint here. Raises UserError when that run
-    is running or was started elsewhere, a host does not give its part of the checkpoint, or as find_continuable does.
+    Gathers its newest checkpoint on this machine. Raises UserError when the run is running or was started elsewhere, a
+    host does not give its part of the checkpoint, all checkpoints are damaged, or as find_continuable does.
     """
     for run, former, planned in find_continuable(wanted, plan, shards, runs):
-        check_free(run, wanted, accept_new)
+        check_free(run, wanted, accept_new_keys)
         with lock_run(run):
-            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new)
+            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new_keys)
         if checkpoint is not None:
             keys = [key for key, _, _ in rules.differing(former, wanted)]
             changed = tuple(_list_differences(planned, plan)) or tuple(keys)
@@ -145,7 +140,7 @@ def find_earlier(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_ne
 
 
 def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
-    """Raise UserError when `runs` has no finished run of this recipe's name; its data may still have to be prepared."""
+    """Raise UserError when `runs` has no finished run of this recipe's name, on any data."""
     if not any(former.name == wanted.name for _, former, _ in _list_same_data(wanted, None, runs, finished=True)):
         raise UserError(
             f"there is no finished run of {wanted.name} to continue",
@@ -154,19 +149,19 @@ def check_run_to_extend(wanted: Recipe, runs: Path) -> None:
         )
 
 
-def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new: bool = False) -> Earlier:
-    """Return the newest finished run of the recipe for a longer run to go on from, and print it.
+def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, accept_new_keys: bool = False) -> Earlier:
+    """Return the newest finished run of the recipe and data, for a longer run to go on from, and print it.
 
-    Raises UserError if there is none or it has no checkpoint, if more than length and learning rate differ, or if no
-    steps are left to train.
+    Raises UserError if there is none, if it has no intact checkpoint, if more than length and learning rate differ, or
+    if no steps are left to train.
     """
     for run, former, planned in _list_same_data(wanted, shards, runs, finished=True):
         if former.name != wanted.name:
             continue
         has_schedule = (wanted.optim.schedule, wanted.optim.warmup_steps) != ("constant", 0)
         free = (*LONGER, *ANOTHER_RATE) if has_schedule else LONGER
-        other = [key for key in _other_training(former, wanted) if not rules.is_within(key, free)]
-        other += _list_changes([key for key in WHAT if key != "steps"], planned, plan)
+        other = [key for key in _blocking_keys(former, wanted) if not rules.is_within(key, free)]
+        other += _list_changes([key for key in TRAINED if key != "steps"], planned, plan)
         if other:
             raise UserError(
                 f"{run.path} cannot be continued by this recipe",
@@ -179,7 +174,7 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
                 fix=f"ask for more, for example --set train.steps={2 * planned['steps']}",
             )
         with lock_run(run):
-            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new)
+            checkpoint = _find_proved_checkpoint(run, former, Plan.from_json(dict(planned)), accept_new_keys)
         if checkpoint is None:
             raise UserError(f"{run.path} has no checkpoint to go on from", fix="train anew without --continue")
         changed = tuple(key for key, _, _ in rules.differing(former, wanted))
@@ -196,21 +191,22 @@ def find_run_to_extend(wanted: Recipe, plan: Plan, shards: Path, runs: Path, acc
 
 
 def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> Iterator[Known]:
-    """Yield the unfinished runs of this training under another plan, newest first; print why others are not.
+    """Yield the runs of this training whose training is not done, newest first; print why others are left out.
 
-    Raises UserError at the end if a run with a checkpoint differs by its hosts alone, such as in tokens a step.
+    Their plan may be this one or another. Raises UserError at the end if a run with a checkpoint differs by its hosts
+    alone, such as in tokens a step.
     """
     has_printed, refused = False, list[UserError]()
     for run, former, planned in _list_same_data(wanted, shards, runs):
         if run.is_trained() or former.name != wanted.name:  # quickstart-* are runs of quickstart-sft too
             continue
         # A recipe may state the tokens that other hosts rounded its step to: they are compared below.
-        if what := [key for key in _other_training(former, wanted) if key != "batch.tokens_per_step"]:
+        if what := [key for key in _blocking_keys(former, wanted) if key != "batch.tokens_per_step"]:
             if not has_printed:  # of many former trials the newest is the one that may have been meant
                 screen.say(f"{run.path} is not continued: {', '.join(what)} differ")
             has_printed = True
             continue
-        if other := _list_changes(WHAT, planned, plan):
+        if other := _list_changes(TRAINED, planned, plan):
             screen.say(f"{run.path} is not continued: {', '.join(other)} trains something else")
             if (step := run.newest_recorded()) and former.batch.tokens_per_step == wanted.batch.tokens_per_step:
                 refused.append(hosts_error(run.path, step, planned, plan, other))
@@ -225,7 +221,7 @@ def find_continuable(wanted: Recipe, plan: Plan, shards: Path, runs: Path) -> It
 
 
 def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
-    """Return the text of a fix for when the hosts `lost` do not come back, by the newest run that would be continued.
+    """Return the text of an error's fix for when the hosts `lost` of the newest unfinished run do not come back.
 
     `runs` is None for a new run.
     """
@@ -237,14 +233,14 @@ def way_out(wanted: Recipe, runs: Path | None, lost: Sequence[str]) -> str:
     return f"or go on without: --exclude {'@'.join(lost)}"
 
 
-def check_free(run: RunDir, recipe: Recipe, accept_new: bool) -> None:
-    """Raise UserError when another process runs the run or another host started it; called before doctor runs."""
+def check_free(run: RunDir, recipe: Recipe, accept_new_keys: bool) -> None:
+    """Raise UserError when another process runs the run or another host started it."""
     with lock_run(run):
-        checkpoint_parts.check_started_here(run, hosts_of(Plan.read(run.plan), recipe), accept_new)
+        checkpoint_parts.check_started_here(run, hosts_of(Plan.read(run.plan), recipe), accept_new_keys)
 
 
-def _other_training(former: Recipe, wanted: Recipe) -> list[str]:
-    """Return the keys in which two recipes differ and which must be the same for a run to be continued."""
+def _blocking_keys(former: Recipe, wanted: Recipe) -> list[str]:
+    """Return the keys in which two recipes differ and for which a run cannot be continued."""
     keys = [key for key, _, _ in rules.differing(former, wanted)]
     # A start brings its config.json, in reach when the recipe was read or not.
     same = (*rules.SAME_RUN, *(["model.config"] if wanted.model.init_from is not None else []))
@@ -252,9 +248,10 @@ def _other_training(former: Recipe, wanted: Recipe) -> list[str]:
 
 
 def _list_same_data(wanted: Recipe, shards: Path | None, runs: Path, *, finished: bool = False) -> Iterator[Known]:
-    """Yield the unfinished (or `finished`) runs of this name and data, newest first, but none that another continues.
+    """Yield the unfinished (or `finished`) runs of these data, newest first, but none that another run continues.
 
-    `shards` None allows any data. Prints runs whose manifest or plan is damaged; skips recipes that cannot be read.
+    Their names begin with the recipe's name and a dash. `shards` None allows any data. Prints runs whose manifest or
+    plan is damaged; skips recipes that cannot be read.
     """
     continued = set()
     for run in list_runs(runs, wanted.name):
@@ -289,8 +286,8 @@ def _list_differences(old: Mapping[str, Any], plan: Plan) -> list[str]:
     return _list_changes(SHOWN, old, plan) or [key for key in new if old.get(key) != new[key]]
 
 
-def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
-    """Return (step, directory) of the run's checkpoints, oldest first; the newest may exist on other hosts only."""
+def _list_checkpoints(run: RunDir) -> list[tuple[int, Path]]:
+    """Return (step, directory) of the run's checkpoints, oldest first; the newest may lie on other hosts only."""
     checkpoints = [*run.continued_checkpoints(), *run.complete_checkpoints()]
     for written in sorted((run.recorded_checkpoint(), run.recorded_in_memory())):
         if written > max((step for step, _ in checkpoints), default=0):
@@ -298,18 +295,18 @@ def _checkpoints(run: RunDir) -> list[tuple[int, Path]]:
     return sorted(checkpoints)
 
 
-def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_new: bool) -> Path | None:
-    """Return the newest checkpoint whose files are all here and intact, gathering parts from other hosts; else None.
+def _find_proved_checkpoint(run: RunDir, former: Recipe, planned: Plan, accept_new_keys: bool) -> Path | None:
+    """Return the newest checkpoint whose files are all here and intact; None if none was ever saved.
 
-    None: no checkpoint was ever saved. Prints damaged ones. Raises Incomplete when a host does not give its part and no
-    older one is whole, and UserError when all are damaged: the run would start again at step 0.
+    Gathers the parts of other hosts, and prints damaged checkpoints. Raises Incomplete when a host does not give its
+    part and no older one is whole, and UserError when all are damaged: the run would start again at step 0.
     """
     missing: checkpoint_parts.Incomplete | None = None
-    saved = _checkpoints(run)
+    saved = _list_checkpoints(run)
     for step, directory in reversed(saved):
         if directory.parent == run.checkpoints:
             try:
-                checkpoint_parts.gather_checkpoint(run, hosts_of(planned, former), step, accept_new)
+                checkpoint_parts.gather_checkpoint(run, hosts_of(planned, former), step, accept_new_keys)
             except checkpoint_parts.Incomplete as error:
                 missing = missing or error
                 continue
@@ -337,7 +334,7 @@ PASSED_OVER = 5  # runs that are named
 
 
 def find_export(wanted: Recipe, runs: Path, load: Load) -> tuple[Path | None, list[str]]:
-    """Return (export/ of the newest trained run that matches the recipe, or None; why newer runs do not match).
+    """Return (export/ of the newest trained run that matches the recipe, or None; why each newer run does not match).
 
     `load` reads the recipe named in model.init_from: recipes.load or derive.load_toy.
     """
@@ -398,7 +395,7 @@ def export_directory(named: str, runs: Path, load: Load = recipes.load) -> Path:
 
 
 def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load: Load = recipes.load) -> Path:
-    """Return the directory of model.init_from: itself, the export of a recipe's newest run, or the Hub's snapshot.
+    """Return the directory of model.init_from: itself, the export of that recipe's newest run, or the Hub's snapshot.
 
     Downloads a Hub id if must_exist. If there is none, raises UserError, or NotPrepared if not must_exist.
     """
@@ -419,11 +416,13 @@ def model_directory(wanted: Recipe, runs: Path, *, must_exist: bool = True, load
     return pretrained.snapshot(init_from, wanted.model.revision)
 
 
-def other_hosts(recipe: Recipe, hosts: Cluster, lost: Mapping[str, bool], new: bool) -> Iterator[tuple[Cluster, str]]:
+def other_hosts(
+    recipe: Recipe, hosts: Cluster, lost: Mapping[str, bool], accept_new_keys: bool
+) -> Iterator[tuple[Cluster, str]]:
     """Yield (cluster, what is done, in words) for each cluster that may go on without lost hosts, the best first.
 
     `lost` has their names, and whether they may come back. First usable spares take their places, then the others go on
-    alone. Asks the spares over ssh for their GPUs (`new` accepts new keys), and prints why a spare cannot be used.
+    alone. Asks the spares over ssh for their GPUs, and prints why a spare cannot be used.
     """
     usable, silent = list[Host](), restart.list_silent(hosts.spares)
     for spare in hosts.spares:
@@ -431,7 +430,7 @@ def other_hosts(recipe: Recipe, hosts: Cluster, lost: Mapping[str, bool], new: b
             screen.say(f"the spare {spare.name} does not answer")
             continue
         try:
-            usable += gpus.ask_kinds(recipe, dataclasses.replace(hosts, hosts=(spare,)), new).hosts
+            usable += gpus.ask_kinds(recipe, dataclasses.replace(hosts, hosts=(spare,)), accept_new_keys).hosts
         except UserError as error:
             screen.say(f"the spare {spare.name} cannot be used: {error}")
     for first in range(len(usable)):
@@ -441,7 +440,7 @@ def other_hosts(recipe: Recipe, hosts: Cluster, lost: Mapping[str, bool], new: b
 
 
 def can_go_on(run: RunDir, recipe: Recipe, plan: Plan, shards: Path) -> bool:
-    """Return whether `finlm train` under this plan would continue the run (True if none is saved); print why not."""
+    """Return whether `finlm train` under this plan would continue the run (True if it saved nothing); print why not."""
     if not run.newest_recorded():
         return True
     known = find_continuable(recipe, plan, shards, run.path.parent)
