@@ -11,6 +11,7 @@ import pytest
 
 from finlm.base import files
 from finlm.base.rundir import RunDir
+from finlm.base.runs import record_event
 from finlm.launch import start
 
 
@@ -56,6 +57,6 @@ def test_an_event_for_which_there_is_no_room_is_printed(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "append_json_line", refuse)
-    RunDir(tmp_path).record("incident", step=7, what="rank 1 was killed")
+    record_event(RunDir(tmp_path), "incident", step=7, what="rank 1 was killed")
     said = capsys.readouterr().err
     assert "No space left on device" in said and "what: rank 1 was killed" in said

@@ -299,7 +299,8 @@ def test_attention_of_a_token_equals_its_definition(
     reach = torch.randint(1, room + 1, (rows,), device="cuda", dtype=torch.int32)
     asked = torch.minimum(torch.randint(0, room, (rows,), device="cuda", dtype=torch.int32), reach)
     sources = torch.randint(0, rows, (rows,), device="cuda", dtype=torch.int32)
-    out = token_attention.attend(query, key, value, (reach, asked, sources), size**-0.5, cap, window)[:, 0].double()
+    scoring = token_attention.Scoring(size**-0.5, cap, window)
+    out = token_attention.attend(query, key, value, (reach, asked, sources), scoring)[:, 0].double()
     for row in range(rows):
         end, shared, source = int(reach[row]), int(asked[row]), int(sources[row])
         read = [torch.cat((part[source, :, :shared], part[row, :, shared:end]), 1) for part in (key, value)]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finlm.base import files, screen
+from finlm.base import files
 from finlm.base.errors import UserError
 
 HOST_VARIABLE = "FINLM_HOST"
@@ -87,14 +87,6 @@ class RunDir:
     def append_event(self, kind: str, **fields: Any) -> None:
         """Append {"kind": kind, "time": Unix seconds, **fields} to events.jsonl; NaN and infinity become null."""
         files.append_json_line(self.events, {"kind": kind, "time": round(time.time(), 3), **_finite(fields)})
-
-    def record(self, kind: str, **fields: Any) -> None:
-        """Call append_event(), and print the event and why instead of an error when it cannot be written."""
-        try:
-            self.append_event(kind, **fields)
-        except OSError as error:  # the disk is full, which may be what the event is about
-            words = "; ".join(f"{name}: {value}" for name, value in fields.items())
-            screen.say(f"{self.events} was not written: {error}\n{kind}: {words}")
 
     def read_events(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield the events of events.jsonl, or those of this kind, in order; skip lines that are not JSON."""

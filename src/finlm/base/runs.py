@@ -1,4 +1,4 @@
-"""Act on runs from outside: list, reserve and lock a run, check hashes of its checkpoints and export, apply its env."""
+"""Act on runs from outside: list, reserve, lock; record an event; check hashes of checkpoints and export; apply env."""
 
 from __future__ import annotations
 
@@ -137,6 +137,15 @@ def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             path.rmdir()
         raise
+
+
+def record_event(run: RunDir, kind: str, **fields: Any) -> None:
+    """Append an event to events.jsonl (RunDir.append_event); if it cannot be written, print it and why, and go on."""
+    try:
+        run.append_event(kind, **fields)
+    except OSError as error:  # the disk is full, which may be what the event is about
+        words = "; ".join(f"{name}: {value}" for name, value in fields.items())
+        screen.say(f"{run.events} was not written: {error}\n{kind}: {words}")
 
 
 def is_finished(run: RunDir) -> bool:

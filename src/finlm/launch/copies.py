@@ -20,6 +20,7 @@ from finlm.base import checkpoints, screen
 from finlm.base.checkpoints import Manifest
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
+from finlm.base.runs import record_event
 from finlm.hosts import checkpoint_parts, ssh
 from finlm.recipe.cluster import Cluster
 from finlm.recipe.schema import Recipe
@@ -143,4 +144,4 @@ class Copier:
         if self.has_ranks_here and not self.run.checkpoint(step).exists():
             why = "it was removed before its parts were here: raise checkpoint.every_steps or checkpoint.keep_last"
         detail = f"{why}; training goes on, it or the next one is tried again"
-        self.run.record("incident", step=step, what="checkpoint not copied", detail=detail)
+        record_event(self.run, "incident", step=step, what="checkpoint not copied", detail=detail)

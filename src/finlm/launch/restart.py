@@ -181,7 +181,7 @@ def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: s
     `after` is the problem, `action` what is done about it, `seconds` the time until the next launch.
     """
     number = 1 + sum(1 for _ in run.read_events("restart"))
-    run.record("restart", number=number, after=after, host=host, action=action, seconds=seconds)
+    runs.record_event(run, "restart", number=number, after=after, host=host, action=action, seconds=seconds)
     start.notify(recipe.launch.notify, "restart", run.path, f"{after}; {action}")
 
 

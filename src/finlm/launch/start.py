@@ -29,7 +29,7 @@ from typing import Any
 from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.base.runs import RunFailed, lock_run, write_host_env
+from finlm.base.runs import RunFailed, lock_run, record_event, write_host_env
 from finlm.hosts import checkpoint_parts, ssh, sync
 from finlm.hosts.file_trees import model_path
 from finlm.hosts.ssh import path_on_host
@@ -332,7 +332,7 @@ def _wait_for_end_row(
 
 def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
     """Append the failure to events.jsonl as an incident, run launch.notify if set, and return the failure."""
-    f.run.record("incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
+    record_event(f.run, "incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
     notify(f.limits.notify, "incident", f.run.path, failure.problem)
     return failure
 

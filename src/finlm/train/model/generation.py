@@ -353,8 +353,8 @@ def _attend(
     if bounds is not None and sinks is None and _has_kernel(query, key, value):
         from finlm.train.model import token_attention  # needs Triton, which comes with torch for GPUs
 
-        window = sliding_window or key.shape[2]
-        return token_attention.attend(query, key, value, bounds, scale, softcap or 0.0, window), None
+        scoring = token_attention.Scoring(scale, softcap or 0.0, sliding_window or key.shape[2])
+        return token_attention.attend(query, key, value, bounds, scoring), None
     mask = _visible(tokens, key.shape[2], None if bounds is None else bounds[0], sliding_window, query.device)
     if softcap or sinks is not None:
         scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale

@@ -9,6 +9,8 @@ Flash-Decoding (Dao et al., 2023).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
@@ -130,22 +132,28 @@ def _merge(parts, most, total, outputs, size, SPLITS: tl.constexpr, P: tl.conste
     tl.store(outputs + place * size + width, out.to(outputs.dtype.element_ty), mask=width < size)
 
 
+class Scoring(NamedTuple):
+    """How attention scores tokens: a factor of the scores, their soft cap (0 for none), the most tokens seen."""
+
+    scale: float
+    cap: float
+    window: int
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
-    cap: float,
-    window: int,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of a single token of each row to the cached tokens: [rows, 1, heads, head size].
 
     `query` is [rows, heads, 1, head size]; `key` and `value` are contiguous caches [rows, key heads, room, head size].
     `bounds` has three int32 tensors [rows]: how many tokens each row sees, how many are its prompt's, and which row's
-    cache holds the prompt. `scale` multiplies the scores, `cap` is their soft cap (0 for none), and `window` the most
-    tokens that are seen.
+    cache holds the prompt.
     """
+    scale, cap, window = scoring
     rows, heads, _, size = query.shape
     kv_heads, room = key.shape[1:3]
     groups = heads // kv_heads

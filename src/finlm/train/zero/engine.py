@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
@@ -39,23 +39,29 @@ OpBuilder.strip_empty_entries = lambda _, entries: [entry for entry in entries i
 ALIGNED = 64  # elements: groups of a multiple of them are read in wide words
 
 
+class AdamConstants(NamedTuple):
+    """The numbers of Adam that stay the same in all steps."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    l2: float  # the weight decay of plain Adam, which adds it to the gradient
+
+
 def adamw(
     master: torch.Tensor,
     mean: torch.Tensor,
     square: torch.Tensor,
     gradient: torch.Tensor,
     numbers: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    l2: float,
+    constants: AdamConstants,
 ) -> None:
     """Take an AdamW step: change `master`, `mean` and `square` in place.
 
     `numbers` is fp32 [4]: factor of the gradient, factor that weight decay leaves of a weight, rate (with the first
-    bias correction), divisor of the root (the second). `l2` is the weight decay of plain Adam, which adds it to the
-    gradient.
+    bias correction), divisor of the root (the second).
     """
+    beta1, beta2, eps, l2 = constants
     factor, keep, rate, root = numbers.unbind()
     scaled = gradient.float() * factor + l2 * master
     mean.add_((1 - beta1) * (scaled - mean))
@@ -114,8 +120,8 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             flat = [tensor.view(-1, ALIGNED) for tensor in flat]
         for tensor in flat:  # groups differ in size; compiled with dynamic=True, the betas would be variables too
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        tensors = (*flat, torch.stack(numbers).float())
-        self._adamw(*tensors, beta1=beta1, beta2=beta2, eps=group["eps"], l2=l2)
+        constants = AdamConstants(beta1, beta2, group["eps"], l2)
+        self._adamw(*flat, torch.stack(numbers).float(), constants)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
