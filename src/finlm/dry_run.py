@@ -139,4 +139,4 @@ def adapt(t: pipeline.Training, adapter: str) -> list[str]:
         act(t)
     t.resumed = None if t.is_trained else t.resumed
     pipeline.open_run(t)
-    return adapters.write(adapter, RunDir(t.run.path.absolute()), t.recipe, Plan.read(t.run.plan), t.hosts)
+    return adapters.write_files(adapter, RunDir(t.run.path.absolute()), t.recipe, Plan.read(t.run.plan), t.hosts)

@@ -27,7 +27,7 @@ TRAP = "a b;$(touch bitten) \"'"
 
 def made(run: RunDir, name: str, *hosts: Host) -> list[str]:
     recipe = recipes.load(run.recipe).recipe
-    return adapters.write(name, run, recipe, Plan.read(run.plan), Cluster(hosts))
+    return adapters.write_files(name, run, recipe, Plan.read(run.plan), Cluster(hosts))
 
 
 def settings() -> Sequence[str]:

@@ -88,7 +88,7 @@ def greet(here: RunDir, there: RunDir) -> Iterator[Greet]:
 def launched(session: Session, here: RunDir, *, chosen: bool = False, **env: str) -> dict[str, Any]:
     """What the program that stands for the launcher was given; as the head reads it once the agent has ended."""
     world = {"n0": [0, 1], "n1": [0, 1]}
-    session.say(Start(env, world, chosen=chosen, node=1, address="n0", port=1, step=0))
+    session.send(Start(env, world, chosen=chosen, node=1, address="n0", port=1, step=0))
     assert session.release(time.monotonic() + 20)
     return list(here.read_events("launched"))[-1]
 

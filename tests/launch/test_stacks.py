@@ -60,7 +60,7 @@ class Answering(Session):
         self.log, self.stack, self.seconds = run.logs / f"n{rank}.{rank}.log", stack, seconds
         self.states = {str(rank): state}
 
-    def say(self, request: Any) -> None:
+    def send(self, request: Any) -> None:
         if self.stack:
             threading.Thread(target=self.answer).start()
 

@@ -39,7 +39,7 @@ def test_a_closed_terminal_is_a_request_and_the_ranks_hear_of_it_before_the_scre
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(screen, "say", lambda _: told.append("the screen"))
-    session = cast(Any, SimpleNamespace(say=told.append))
+    session = cast(Any, SimpleNamespace(send=told.append))
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by
     try:
         with head.note_signals() as stop:
@@ -62,8 +62,8 @@ def test_a_closed_terminal_is_nothing_under_nohup() -> None:
 
 def test_ranks_that_stop_to_take_a_host_in_may_take_as_long_as_they_need(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[Any] = []
-    session = cast(Any, SimpleNamespace(say=told.append))
-    stop = head.Stop()
+    session = cast(Any, SimpleNamespace(send=told.append))
+    stop = head.StopRequest()
     stop.stop_for_hosts(["n1"], 0.0)
     stop.pass_on([session], has_stepped=False, grace_seconds=60, now=0.0)
     assert told == [], "a checkpoint is due when a step is finished"
@@ -80,9 +80,9 @@ def test_a_host_that_is_back_is_taken_in_though_the_end_row_comes_long_after_the
     kind: str, tmp_path: Path
 ) -> None:
     run, told = RunDir(tmp_path), list[Any]()
-    session: Any = SimpleNamespace(code=None, closed=None, say=told.append)
+    session: Any = SimpleNamespace(code=None, closed=None, send=told.append)
     events, progress = live.follow(run, 0), Progress(0.0, step=7, stepped=True)
-    f = start.Following(run, cast(Any, None), [session], Launch(), head.Stop(), lambda: ["n1"])
+    f = start.Following(run, cast(Any, None), [session], Launch(), head.StopRequest(), lambda: ["n1"])
     run.append_event(kind, step=7)
     view: Any = SimpleNamespace(feed=lambda _: None)
     for event in next(events):

@@ -92,9 +92,10 @@ class Job:
         return PORT if self.recipe.launch.master_port == "auto" else self.recipe.launch.master_port
 
     def env(self, host: Host) -> dict[str, str]:
-        """Return host_env() of a host with the run's code first in PYTHONPATH.
+        """Return the environment of a host's ranks: host_env(), with the run's code first in PYTHONPATH.
 
-        For a host with a name, adds FINLM_HOST (the name that its log files carry).
+        For a host with a name, adds FINLM_HOST (the name that its log files carry). On CPU every rank gets one thread,
+        since nobody has asked the host for its cores.
         """
         env = host_env(self.recipe, self.plan, host)
         env["PYTHONPATH"] = processes.python_path(self.run.code, env)
@@ -130,7 +131,10 @@ LaunchFiles = tuple[dict[str, str], list[str]]
 
 
 def torchrun(job: Job) -> LaunchFiles:
-    """Return a shell script per host that runs torchrun, and the commands to type. The first host is the rendezvous."""
+    """Return ({file: text}, commands): a shell script per host that runs torchrun, and the command that starts each.
+
+    The first host is the rendezvous. In a command `{here}` stands for the directory of the files.
+    """
     made = {}
     for node, host in enumerate(job.hosts.hosts):
         line = [
@@ -143,7 +147,11 @@ def torchrun(job: Job) -> LaunchFiles:
 
 
 def accelerate(job: Job) -> LaunchFiles:
-    """Return per host a config and a script for accelerate, and the commands. UserError for unequal hosts."""
+    """Return ({file: text}, commands): per host a config and a script for accelerate, and the command for each script.
+
+    In a command `{here}` stands for the directory of the files. Raises UserError when hosts have different numbers of
+    ranks.
+    """
     made: dict[str, str] = {}
     slots = job.slots("accelerate")
     for node, host in enumerate(job.hosts.hosts):
@@ -176,9 +184,10 @@ def accelerate(job: Job) -> LaunchFiles:
 
 
 def slurm(job: Job) -> LaunchFiles:
-    """Return an sbatch script, with a task per rank on nodes that Slurm chooses, and the command to type.
+    """Return ({file: text}, commands): an sbatch script with a task per rank, on nodes that Slurm chooses, and sbatch.
 
-    All tasks end when one fails. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    In the command `{here}` stands for the directory of the file. All tasks end when one fails. Raises UserError when
+    hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots, nodes = job.slots_anywhere("Slurm"), len(job.hosts.hosts)
     directory = str(job.run.logs).replace("%", "%%")  # Slurm replaces %j and others, also in directories
@@ -208,9 +217,10 @@ def slurm(job: Job) -> LaunchFiles:
 
 
 def k8s(job: Job) -> LaunchFiles:
-    """Return a Kubeflow PyTorchJob (kubeflow.org/v1) in the Dockerfile's image, and the commands to type.
+    """Return ({file: text}, commands): a Kubeflow PyTorchJob (kubeflow.org/v1), and docker build and kubectl apply.
 
-    The user must fill in the volume claim. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
+    The user must fill in the volume claim. In a command `{here}` stands for the directory of the file. Raises UserError
+    when hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots, nodes = job.slots_anywhere("PyTorchJob"), len(job.hosts.hosts)
     env = job.env(Host("", slots))
@@ -250,10 +260,10 @@ def k8s(job: Job) -> LaunchFiles:
 
 
 def ray(job: Job) -> LaunchFiles:
-    """Return a script for the head node of a Ray cluster, and the command to type.
+    """Return ({file: text}, commands): a script for the head node of a Ray cluster, and its command.
 
-    It starts a worker per rank, each with its own GPU (or CPU). Raises UserError when hosts or micro-batches differ
-    (Job.slots_anywhere).
+    The script starts a worker per rank, each with its own GPU (or CPU). In the command `{here}` stands for the
+    directory of the file. Raises UserError when hosts or micro-batches differ (Job.slots_anywhere).
     """
     slots = job.slots_anywhere("Ray")
     env = job.env(Host("", slots))
@@ -272,10 +282,11 @@ ADAPTERS: dict[str, Callable[[Job], LaunchFiles]] = {
 }
 
 
-def write(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
+def write_files(name: str, run: RunDir, recipe: Recipe, plan: Plan, hosts: Cluster) -> list[str]:
     """Write the files of the launcher `name`, a key of ADAPTERS, to <run>/launch, and return the commands to type.
 
-    Also makes <run>/logs. Raises UserError when the launcher cannot express these hosts.
+    Makes <run>/logs and replaces files of an earlier call. Raises UserError when the launcher cannot express these
+    hosts.
     """
     made, commands = ADAPTERS[name](Job(run, recipe, plan, hosts))
     directory = run.path / "launch"
@@ -315,9 +326,9 @@ def main() -> int:
     """Start a run's ranks as Ray workers and wait for them: `python -m finlm.launch.adapters RUN HOSTS SLOTS`.
 
     Every rank reserves a GPU (or a CPU) of its own in one placement group, SLOTS a host, so that no other Ray job is
-    put beside it. Ray would show each worker one GPU as number 0; ranks of a host need to see all of the host's, with
-    LOCAL_RANK as the index, so the reserved ones are made visible together. Return 0, or the exit code of the first
-    rank that failed, after ending the others.
+    put beside it. Waits for as long as Ray cannot give them. Ray would show each worker one GPU as number 0; ranks of a
+    host need to see all of the host's, with LOCAL_RANK as the index, so the reserved ones are made visible together.
+    Return 0, or the exit code of the first rank that failed, after ending the others.
     """
     import ray
 
@@ -386,7 +397,10 @@ class Worker:
         return processes.free_port(0)
 
     def train(self, run: str, env: dict[str, str]) -> int:
-        """Run a rank of the run in a child process with `env` added; return its exit code. It ends with this one."""
+        """Run a rank of the run in a child process with `env` added, wait for it, and return its exit code.
+
+        The kernel kills the child when this process ends.
+        """
         command = [sys.executable, "-u", "-m", "finlm.train", run]
         return subprocess.run(
             command, env=os.environ | env, preexec_fn=processes.die_with_parent, check=False

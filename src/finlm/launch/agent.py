@@ -53,8 +53,8 @@ class Line:
         self._writer.start()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def say(self, message: messages.Reply) -> None:
-        """Queue a message for the head and return at once. If writing fails, `open` becomes False."""
+    def send(self, message: messages.Reply) -> None:
+        """Queue a message for the head and return at once. If writing it fails later, `open` becomes False."""
         self._lines.put(f"{messages.MARK}{messages.write_reply(message)}\n".encode())
 
     @property
@@ -68,7 +68,7 @@ class Line:
             time.sleep(0.02)
 
     def finish(self, seconds: float = 5.0) -> None:
-        """Wait until all queued lines are written, at most `seconds`."""
+        """Wait until all queued lines are written, at most `seconds`; later ones are not written."""
         self._lines.put(None)
         self._writer.join(seconds)
 
@@ -81,7 +81,7 @@ class Line:
         except OSError:
             self.open = False
 
-    def next(self, seconds: float) -> messages.Request | None:
+    def next_request(self, seconds: float) -> messages.Request | None:
         """Return the head's oldest unread request; None after `seconds`, or when the connection has closed."""
         try:
             return self._requests.get(timeout=seconds)
@@ -89,7 +89,10 @@ class Line:
             return None
 
     def _listen(self) -> None:
-        """Read requests from stdin until it closes, and queue all but pings; then set `open` to False."""
+        """Read requests from stdin until it closes, and queue all but pings; then set `open` to False.
+
+        A line that is no request ends the thread with an exception; the head then counts as silent.
+        """
         for text in sys.stdin:
             self.heard = time.monotonic()
             request = messages.read_request(text)
@@ -102,12 +105,12 @@ class Line:
 def main() -> None:
     """Greet the head, start the ranks that it asks for, and follow them to their end.
 
-    Exits the process: with 0 after the launcher has ended, with 1 when the head asks for something else, former ranks
-    still hold the run's lock, or the launcher cannot be started.
+    Exits the process: with 0 once no rank is left, with 1 when the head asks for something else or nothing in time,
+    former ranks still hold the run's lock, or the launcher cannot be started.
     """
     processes.shield()  # the ranks need their agent and launcher alive until their checkpoint is written
     line = Line()
-    request = line.next(30)
+    request = line.next_request(30)
     if not isinstance(request, messages.Greet):
         os._exit(1)
     processes.adopt_orphans()
@@ -119,15 +122,15 @@ def main() -> None:
     sender = Sender(line, run.path, names if request.stream else [], request.sent)
     if lock is not None:
         sender.send()  # what was written while the line was down comes home before anything new
-    line.say(_hello(lock is not None, request.port))
-    start = line.next(request.patience)
+    line.send(_hello(lock is not None, request.port))
+    start = line.next_request(request.patience)
     if lock is None or not isinstance(start, messages.Start):
         os._exit(1)
     sender.start()
     try:
         launcher = _launch(run, request.host, start, lock)
     except OSError as error:
-        line.say(messages.Refused(f"{type(error).__name__}: {error}"))
+        line.send(messages.Refused(f"{type(error).__name__}: {error}"))
         line.finish()
         os._exit(1)
     _follow(request, line, launcher, sender)
@@ -136,7 +139,10 @@ def main() -> None:
 
 
 def _lock(run: rundir.RunDir, host: str) -> int | None:
-    """Lock this host's .lock-<host> for this process and its ranks, waiting 12 s; return the descriptor or None."""
+    """Lock this host's .lock-<host>, waiting up to 12 s; return the open descriptor, None if another process has it.
+
+    The lock is a shared one, which each rank takes too.
+    """
     lock = os.open(run.host_lock(host), os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -151,7 +157,10 @@ def _lock(run: rundir.RunDir, host: str) -> int | None:
 
 
 def _take_events(run: rundir.RunDir) -> bool:
-    """Copy the head's events to events.jsonl, where rank 0 reads of rollbacks, if there is none; return whether."""
+    """Copy the events that the head has sent along (run.lent_events) to events.jsonl, where rank 0 reads of rollbacks.
+
+    Does nothing if events.jsonl exists or no events were sent along; returns whether it copied.
+    """
     if run.events.exists() or not run.lent_events.exists():
         return False
     whole = run.events.with_suffix(".copied")
@@ -163,8 +172,8 @@ def _take_events(run: rundir.RunDir) -> bool:
 def _hello(locked: bool, port: int | None) -> messages.Hello:
     """Return the greeting for the head: `locked`, a free port, cores, hostname and the addresses of the ssh connection.
 
-    `port` is the rendezvous port to try, 0 for any free port. If the rendezvous is on another host, it is None, and so
-    is the greeting's port. Without ssh the addresses are None.
+    `port` is the rendezvous port to try, 0 for any free port; the greeting has text in its place if there is none. It
+    is None, and stays so, if the rendezvous is on another host. Without ssh the addresses are None.
     """
     connection = os.environ.get("SSH_CONNECTION", "").split()
     is_remote = len(connection) == 4
@@ -224,22 +233,23 @@ def _visible_devices(slots: list[int], visible: str | None) -> list[int] | list[
 
 
 def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes], sender: Sender) -> None:
-    """Send heartbeats and obey the head until the launcher ends, the head is silent too long, or it asks for the end.
+    """Send heartbeats and obey the head until the launcher ends, the head is gone or silent, or it asks for the end.
 
     Reports each rank that ends. At the end kills all ranks that are left, sends the last logs, and tells the head the
-    launcher's exit code.
+    launcher's exit code, -N for signal N.
     """
     ranks = Ranks(launcher.pid, greet.slots)
     next_beat, kills_before = 0.0, count_oom_kills()
 
     def beat() -> None:
+        """Send the head a Beat with the states of the ranks, the free disk space and the OOM kills since the start."""
         kills = count_oom_kills()
         killed = None if kills is None or kills_before is None else kills - kills_before
         free = shutil.disk_usage(greet.run).free
-        line.say(messages.Beat({str(rank): state for rank, state in ranks.states().items()}, free, killed))
+        line.send(messages.Beat({str(rank): state for rank, state in ranks.states().items()}, free, killed))
 
     while launcher.poll() is None and line.open and time.monotonic() - line.heard < greet.patience:
-        request = line.next(TICK_SECONDS)
+        request = line.next_request(TICK_SECONDS)
         if request is messages.Command.STACKS:
             ranks.signal(signal.SIGUSR1)
         elif isinstance(request, messages.Stop):
@@ -247,25 +257,25 @@ def _follow(greet: messages.Greet, line: Line, launcher: subprocess.Popen[bytes]
         elif request is messages.Command.END:
             break
         for rank, status in ranks.find_ended():
-            line.say(messages.RankEnded(rank, status))
+            line.send(messages.RankEnded(rank, status))
         if time.monotonic() > next_beat and not line.is_stuck:
             beat()
             next_beat = time.monotonic() + BEAT_SECONDS
     code = launcher.poll()
     beat()
     for rank, status in ranks.find_ended():
-        line.say(messages.RankEnded(rank, status))
+        line.send(messages.RankEnded(rank, status))
     end_all(launcher)
     sender.finish()
     ended = launcher.returncode if code is None else code
     # 256 - N says that a rank died of signal N; subprocess says -N.
-    line.say(messages.Exited(ended - 256 if ended > 128 + 64 else ended, asked=code is None))
+    line.send(messages.Exited(ended - 256 if ended > 128 + 64 else ended, asked=code is None))
 
 
 def end_all(launcher: subprocess.Popen[bytes]) -> None:
     """Kill the launcher, which ends its ranks too (PR_SET_PDEATHSIG), and end every process below this process.
 
-    Sends SIGTERM for 4 s, then SIGKILL for 4 s; returns as soon as none is left.
+    Sends SIGTERM every 0.05 s for 4 s, then SIGKILL for 4 s; returns as soon as no process is left.
     """
     launcher.kill()
     for how, patience in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
@@ -285,8 +295,8 @@ def end_all(launcher: subprocess.Popen[bytes]) -> None:
 class Sender(threading.Thread):
     """A thread that sends the head what is appended to the files that match some patterns.
 
-    `sent` says up to which byte the head has each file. Of files that exist now and are not in `sent`, only what is
-    appended from now on is sent.
+    `patterns` are paths with a wildcard in the name; names are sent relative to `root`. `sent` says up to which byte
+    the head has each file. Of files that exist now and are not in `sent`, only what is appended from now on is sent.
     """
 
     def __init__(self, line: Line, root: Path, patterns: list[Path], sent: dict[str, int]) -> None:
@@ -312,10 +322,14 @@ class Sender(threading.Thread):
         return [path for pattern in self.patterns for path in sorted(pattern.parent.glob(pattern.name))]
 
     def _relative(self, path: Path) -> str:
+        """Return the path relative to the run directory, with slashes, as `sent` and messages name it."""
         return path.relative_to(self.root).as_posix()
 
     def send(self) -> None:
-        """Send what was appended to the files since the last call, in blocks of at most 256 KiB."""
+        """Send what was appended to the files since the last call, in blocks of at most 256 KiB.
+
+        Waits while 4 or more lines are queued. Raises OSError when a file cannot be read.
+        """
         for path in self._files():
             with path.open("rb") as file:
                 file.seek(self.offsets.get(path, 0))
@@ -323,7 +337,7 @@ class Sender(threading.Thread):
                     text = block.decode("utf-8", "surrogateescape")
                     self.offsets[path] = file.tell()
                     self.line.wait_for_room()
-                    self.line.say(messages.Log(self._relative(path), text, self.offsets[path]))
+                    self.line.send(messages.Log(self._relative(path), text, self.offsets[path]))
 
 
 class Ranks:
@@ -375,7 +389,7 @@ class Ranks:
 
 
 def reap(launcher: int) -> None:
-    """Collect zombies that this process adopted as subreaper, but not the launcher, which its Popen collects."""
+    """Collect the zombies among this process's children, except the process `launcher`, which its Popen collects."""
     for pid in processes.children(os.getpid()):
         status = processes.read_status(pid)
         if pid != launcher and status and status.state == "Z":

@@ -77,8 +77,8 @@ class Copier:
     def work(self) -> None:
         """Copy each new checkpoint that events.jsonl records, until cancel() is called.
 
-        Once `no_more` is set, returns after reading all events. Retries a failed copy after 60 s, and records each new
-        reason as an incident. After a rollback, removes the copies of later steps.
+        Once `no_more` is set, returns after it has read all events and tried the last copy. Retries a failed copy after
+        60 s, and records each new reason as an incident. After a rollback, removes the copies of later steps.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # rsync and hashing threads inherit it
         events, due, not_before, reported = live.follow(self.run, self.seen_bytes), 0, 0.0, ""
@@ -109,7 +109,7 @@ class Copier:
         """Gather the checkpoint of a step on this machine, and append a `copied` event unless it was whole before.
 
         Without ranks here, also removes the checkpoints that keep_last leaves out. Raises UserError or OSError when it
-        cannot be gathered. Prints a summary.
+        cannot be gathered.
         """
         self.running.clear()
         directory, began = self.run.checkpoint(step), time.monotonic()

@@ -41,8 +41,10 @@ WAITING_BYTES = 1 << 26  # of one file, for room on this machine's disk; the nex
 class Session:
     """The connection to the agent of a host, and what the agent has reported. Times are time.monotonic() here.
 
-    `patience` is the seconds of silence (launch.outage_seconds) after which each end gives up the other. TCP resends at
-    doubling intervals: after 60 s without a network the ranks went on 107 s after its loss, and ssh a little later.
+    `node` is the host's index, `ranks` its ranks. `local`: the host is this machine. `stream`: the agent sends its log
+    files. `patience` is the seconds of silence (launch.outage_seconds) after which each end gives up the other. TCP
+    resends at doubling intervals: after 60 s without a network the ranks went on 107 s after its loss, and ssh a little
+    later.
     """
 
     def __init__(self, host: Host, node: int, ranks: range, *, local: bool, stream: bool, patience: float) -> None:
@@ -102,9 +104,9 @@ class Session:
         self.heard = self._began = time.monotonic()
         threading.Thread(target=self._listen, args=(run,), daemon=True).start()
         events, slots = self.node == 0, self.host.slots
-        self.say(messages.Greet(str(there), self.name, slots, port, self.stream, events, self.patience, self.sent))
+        self.send(messages.Greet(str(there), self.name, slots, port, self.stream, events, self.patience, self.sent))
 
-    def say(self, request: messages.Request) -> None:
+    def send(self, request: messages.Request) -> None:
         """Send a request to the agent. Does nothing when the agent is gone, which `closed` shows."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
@@ -140,12 +142,13 @@ class Session:
     def end(self) -> None:
         """Ask the agent to end the host's ranks and itself; does not wait."""
         if self._process is not None and self.closed is None:
-            self.say(messages.Command.END)
+            self.send(messages.Command.END)
 
     def release(self, deadline: float) -> bool:
-        """Wait until the connection closes, or kill it at `deadline`; return False when it was killed.
+        """Wait until the connection closes; kill ssh or the local agent at `deadline` and return False if it has not.
 
-        A living agent then ends its ranks. `deadline` is in time.monotonic() seconds.
+        A living agent then ends its ranks. `deadline` is in time.monotonic() seconds. Returns True at once if nothing
+        was started.
         """
         if self._process is None:
             return True
@@ -245,6 +248,7 @@ def watch_away_hosts(hosts: Sequence[Host], seconds: float) -> Iterator[Callable
     over = threading.Event()
 
     def probe() -> None:
+        """Add the hosts that answer to `back`, every `seconds` (at least 1), until `over` is set."""
         while not over.wait(max(1.0, seconds)):
             back.extend(host.name for host in hosts if host.name not in back and ssh.answers(host.destination))
 
@@ -270,7 +274,7 @@ class HostsBack(Exception):
 
 
 @dataclass
-class Stop:
+class StopRequest:
     """A request to stop the ranks: by a signal to this process, or because absent hosts answer again.
 
     `number` is the signal, 0 for none. `since` is when it came and `passed_on` when it was sent to the ranks, in
@@ -304,7 +308,7 @@ class Stop:
         if self.passed_on is None:
             self.passed_on = now
             for session in sessions:  # first: words on a screen are not needed for a checkpoint
-                session.say(messages.Stop(signal.SIGTERM if self.number == signal.SIGHUP else self.number))
+                session.send(messages.Stop(signal.SIGTERM if self.number == signal.SIGHUP else self.number))
             if not self.back:
                 screen.say(f"{name}: the ranks finish their step and write a checkpoint (again: end at once)")
         elif now - self.passed_on > grace_seconds and not self.back:
@@ -331,6 +335,7 @@ def exit_on_signals(words: str = RESUMES) -> Iterator[None]:
     """
 
     def leave(number: int, _: FrameType | None) -> None:
+        """Print the signal's name and `words`, and raise SystemExit."""
         screen.say(f"{signal.Signals(number).name}: {words}")
         sys.exit(128 + number)
 
@@ -351,14 +356,15 @@ def _handle(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType
 
 
 @contextmanager
-def note_signals() -> Iterator[Stop]:
-    """Yield a Stop that notes SIGTERM, SIGINT and SIGHUP during the block; restores the old handlers afterwards.
+def note_signals() -> Iterator[StopRequest]:
+    """Yield a StopRequest that notes SIGTERM, SIGINT and SIGHUP in the block; restores the old handlers afterwards.
 
     A second signal, more than 1 s after the first, raises SystemExit. Leaves SIGHUP alone where it is ignored.
     """
-    stop = Stop()
+    stop = StopRequest()
 
     def note(number: int, _: FrameType | None) -> None:
+        """Note the first signal, also in place of a stop for hosts; raise SystemExit at a second signal."""
         if not stop.number or stop.back:
             stop.number, stop.since, stop.back = number, time.monotonic(), ()
         elif time.monotonic() - stop.since > ONE_REQUEST_SECONDS:

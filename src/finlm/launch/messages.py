@@ -21,9 +21,10 @@ MARK = "finlm-agent:"  # before an agent's messages: login scripts may print too
 class Greet:
     """The first request to an agent: introduces the run.
 
-    `port` is the rendezvous port to try, 0 for any free port, None if it is not on this host. `stream`: send log files
-    to the head. `events`: send events.jsonl too. `patience` is the seconds of silence after which the ranks are ended.
-    `sent` says up to which byte the head has each file.
+    `run` is the run directory there, `host` the host's name in the hostfile, `slots` its number of ranks. `port` is the
+    rendezvous port to try, 0 for any free port, None if it is not on this host. `stream`: send log files to the head.
+    `events`: send events.jsonl too. `patience` is the seconds of silence after which the ranks are ended. `sent` says
+    up to which byte the head has each file.
     """
 
     run: str
@@ -40,9 +41,10 @@ class Greet:
 class Start:
     """Asks the agent to start its ranks.
 
-    `world` has device indices by host name. `chosen`: this host's devices come from the hostfile or --include. `node`
-    is the index of this host. `address` and `port` are the rendezvous. `step` is the number of finished steps to resume
-    after. `shards` is the path of the prepared data on the host, None when it is the same as on the head.
+    `env` are variables for the ranks. `world` has device indices by host name. `chosen`: this host's devices come from
+    the hostfile or --include. `node` is the index of this host. `address` and `port` are the rendezvous. `step` is the
+    number of finished steps to resume after. `shards` is the path of the prepared data on the host, None when it is the
+    same as on the head.
     """
 
     env: dict[str, str]
@@ -63,7 +65,7 @@ class Stop:
 
 
 class Command(StrEnum):
-    """Requests without fields: STACKS = ranks print stacks, END = end ranks and agent, PING = the head is alive."""
+    """Requests without fields: STACKS = ranks print stacks, END = end ranks and agent, PING = the head lives."""
 
     STACKS = "stacks"
     END = "end"
@@ -153,7 +155,10 @@ def write_reply(reply: Reply) -> str:
 
 
 def read_request(line: str) -> Request | None:
-    """Return the request in a line of JSON; None if unknown. Raises ValueError, KeyError or TypeError if none."""
+    """Return the request in a line of JSON; None for a name that this version does not know.
+
+    Raises ValueError if the line is not JSON, KeyError or TypeError if it is no request.
+    """
     fields = json.loads(line)
     if fields["do"] in list(Command):
         return Command(fields["do"])
@@ -161,7 +166,10 @@ def read_request(line: str) -> Request | None:
 
 
 def read_reply(line: bytes) -> Reply | None:
-    """Return the reply in a line of JSON; None if unknown. Raises ValueError, KeyError or TypeError if none."""
+    """Return the reply in a line of JSON; None for a name that this version does not know.
+
+    Raises ValueError if the line is not JSON, KeyError or TypeError if it is no reply.
+    """
     fields = json.loads(line)
     return _read(REPLIES, fields, fields["kind"])
 
@@ -175,4 +183,5 @@ def _read(kinds: Mapping[str, type[T]], fields: Mapping[str, Any], name: str) ->
     """Return the message called `name` with those of the fields that its class has; None for a name not in `kinds`."""
     if (kind := kinds.get(name)) is None:
         return None
+    # An older sender leaves fields out, for which the class has defaults; what a newer sender adds is dropped.
     return kind(**{each.name: fields[each.name] for each in dataclasses.fields(kind) if each.name in fields})

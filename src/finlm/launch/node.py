@@ -34,7 +34,7 @@ def main() -> None:
     if failed:
         print(f"rank process {ranks[codes.index(failed)].pid} ended with {failed}", flush=True)
         end(ranks)
-    sys.exit(failed % 256)
+    sys.exit(failed % 256)  # -N for signal N becomes 256 - N, which agent.py turns back
 
 
 def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[bytes]]:
@@ -61,7 +61,7 @@ def start_ranks(launch: Mapping[str, Any], run: str) -> list[subprocess.Popen[by
 
 
 def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait a second for the ranks to end, then send SIGTERM, and 30 s later SIGKILL to those that still run."""
+    """Wait a second for the ranks to end, then send SIGTERM, and 30 s later SIGKILL; return when all have ended."""
     for patience, stop in ((WORDS_SECONDS, subprocess.Popen.terminate), (END_SECONDS, subprocess.Popen.kill)):
         deadline = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:

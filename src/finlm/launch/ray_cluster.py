@@ -55,6 +55,7 @@ def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator
         hello = {node: node.greet() for node in (head, *others)}
         ip = head.host.access.address or next((hello[node]["from"] for node in others), "") or "127.0.0.1"
         port = processes.free_port(0)
+        # The head of a cluster whose hostfile does not name it works for nobody.
         workers = min(recipe.data.num_proc, hello[head]["workers"]) if here else 0
         head.start(["--head", f"--port={port}", "--include-dashboard=false"], ip, workers, secret)
         head.wait_started()
@@ -66,7 +67,7 @@ def start_ray(recipe: Recipe, hosts: Cluster, accept_new_keys: bool) -> Iterator
         with _environment(secret | {"RAY_NODE_IP_ADDRESS": ip}):
             yield f"{ip}:{port}"
     finally:
-        for node in (*others, head):
+        for node in (*others, head):  # all at once, since each may take seconds to end Ray
             node.close()
         for node in (*others, head):
             node.wait_closed()
@@ -100,7 +101,7 @@ class _Node:
         """Start ray_node.py on the host, and a thread that reads its messages.
 
         `env` is the recipe's environment, which the host's own env overrides. Raises UserError for an invalid host
-        name.
+        name, FileNotFoundError without ssh.
         """
         line = [ssh.python_on_host(self.host.access), "-u", "-c", _BOOT]
         if not self.is_local:
@@ -118,8 +119,9 @@ class _Node:
         self._write(f"{len(source)}\n{source}{json.dumps({**env, **self.host.access.env})}\n")
 
     def _write(self, text: str) -> None:
+        """Write text to the program's stdin; do nothing if it has ended, which the next message tells."""
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it is gone, which the next answer tells
+        with suppress(OSError, ValueError):  # it has ended
             self._process.stdin.write(text.encode())
             self._process.stdin.flush()
 
@@ -133,8 +135,11 @@ class _Node:
                     self._said.put(json.loads(line[len(mark) :]))
         self._said.put(None)
 
-    def _hear(self, seconds: float, what: str) -> dict[str, Any]:
-        """Return the program's next message. Raises UserError when it ended or was silent for `seconds`."""
+    def _wait_message(self, seconds: float, what: str) -> dict[str, Any]:
+        """Return the program's next message. Raises UserError when it ended or was silent for `seconds`.
+
+        `what` is a verb phrase, what the host did not do, for the error.
+        """
         try:
             said = self._said.get(timeout=seconds)
         except queue.Empty:
@@ -149,8 +154,11 @@ class _Node:
         return said
 
     def greet(self) -> dict[str, Any]:
-        """Return what ray_node.describe_host() says. Raises UserError when Ray is missing or another version."""
-        hello = self._hear(_HELLO_SECONDS, "answer")
+        """Wait up to 60 s for the host's facts and return them: the dict of ray_node.describe_host().
+
+        Raises UserError when the host does not answer, or its Ray is missing or another version than here.
+        """
+        hello = self._wait_message(_HELLO_SECONDS, "answer")
         wanted = importlib.metadata.version("ray")
         if hello["ray"] != wanted:
             python, theirs = ssh.python_on_host(self.host.access), f"Ray {hello['ray']}" if hello["ray"] else "no Ray"
@@ -163,14 +171,18 @@ class _Node:
         return hello
 
     def start(self, arguments: Sequence[str], ip: str, workers: int, env: Mapping[str, str]) -> None:
-        """Ask the host to start Ray with `workers` CPUs at its address `ip` ("": Ray chooses), with `env` added."""
+        """Ask the host to start Ray with `workers` CPUs; does not wait.
+
+        `arguments` are those of `ray start`. `ip` is the host's address, "" if Ray shall choose. `env` is added to its
+        environment.
+        """
         at = [f"--node-ip-address={ip}"] if ip else []
         request = {"arguments": [*arguments, *at, f"--num-cpus={workers}", "--num-gpus=0"], "env": dict(env)}
         self._write(f"{json.dumps(request)}\n")
 
     def wait_started(self) -> None:
-        """Wait up to 300 s until Ray runs on the host; else raises UserError with the end of Ray's log."""
-        said = self._hear(_START_SECONDS, "start Ray")
+        """Wait up to 300 s until Ray runs on the host. Raises UserError, with the end of Ray's log, if it does not."""
+        said = self._wait_message(_START_SECONDS, "start Ray")
         if "ended" in said:
             raise UserError(
                 f"Ray did not start on {self.host.name}",

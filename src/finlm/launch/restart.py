@@ -57,7 +57,8 @@ PASSING = frozenset(
 class Failure:
     """A launch that failed: the step it was in, the host to blame ("" if unknown), and the newest checkpoint then.
 
-    `step` is below 0, and different each time, when the launch failed before its ranks knew at which step they begin.
+    `has_stepped` says whether it finished a step. `step` is below 0, and different each time, when the launch failed
+    before its ranks knew at which step they begin. `checkpoint` is a step, 0 for none.
     """
 
     step: int
@@ -91,6 +92,7 @@ def run_ranks(
     restarts = Restarts(run, recipe, hosts)
     while True:
         seen = sum(1 for _ in run.read_events())
+        # What stands in the logs already is of former launches.
         logged = {path: path.stat().st_size for path in run.logs.glob("*.log")}
         try:
             start.launch_ranks(run, plan, recipe, hosts, network=network, accept_new_keys=accept_new_keys)
@@ -105,7 +107,7 @@ def run_ranks(
             if is_replaceable and (smaller := out_of_memory.next_plan(recipe, hosts, plan, taken, former)):
                 _bring_checkpoint(run, plan, smaller, hosts, accept_new_keys)
                 _replace_plan(run, plan, smaller, recipe, max(0, _describe_failure(run, "", seen, 0).step - 1))
-                plan, restarts = smaller, Restarts(run, recipe, hosts)
+                plan, restarts = smaller, Restarts(run, recipe, hosts)  # the smaller plan has not failed yet
                 continue
             if taken and not is_replaceable:
                 failure.evidence = f"planned again {out_of_memory.MOST} times before\n{failure.evidence}"
@@ -124,8 +126,9 @@ class Restarts:
     def wait_after(self, failure: RunFailed, plan: Plan, seen: int) -> None:
         """Note a failed launch and sleep before the next launch; raise `failure`, or HostLost, when there must be none.
 
-        `seen` is the number of rows of events.jsonl before that launch. A failure that is raised has the reason in its
-        evidence, and in its fix what to do about a bad host. A wait is printed and recorded as a `restart` event.
+        `seen` is the number of rows of events.jsonl before that launch. Raises a final failure as it is; else adds to
+        its evidence why there is no restart, and to its fix what to do about a bad host. A wait is printed and recorded
+        as a `restart` event.
         """
         limit = self.recipe.launch.restarts
         if failure.is_final or not limit:
@@ -186,7 +189,7 @@ def record_restart(run: RunDir, recipe: Recipe, after: str, host: str, action: s
 
 
 def list_silent(hosts: Sequence[Host]) -> list[str]:
-    """Return the names of the hosts that do not answer over ssh."""
+    """Ask these hosts over ssh, and return the names of those that do not answer."""
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(ssh.answers, [host.destination for host in hosts])
         return [host.name for host, is_there in zip(hosts, answers, strict=True) if not is_there]
@@ -212,7 +215,7 @@ def wait_for_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, after: str) -> b
 
 
 def write_report(run: RunDir) -> None:
-    """Write report.html of a run whose training ended with an error. Raises nothing."""
+    """Write report.html of a run whose training ended with an error; print why if it cannot be written."""
     try:
         run_page.build(run, ended=True)
     except Exception as wrong:  # such as a full disk, which may be why the run failed
@@ -286,16 +289,20 @@ def _used_up(restarts: int) -> str:
 
 
 def _has_set_checkpoint_aside(run: RunDir, seen: int) -> bool:
-    """Return whether ranks set a damaged checkpoint aside, after `seen` rows of events.jsonl, and did not start."""
+    """Return whether the last launch only set a damaged checkpoint aside, without starting to train.
+
+    `seen` is the number of rows of events.jsonl before that launch.
+    """
     rows = list(itertools.islice(run.read_events(), seen, None))
     damaged = any(row["kind"] == "incident" and row["what"] == "damaged checkpoint" for row in rows)
     return damaged and not any(row["kind"] == "start" for row in rows)
 
 
-def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
+def _describe_failure(run: RunDir, host: str, seen: int, unknown: int) -> Failure:
     """Return the Failure of the last launch, which blames `host`. Its step is the step after the last finished step.
 
-    If the ranks did not start, the step is `none`. `seen` is the number of rows of events.jsonl before that launch.
+    `unknown` is the step of a launch whose ranks did not start. `seen` is the number of rows of events.jsonl before
+    that launch.
     """
     step: int | None = None
     has_stepped = False
@@ -304,11 +311,14 @@ def _describe_failure(run: RunDir, host: str, seen: int, none: int) -> Failure:
             step, has_stepped = row["step"], False
         elif row["kind"] in ("step", "rollback") and step is not None:
             step, has_stepped = row["step"], True
-    return Failure(none if step is None else step + 1, host, has_stepped, run.newest_recorded())
+    return Failure(unknown if step is None else step + 1, host, has_stepped, run.newest_recorded())
 
 
 def _read_memory_use(run: RunDir, logged: Mapping[Path, int]) -> dict[str, Taken]:
-    """Return {host: memory use} of ranks that ran out of memory after these log sizes in bytes; {} when none did."""
+    """Return {host: memory use} of the hosts whose ranks ran out of memory in the last launch; {} when none did.
+
+    `logged` has the sizes in bytes of the log files before that launch.
+    """
     by_host = {}
     for path in sorted(run.logs.glob("*.*.log")):
         if taken := out_of_memory.read(files.read_from(path, logged.get(path, 0))):
@@ -332,7 +342,10 @@ def _bring_checkpoint(run: RunDir, plan: Plan, smaller: Plan, hosts: Cluster, ac
 
 
 def _replace_plan(run: RunDir, plan: Plan, smaller: Plan, recipe: Recipe, step: int) -> None:
-    """Write `smaller` and its DeepSpeed settings to the run, keep `plan` as plan.N.json, record and print that."""
+    """Write `smaller` and its DeepSpeed settings to the run; keep `plan` as plan.N.json; print and record the change.
+
+    `step` is the last finished step, for the `incident` event.
+    """
     number = len(run.former_plans) + 1
     keys = ", ".join(f"{key}: {new} instead of {old}" for key, (old, new) in changed_keys(plan, smaller).items())
     sizes = format_bytes(plan.gpu_bytes), format_bytes(smaller.gpu_bytes)

@@ -35,7 +35,7 @@ from finlm.hosts.file_trees import model_path
 from finlm.hosts.ssh import path_on_host
 from finlm.launch import copies, head, watch
 from finlm.launch.adapters import host_env
-from finlm.launch.head import Session, Stop
+from finlm.launch.head import Session, StopRequest
 from finlm.launch.messages import Command, Start
 from finlm.launch.watch import Progress
 from finlm.plan.plan import Plan
@@ -73,8 +73,8 @@ def launch_ranks(
 
     `recipe` and `hosts` are the run directory's if None; access to hosts may have changed since it was made. On return
     all processes are ended on the hosts that answer. Raises RunFailed, with the cause that the logs show, when training
-    does not get to its end; HostsBack or SystemExit after a request to stop (head.Stop); UserError when a host cannot
-    be used or the run is running.
+    does not get to its end; HostsBack or SystemExit after a request to stop (head.StopRequest); UserError when a
+    host cannot be used or the run is running.
     """
     recipe = recipe or recipes.load(run.recipe).recipe
     hosts = hosts or Cluster(tuple(Host(host.name, host.slots, host.gpu) for host in plan.hosts))
@@ -128,7 +128,10 @@ def _copy_to_hosts(run: RunDir, recipe: Recipe, hosts: Cluster, accept_new_keys:
 
 
 def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], accept_new_keys: bool) -> None:
-    """Start every agent and wait for its greeting; late logs of a former launch arrive now. Raises UserError."""
+    """Start every agent and wait for its greeting; late logs of a former launch arrive now.
+
+    Raises UserError when an agent does not start, ranks of a former launch still run, or launch.master_port is taken.
+    """
     wanted = 0 if recipe.launch.master_port == "auto" else recipe.launch.master_port
     for session in sessions:
         there, python = path_on_host(run.path, session.host.access), ssh.python_on_host(session.host.access)
@@ -147,7 +150,10 @@ def _start_agents(run: RunDir, recipe: Recipe, sessions: Sequence[Session], acce
 def _start_ranks(
     run: RunDir, plan: Plan, recipe: Recipe, step: int, sessions: Sequence[Session], network: Network
 ) -> None:
-    """Write each host's environment to the run and have its agent start ranks after `step`. Raises UserError."""
+    """Write each host's environment to the run, and ask its agent to start ranks that resume after step `step`.
+
+    Raises UserError when the address of a host is not known.
+    """
     addresses = _addresses(sessions, network)
     world = {each.name: list(each.host.devices or range(each.host.slots)) for each in sessions}
     port = sessions[0].wait_hello().port
@@ -156,7 +162,7 @@ def _start_ranks(
         env = host_env(recipe, plan, session.host, session.wait_hello().cores, network.env.get(session.name, {}))
         write_host_env(run, session.name, env)
         shards = path_on_host(run.shards, session.host.access)
-        session.say(
+        session.send(
             Start(
                 env,
                 world,
@@ -208,7 +214,7 @@ def _end_sessions_after(sessions: Sequence[Session]) -> Iterator[None]:
 
 
 def _add_diagnosis(run: RunDir, failure: RunFailed, former: Mapping[str, int]) -> RunFailed:
-    """Add the cause that the logs show to the failure's `cause` and `fix`, if known, and return the same failure.
+    """Add the cause that the logs show to the failure's `cause` and `fix`, if any, and return the same failure.
 
     `former` is the number of lines of each log before this launch, which do not count. A failure that is certain stays
     as it is.
@@ -255,7 +261,7 @@ class Following:
     plan: Plan
     sessions: Sequence[Session]
     limits: Launch
-    stop: Stop
+    stop: StopRequest
     back: Callable[[], list[str]] = list
 
 
@@ -282,7 +288,7 @@ def follow(f: Following, seen: int) -> None:
             elif slept > SLEPT_SECONDS:
                 watch.note_sleep(sessions, progress, slept, now)
             elif watch.in_trouble(sessions, now):
-                watch.wait_for_hosts(sessions, now)
+                watch.wait_for_signs_of_life(sessions, now)
                 if status := _wait_for_end_row(f, events, view, progress):
                     continue
                 raise _record_failure(f, progress, watch.find_first_failure(run, sessions, progress, time.monotonic()))
@@ -298,7 +304,7 @@ def follow(f: Following, seen: int) -> None:
             if now > next_ping:
                 next_ping = now + PING_SECONDS
                 for session in sessions:
-                    session.say(Command.PING)
+                    session.send(Command.PING)
             time.sleep(POLL_SECONDS)
     if status == "interrupted":
         f.stop.finish(progress.step, 128 + signal.SIGTERM)
@@ -331,14 +337,17 @@ def _wait_for_end_row(
 
 
 def _record_failure(f: Following, progress: Progress, failure: RunFailed) -> RunFailed:
-    """Append the failure to events.jsonl as an incident, run launch.notify if set, and return the failure."""
+    """Append the failure to events.jsonl as an incident, run launch.notify if set, and return the same failure."""
     record_event(f.run, "incident", step=progress.step or 0, what=failure.problem, detail=failure.evidence)
     notify(f.limits.notify, "incident", f.run.path, failure.problem)
     return failure
 
 
 def _show_event(f: Following, event: Mapping[str, Any], view: live.View, progress: Progress) -> str:
-    """Show an event and act on it (launch.notify, hosts that are back); return the status of an `end` event, or ""."""
+    """Show an event and update `progress`; return the status of an `end` event, else "".
+
+    At a checkpoint asks the ranks to stop if absent hosts answer again; at an incident runs launch.notify.
+    """
     now = time.monotonic()
     if silence := progress.note_finished(now):
         screen.say(f"goes on after {silence:.0f} s")

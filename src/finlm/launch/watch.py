@@ -138,8 +138,8 @@ def _is_lost(session: Session, now: float) -> bool:
     return session.closed is None and now - session.heard > session.patience
 
 
-def wait_for_hosts(sessions: Sequence[Session], now: float) -> None:
-    """Wait, 1.5 to 12 s, until every host has sent something after `now`, ended, or lost its connection.
+def wait_for_signs_of_life(sessions: Sequence[Session], now: float) -> None:
+    """Wait, 1.5 to 12 s, until every host has sent something after `now` or ended, or an agent's connection has broken.
 
     Returns at once when a host is known to be lost. `now` is in time.monotonic() seconds.
     """
@@ -157,11 +157,9 @@ def wait_for_hosts(sessions: Sequence[Session], now: float) -> None:
 def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progress, now: float) -> RunFailed:
     """Return the failure that came first, with its host, rank, exit code and last log lines.
 
-    Call after wait_for_hosts().
-
-    Looks in this order: this machine slept until the hosts gave it up; a host could not start its ranks; ranks were
-    killed or failed by themselves; hosts or agents are gone; launchers ended without their ranks; ranks failed on the
-    connection to another rank.
+    Call it when in_trouble() is true, after wait_for_signs_of_life(). Looks in this order: this machine slept until the
+    hosts gave it up; a host could not start its ranks; ranks were killed or failed by themselves; hosts or agents are
+    gone; launchers ended without their ranks; ranks failed on the connection to another rank.
     """
     words = progress.words(now)
     if progress.slept > sessions[0].patience - 5:
@@ -188,7 +186,10 @@ def find_first_failure(run: RunDir, sessions: Sequence[Session], progress: Progr
 
 
 def _exit_code(session: Session, code: int) -> int:
-    """Return a rank's exit code; for MISSED, when the agent looked too late, the launcher's, which is the same."""
+    """Return a rank's exit code `code`, -N for signal N.
+
+    For MISSED, when the agent looked too late, returns the launcher's code, which is the same, or else -9.
+    """
     return code if code != MISSED else session.code or -int(signal.SIGKILL)
 
 
@@ -198,14 +199,14 @@ def _is_consequence(run: RunDir, session: Session, rank: int) -> bool:
 
 
 def _explain_lost_host(
-    run: RunDir, sessions: Sequence[Session], words: str, now: float, doubt: bool
+    run: RunDir, sessions: Sequence[Session], words: str, now: float, ranks_failed: bool
 ) -> RunFailed | None:
     """Return the failure of a host, agent or launcher that ended without an exit of its ranks; None if there is none.
 
-    `doubt` says that ranks have failed too: then 5 s of silence are enough. `words` describes the run's progress.
+    With `ranks_failed`, 5 s of silence are enough to blame a host. `words` describes the run's progress.
     """
     for session in sessions:
-        silent = now - session.heard > (5 if doubt else session.patience)
+        silent = now - session.heard > (5 if ranks_failed else session.patience)
         if session.code is None and (session.closed is not None or silent):
             return _explain_silent_host(run, session, words, now)
     for session in sessions:
@@ -220,7 +221,11 @@ def _explain_lost_host(
 
 
 def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, words: str) -> RunFailed:
-    """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix."""
+    """Return the failure of a rank that ended with `code` (-N for signal N), with its last log lines and a fix.
+
+    `words` describes the run's progress. After SIGKILL also writes the kernel's count of such kills to the launcher's
+    log.
+    """
     where = f"rank {rank} on {session.name}"
     if session.free_bytes is not None and session.free_bytes < FULL_BYTES:
         words += f"\nthe run directory's disk on {session.name} is full: {format_bytes(session.free_bytes)} free"
@@ -239,7 +244,10 @@ def _explain_failed_rank(run: RunDir, session: Session, rank: int, code: int, wo
 
 
 def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
-    """Return (evidence, fix) for a rank killed by SIGKILL; writes the kernel's count of such kills to its log."""
+    """Return (evidence, fix) for a rank killed by SIGKILL: whether the kernel did it for lack of memory.
+
+    If it did, appends that to the host's launcher log here, where diagnose reads it.
+    """
     at = "" if session.local else f"ssh {ssh.ssh_name(session.host.destination)} "
     if session.oom_kills:
         counted = f"the kernel of {session.name} counted {session.oom_kills} oom_kill since the ranks started"
@@ -258,7 +266,11 @@ def _explain_sigkill(run: RunDir, session: Session) -> tuple[str, str]:
 
 
 def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) -> RunFailed:
-    """Return the failure of a silent host, which is asked over ssh: its agent was killed, or the host is_gone."""
+    """Return the failure of a host that is silent or whose agent is gone, after asking it over ssh (up to 10 s).
+
+    If it answers, its agent or the connection was ended; else the failure is marked is_gone. `words` describes the
+    run's progress.
+    """
     ranks = (
         f"rank {session.ranks[0]}" if len(session.ranks) == 1 else f"ranks {session.ranks[0]} to {session.ranks[-1]}"
     )
@@ -288,7 +300,10 @@ def _explain_silent_host(run: RunDir, session: Session, words: str, now: float) 
 def explain_stall(
     run: RunDir, sessions: Sequence[Session], progress: Progress, limits: Launch, now: float
 ) -> RunFailed:
-    """Ask all ranks for their stacks, and return a failure that names the ranks that the others wait for, if any."""
+    """Ask all ranks for their stacks, for up to 12 s, and return a failure that names the ranks the others wait for.
+
+    Names no rank if no stack differs from the others.
+    """
     logs = {rank: (session, log_of(run, session, rank)) for session in sessions for rank in session.ranks}
     stacks = _ask_for_stacks(run, sessions)
     states = {int(rank): state for session in sessions for rank, state in session.states.items()}
@@ -318,7 +333,7 @@ def _ask_for_stacks(run: RunDir, sessions: Sequence[Session]) -> dict[int, Stack
     paths = {rank: log_of(run, session, rank) for session in sessions for rank in session.ranks}
     sizes = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
     for session in sessions:
-        session.say(Command.STACKS)
+        session.send(Command.STACKS)
     began = quiet_since = time.monotonic()
     said: dict[int, str] = {}
     while True:
