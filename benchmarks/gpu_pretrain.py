@@ -39,7 +39,7 @@ from finlm.launch.adapters import host_env
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.recipe.schema import config_of
+from finlm.recipe.settings import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {

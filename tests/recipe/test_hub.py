@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants, hf_hub_download
 
 from finlm.base.errors import UserError
-from finlm.recipe.models import refusals
+from finlm.recipe.models import config_json
 
 
 def test_without_a_network_the_hub_is_not_asked_again_and_again(
@@ -19,7 +19,7 @@ def test_without_a_network_the_hub_is_not_asked_again_and_again(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")  # a name that never resolves (RFC 6761)
-    with pytest.raises(UserError) as error, refusals.hub_errors("cannot fetch it", "check the network"):
+    with pytest.raises(UserError) as error, config_json.hub_errors("cannot fetch it", "check the network"):
         hf_hub_download("someone/model", "config.json", revision="a" * 40, cache_dir=str(tmp_path))
     assert "hub.invalid" in error.value.evidence and "network" in error.value.evidence
     assert not constants.HF_HUB_OFFLINE, "the next call may find a network"
@@ -34,4 +34,4 @@ def test_a_config_of_a_commit_that_was_fetched_before_is_read_without_a_look_at_
     kept.write_text("{}", encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the network was looked at"))
-    assert refusals.config_path("someone/model", commit) == kept
+    assert config_json.config_path("someone/model", commit) == kept

@@ -10,8 +10,8 @@ import pytest
 
 from finlm.base.errors import UserError
 from finlm.recipe import derive, recipe, shape
-from finlm.recipe.models import refusals, traits
-from finlm.recipe.schema import config_of
+from finlm.recipe.models import config_json, refusals, traits
+from finlm.recipe.settings import config_of
 
 from helpers import QUICKSTART
 
@@ -206,12 +206,12 @@ def test_a_class_that_transformers_lacks_is_told_with_its_code(tmp_path: Path) -
     code = {"auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}}
     path = Path(start(tmp_path, QWEN3_4B | code | {"model_type": "baichuan"})) / "config.json"
     with pytest.raises(UserError, match="transformers has no model_type 'baichuan'") as error:
-        refusals.read_config(path)
+        config_json.read_config(path)
     assert error.value.evidence.startswith("auto_map names code")
     start(tmp_path, QWEN3_4B | code)
-    assert "auto_map" not in refusals.read_config(path)
+    assert "auto_map" not in config_json.read_config(path)
     start(tmp_path, QWEN3_4B | {"model_type": "qwen3_5_text"})  # known to transformers, and told by others
-    refusals.read_config(path)
+    config_json.read_config(path)
 
 
 def test_a_mixtral_needs_no_head_dim_where_a_hunyuan_does() -> None:

@@ -27,7 +27,7 @@ from finlm.dialogues import encode
 from finlm.plan import planner
 from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import config_json, refusals, traits
 from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Chat, Sft
 
@@ -84,7 +84,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
     """
     path = Path(model)
     if (path / "config.json").is_file():
-        return dict(refusals.read_config(path / "config.json")), path
+        return dict(config_json.read_config(path / "config.json")), path
     if path.is_dir() or model not in CONFIG_MAPPING:
         raise UserError(
             f"there is no model {model}",

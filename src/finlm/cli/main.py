@@ -146,7 +146,7 @@ def _train(options: argparse.Namespace) -> int:
     """
     from finlm import dry_run, pipeline
     from finlm.recipe import derive, weights
-    from finlm.recipe.models import refusals
+    from finlm.recipe.models import config_json
     from finlm.recipe.recipe import load
     from finlm.runs import lineage
 
@@ -171,7 +171,7 @@ def _train(options: argparse.Namespace) -> int:
         screen.send_results(to_stderr=False)
         screen.write("".join(f"{command}\n" for command in commands))
         return 0
-    refusals.check_kernels(loaded.recipe.model.config or {}, "cpu" if hosts.is_cpu else "cuda")
+    config_json.check_kernels(loaded.recipe.model.config or {}, "cpu" if hosts.is_cpu else "cuda")
     return pipeline.train(training)
 
 

@@ -20,7 +20,7 @@ import finlm
 from finlm.base import checkpoints, files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import config_json, refusals, traits
 from finlm.recipe.rules import SAME_MODEL
 from finlm.recipe.schema import Recipe
 
@@ -291,7 +291,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
         model = recipe.model.model_dump(include={*SHAPE, "init_std", "config"})
         return Parent(model, recipe.tokenizer.model_dump(mode="json"), recipe.stage == "reward")
     directory = Path(init_from)
-    find = refusals.config_path if is_needed else refusals.cached_config_path
+    find = config_json.config_path if is_needed else config_json.cached_config_path
     config = find(init_from, revision)
     if config is None:
         return None
@@ -301,7 +301,7 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
     """Return {key of SHAPE: value} of a model directory or Hub model. UserError as from config_path and _of_config."""
-    model = _of_config(refusals.config_path(init_from, revision), init_from, "").model
+    model = _of_config(config_json.config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
 
@@ -310,7 +310,7 @@ def _of_config(path: Path, init_from: str, tokenizer: str) -> Parent:
 
     `init_from` only names the model in errors. Raises UserError if finlm does not train the model.
     """
-    config = refusals.read_config(path)
+    config = config_json.read_config(path)
     refusals.refuse_model(config, init_from)
     model = {ours: config[theirs] for ours, theirs in _NAMES.items() if config.get(theirs) is not None}
     model["ffn_size"] = config[traits.record_of(config).ffn_key]
@@ -358,7 +358,7 @@ def shipped_file(path: Path) -> Path | None:
 def context_tokens(directory: Path) -> int:
     """Return the context length in tokens by a model directory's config.json; 2**31 if missing or not said."""
     path = directory / "config.json"
-    config = refusals.text_part(files.read_json(path)) if path.is_file() else {}
+    config = config_json.text_part(files.read_json(path)) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)
 
 

@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field, Strict, ValidationError
 from ruamel.yaml import YAML
 
 from finlm.base.errors import UserError
-from finlm.recipe.models import traits
 from finlm.recipe.schema_data import (
     Auto,
     Bytes,
@@ -418,28 +417,3 @@ class Recipe(Section):
 @functools.lru_cache(maxsize=2)  # a rank asks for the same one several times: 0.2 s each
 def _parse(text: str) -> Recipe:
     return Recipe.model_validate(YAML(typ="safe").load(text))
-
-
-def config_of(model: Model) -> traits.Config:
-    """Return the config.json of a recipe's model, without vocab_size and the ids of special tokens.
-
-    Raises UserError for a model type that finlm does not know.
-    """
-    config = dict(model.config or {"model_type": "llama"})
-    row = traits.record_of(config)
-    config |= {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads or model.heads,
-        row.ffn_key: model.ffn_size,
-        "tie_word_embeddings": model.tie_embeddings,
-        "initializer_range": model.init_std,
-    }
-    for key in traits.NORM_EPS:
-        if row.defaults.get(key) is not None:  # where it is null, the class takes its norms' other kind
-            config[key] = model.norm_eps
-    is_scratch = model.init_from is None and "rope_parameters" not in row.defaults  # which has kinds of layers
-    if is_scratch or model.former_rope_theta is not None:
-        return traits.with_rope_theta(config, model.rope_theta)
-    return config

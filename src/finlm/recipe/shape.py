@@ -15,7 +15,8 @@ from typing import Any
 from finlm.base.errors import UserError
 from finlm.recipe.models import refusals, traits
 from finlm.recipe.models.traits import Sizes
-from finlm.recipe.schema import Recipe, config_of
+from finlm.recipe.schema import Recipe
+from finlm.recipe.settings import config_of
 
 ROUTERS = ("gate", "router")
 IN_PROJ = tuple(f"in_proj_{of}" for of in ("qkvz", "ba", "qkv", "z", "b", "a"))  # of linear attention

@@ -20,7 +20,7 @@ from finlm.base import files, runs, screen
 from finlm.base.errors import UserError
 from finlm.base.units import format_bytes
 from finlm.recipe import parents
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import config_json, refusals, traits
 from finlm.recipe.schema import Model, Recipe
 
 TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # what transformers reads one from
@@ -143,16 +143,16 @@ def check_weights(recipe: Recipe) -> None:
     """
     directory = Path(recipe.model.init_from or "-")
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors*")):
-        check_weight_files(directory, refusals.read_config(directory / "config.json"))
+        check_weight_files(directory, config_json.read_config(directory / "config.json"))
 
 
 def text_alone(model: Model) -> Iterator[str]:
     """Yield a sentence if the start of a recipe's model reads more than text, of which its text decoder is trained."""
     named = model.init_from
-    path = None if named is None or parents.is_recipe(named) else refusals.cached_config_path(named, model.revision)
+    path = None if named is None or parents.is_recipe(named) else config_json.cached_config_path(named, model.revision)
     if path is None:
         return
-    whole, text = files.read_json(path), refusals.read_config(path)
+    whole, text = files.read_json(path), config_json.read_config(path)
     if whole.get("model_type") != text.get("model_type"):
         yield (
             f"model.init_from: {named} is a {whole.get('model_type')}: its text decoder alone, a {text['model_type']}, "
@@ -183,11 +183,11 @@ def check_layers(recipe: Recipe) -> None:
     if model.init_from is None or parents.is_recipe(model.init_from):
         return
     try:
-        path = refusals.config_path(model.init_from, model.revision)
+        path = config_json.config_path(model.init_from, model.revision)
     except UserError:  # not there, or no network here
         return
     refusals.refuse_model(
-        refusals.read_config(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
+        config_json.read_config(path), model.init_from, recipe.batch.sequence_length // recipe.sequences_per_row
     )
 
 
@@ -237,7 +237,7 @@ def _check_directory(key: str, named: str, fix: str) -> Path:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         found = "lacks config.json or *.safetensors" if path.is_dir() else "does not exist"
         raise UserError(f"{key}: there is no model in {named}", evidence=f"{path.absolute()} {found}", fix=fix)
-    check_weight_files(path, refusals.read_config(path / "config.json"))
+    check_weight_files(path, config_json.read_config(path / "config.json"))
     runs.prove_model(path)
     return path
 
@@ -247,7 +247,7 @@ def check_files(directory: Path) -> None:
 
     Raises OSError without config.json.
     """
-    config = refusals.read_config(directory / "config.json")
+    config = config_json.read_config(directory / "config.json")
     if not any(directory.glob("*.safetensors")):
         names = ", ".join(sorted(path.name for path in directory.iterdir() if path.name != "config.json")[:8])
         fix = "put its *.safetensors there; of a *.bin or *.gguf: save_pretrained of transformers, `finlm import-gguf`"
@@ -295,7 +295,7 @@ def _read_headers(directory: Path, config: Mapping[str, Any]) -> dict[str, list[
 def _text_tensors(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return the text decoder's tensors by the names that they have alone; all as they are in a model of text."""
     named = {name: name for name in shapes}
-    for old, new in refusals.TEXT_NAMES.items():
+    for old, new in config_json.TEXT_NAMES.items():
         named = {name: re.sub(old, new, text) for name, text in named.items()}
     if all(name == text for name, text in named.items()):
         return dict(shapes)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe.schema_data import Stage
+from finlm.recipe.settings import MixtureStage
 from finlm.rows.shards import IGNORED, Ids, Order, Rows, Shard, Shards, check_ids, within
 
 VERSION = 1
@@ -311,7 +311,7 @@ class Part:
 
 
 def order(
-    ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int, seed: int
+    ranges: Mapping[str, range], stages: Sequence[MixtureStage], run_rows: int, sequence_length: int, seed: int
 ) -> Sequencing:
     """Return the order in which a run of run_rows rows reads its rows; `ranges` has the row ids of each source.
 
@@ -360,7 +360,9 @@ class Mixture:
         return row_ids.reshape(np.shape(positions))
 
 
-def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, sequence_length: int) -> list[Part]:
+def parts(
+    ranges: Mapping[str, range], stages: Sequence[MixtureStage], run_rows: int, sequence_length: int
+) -> list[Part]:
     """Return the run's parts in order, each with a whole number of rows per source; a stage with `to` has up to 16.
 
     Parts without rows are left out; the last stage takes the rows beyond the stages' budgets. `stages` is not empty.
@@ -391,7 +393,7 @@ def parts(ranges: Mapping[str, range], stages: Sequence[Stage], run_rows: int, s
     return cut
 
 
-def _shares(stages: Sequence[Stage], run_tokens: int) -> list[float]:
+def _shares(stages: Sequence[MixtureStage], run_tokens: int) -> list[float]:
     """Return the share of each stage in the run; stages without tokens or share divide the rest equally."""
     given = [sum(stage.tokens.values()) / run_tokens if stage.tokens else stage.share for stage in stages]
     missing = given.count(None)

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe.models import refusals
+from finlm.recipe.models import config_json
 
 Library = Literal["auto", "sentencepiece", "tokenizers"]
 COPIED = (
@@ -256,5 +256,5 @@ def snapshot(identity: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # a quarter of a second that only Hub ids need
 
     problem = f"cannot fetch the tokenizer of {identity}"
-    with refusals.hub_errors(problem, "give a directory in model.init_from, or check id and revision"):
+    with config_json.hub_errors(problem, "give a directory in model.init_from, or check id and revision"):
         return Path(snapshot_download(identity, revision=revision, allow_patterns=list(FILES)))

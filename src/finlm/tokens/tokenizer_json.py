@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from finlm.base import files
 from finlm.base.errors import UserError
-from finlm.recipe.models import refusals
+from finlm.recipe.models import config_json
 from finlm.tokens import pretrained
 from finlm.tokens.vocab import CHINESE, Described, Sample, candidate_characters, count_unchanged, too_large
 
@@ -103,7 +103,7 @@ def extend(
             f"tokenizer.extend_to {size:,} adds nothing to {base.size:,} ids", fix=f"set more than {base.size}"
         )
     config = base.path.with_name("config.json")
-    if config.is_file() and refusals.text_part(files.read_json(config)).get("vocab_size") == size:
+    if config.is_file() and config_json.text_part(files.read_json(config)).get("vocab_size") == size:
         raise UserError(
             f"tokenizer.extend_to {size:,} is the number of rows that the model has already",
             evidence=f"{config}; rows beyond {base.size:,} are spare, and would pass for trained ones",

@@ -68,11 +68,11 @@ def main() -> None:
         gc.freeze()
         gc.enable()
         if recipe.stage == "pretrain":
-            code = stage.main(run_path)
+            code = stage.main(run_path, recipe)
         else:
             from finlm.train.post import trainers
 
-            code = trainers.train(run_path, stage.make)
+            code = trainers.train(run_path, recipe, stage.make)
     except BaseException as error:  # also SystemExit from a library: the log must say why a rank ended
         traceback.print_exc()
         if "torch" in sys.modules and (cause := _out_of_memory(error)) is not None:

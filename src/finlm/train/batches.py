@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
+from finlm.recipe.settings import Settings
 from finlm.rows.packing import PackedRows, Sequencing
 from finlm.rows.shards import IGNORED, Ids, Rows, Shard, Shards
 
@@ -354,7 +354,7 @@ PROOF_TOKENS = 128  # an export reads them on a CPU
 def evaluate(
     loss_sum: LossSum,
     shards: Shards,
-    recipe: Recipe,
+    recipe: Settings,
     micro_batches: Sequence[int],
     device: torch.device,
     rows_of: Callable[[Sequence[Shard], int], Any] = Rows,
@@ -402,7 +402,7 @@ def evaluate(
     return _summary(total, sum(source["tokens"] for source in sources.values())) | {"sources": sources}
 
 
-def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
+def proof_ids(shards: Shards, recipe: Settings) -> list[int]:
     """Return the token ids of the event `proof`: the first ones of the first held-out shard, or else training shard.
 
     Takes at most PROOF_TOKENS of them, and at most a row. The trained model and its export must give the same loss on
@@ -415,7 +415,7 @@ def proof_ids(shards: Shards, recipe: Recipe) -> list[int]:
 
 
 def loss_of(
-    ids: Sequence[int], loss_sum: LossSum, shape: tuple[int, int], recipe: Recipe, device: torch.device
+    ids: Sequence[int], loss_sum: LossSum, shape: tuple[int, int], recipe: Settings, device: torch.device
 ) -> float:
     """Return the mean negative log-likelihood of `ids` after the first, computed by loss_sum as in evaluate().
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import deepspeed
 import numpy as np
@@ -26,11 +26,11 @@ from torch import distributed
 
 from finlm.base.rundir import RunDir, open_run
 from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
+from finlm.recipe.settings import Settings
 from finlm.rows.shards import Shard, Shards
 
 
-def join_ranks(recipe: Recipe, plan: Plan) -> int:
+def join_ranks(recipe: Settings, plan: Plan) -> int:
     """Select this rank's GPU (LOCAL_RANK), join the process group, seed all generators, and return this rank's index.
 
     Uses nccl on GPUs; on CPUs gloo, with DeepSpeed's compiled operators switched off. Makes torch deterministic if
@@ -281,14 +281,15 @@ class Events:
 
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Settings)
 
 
 @dataclass
-class Rank:
+class Rank(Generic[R]):
     """The objects of a rank of a run, whose process group exists; `started` is time.monotonic() at its start."""
 
     run: RunDir
-    recipe: Recipe
+    recipe: R
     plan: Plan
     shards: Shards
     device: torch.device
@@ -312,17 +313,16 @@ class Rank:
         return exit_code
 
 
-def open_rank(run_path: Path) -> Rank:
+def open_rank(run_path: Path, recipe: R) -> Rank[R]:
     """Install signal handlers (note_signals), open the run directory, join the process group, and return a Rank.
 
-    Raises UserError when run_path is no run directory or its plan, recipe or shards cannot be read, and RuntimeError
-    when the plan has another number of ranks.
+    `recipe` is that of the run. Raises UserError when run_path is no run directory or its plan or shards cannot be
+    read, and RuntimeError when the plan has another number of ranks.
     """
     started = time.monotonic()
     note_signals()
     run = open_run(run_path)
     plan = Plan.read(run.plan)
-    recipe = Recipe.read(run.recipe)
     rank = join_ranks(recipe, plan)
     device = torch.device(plan.device)
     return Rank(run, recipe, plan, Shards(run.shards), device, rank, Events(run, rank), started)

@@ -29,8 +29,7 @@ import torch
 from torch import distributed
 
 from finlm.plan.plan import Plan
-from finlm.recipe.schema import Recipe
-from finlm.recipe.schema_train import Incidents, Straggler
+from finlm.recipe.settings import IncidentSettings, Settings, StragglerSettings
 from finlm.train.batches import Batches
 
 RECENT_STEPS = 100  # of which incidents.stop_after may be skipped
@@ -83,7 +82,7 @@ class WatchState(TypedDict, total=False):
 class Watch:
     """Judges each step's loss and update, and remembers recent losses and skipped steps."""
 
-    def __init__(self, settings: Incidents, scales_loss: bool) -> None:
+    def __init__(self, settings: IncidentSettings, scales_loss: bool) -> None:
         """Begin without losses. With `scales_loss` (dynamic fp16 scale), gradient overflows do not count as skips."""
         self.settings, self.scales_loss = settings, scales_loss
         self.restore(())
@@ -212,7 +211,7 @@ class Gradients:
 class LossScale:
     """Watches fp16's dynamic loss scale; does nothing for other precisions or a fixed scale."""
 
-    def __init__(self, engine: Any, recipe: Recipe, gradients: Gradients) -> None:
+    def __init__(self, engine: Any, recipe: Settings, gradients: Gradients) -> None:
         self._engine, self._recipe, self._gradients = engine, recipe, gradients
         self._is_last = False
         self.remember()
@@ -312,7 +311,7 @@ class Stopwatch:
 class Stragglers:
     """Finds a rank whose work takes settings.ratio times the others' (medians of settings.steps steps)."""
 
-    def __init__(self, settings: Straggler, plan: Plan) -> None:
+    def __init__(self, settings: StragglerSettings, plan: Plan) -> None:
         self.settings = settings
         self._where = [f"rank {rank} on {name}" for rank, name in enumerate(plan.rank_hosts)]
         self._recent: deque[Sequence[float]] = deque(maxlen=settings.steps)

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from finlm.base.rundir import RunDir
+from finlm.recipe.settings import Settings
 from finlm.rows import packing
 from finlm.rows.packing import NamedDocument
 from finlm.train import batches, entry
@@ -33,7 +34,7 @@ from finlm.train.zero.storage import State
 
 
 @dataclass
-class Setup(Rank):
+class Setup(Rank[Settings]):
     """The objects that the training loop of a rank works with, and its Guard as `guard`."""
 
     engine: Any
@@ -49,12 +50,13 @@ class Setup(Rank):
         return super().end(step, status, exit_code)
 
 
-def main(run_path: Path) -> int:
+def main(run_path: Path, recipe: Settings) -> int:
     """Train the run in `run_path` to its last step and return the process's exit code (see loop); every rank calls it.
 
-    Raises UserError as prepare() does, or when no whole checkpoint is left of those that the run had.
+    `recipe` is that of the run. Raises UserError as prepare() does, or when no whole checkpoint is left of those that
+    the run had.
     """
-    s = prepare(run_path)
+    s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
         return loop(s)
 
@@ -111,15 +113,15 @@ def loop(s: Setup) -> int:
     return s.end(step, "finished", 0)
 
 
-def prepare(run_path: Path) -> Setup:
+def prepare(run_path: Path, recipe: Settings) -> Setup:
     """Join the process group and build this rank's model, engine, batches and checkpoints from the run directory.
 
     Installs signal handlers and removes half-written checkpoints. Raises UserError when run_path is no run directory,
-    or when its plan, recipe, shards or the weights that it starts from cannot be used; RuntimeError when the plan has
-    another number of ranks.
+    or when its plan, shards or the weights that it starts from cannot be used; RuntimeError when the plan has another
+    number of ranks.
     """
-    r = open_rank(run_path)
-    recipe, plan, shards = r.recipe, r.plan, r.shards
+    r = open_rank(run_path, recipe)
+    plan, shards = r.plan, r.shards
     config = model_config(recipe, plan, shards.bos_id, shards.eos_id)
     model = load(recipe, plan, r.run.ds_config, config, shards.tokenizer)
     kernels.swap(model, plan)

@@ -14,7 +14,7 @@ from admit.test_gate import case
 from finlm.admit import cells
 from finlm.base.errors import UserError
 from finlm.recipe import shape
-from finlm.recipe.models import refusals
+from finlm.recipe.models import config_json
 from finlm.recipe.models.traits import DELTA_CHUNK
 from finlm.train import batches
 from finlm.train.model import causal_lm, delta_net
@@ -107,9 +107,9 @@ def test_new_weights_have_the_decay_of_their_class_and_depend_on_the_seed_alone(
 def test_a_gpu_without_its_kernels_is_refused_and_grpo_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case("qwen3_5_text")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    refusals.check_kernels(at.config, "cpu")
+    config_json.check_kernels(at.config, "cpu")
     with pytest.raises(UserError, match="need flash-linear-attention on a GPU") as error:
-        refusals.check_kernels(at.config, "cuda")
+        config_json.check_kernels(at.config, "cuda")
     assert "requirements-linear.lock" in error.value.fix
     model = at.recipe.model.model_copy(update={"config": at.small.to_dict()})
     asked = at.recipe.model_copy(update={"model": model, "stage": "grpo"})

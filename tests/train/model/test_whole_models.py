@@ -16,7 +16,7 @@ import vocabularies
 from finlm.base.errors import UserError
 from finlm.inference import open as opening
 from finlm.recipe import shape, weights
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import config_json, traits
 from finlm.recipe.schema import Model
 from finlm.train.model import causal_lm
 from finlm.train.post import grpo
@@ -77,7 +77,7 @@ def test_it_computes_what_the_whole_model_does(name: str, tmp_path: Path) -> Non
     alone = causal_lm.load_weights(causal_lm.causal_class(config), tmp_path, "", config=config)
     with torch.no_grad():
         torch.testing.assert_close(alone(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
-    read = refusals.read_config(tmp_path / "config.json")
+    read = config_json.read_config(tmp_path / "config.json")
     weights.check_weight_files(tmp_path, read)
     assert shape.of_config(read, VOCAB).parameters == sum(each.numel() for each in alone.parameters())
     (said,) = weights.text_alone(Model.model_construct(init_from=str(tmp_path), revision=None))
@@ -113,11 +113,11 @@ def test_weights_of_the_decoder_are_missed_and_others_are_not(tmp_path: Path) ->
     tensors = {name: tensor for name, tensor in load_file(file).items() if "visual" not in name}
     save_file(tensors | {"mtp.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}, file)
     weights.check_files(tmp_path)
-    weights.check_weight_files(tmp_path, refusals.read_config(tmp_path / "config.json"))
+    weights.check_weight_files(tmp_path, config_json.read_config(tmp_path / "config.json"))
     del tensors["model.language_model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, file)
     with pytest.raises(UserError) as error:
-        weights.check_weight_files(tmp_path, refusals.read_config(tmp_path / "config.json"))
+        weights.check_weight_files(tmp_path, config_json.read_config(tmp_path / "config.json"))
     assert "model.layers.1.self_attn.q_proj.weight is missing" in str(error.value.evidence)
 
 
@@ -137,7 +137,7 @@ def test_what_a_config_leaves_to_its_classes_is_filled_in(tmp_path: Path) -> Non
     config = causal_lm.start_config(tmp_path)
     with torch.device("meta"):
         theirs = causal_lm.causal_class(config)(config)
-    read = refusals.read_config(tmp_path / "config.json")
+    read = config_json.read_config(tmp_path / "config.json")
     found = shape.of_config(traits.complete(read, traits.record_of(read)), config.vocab_size)
     assert (config.vocab_size, config.eos_token_id) == (262208, [1, 106])
     assert found.parameters == sum(each.numel() for each in theirs.parameters()) == 3_880_263_168
@@ -155,6 +155,6 @@ def test_qwen2_5_vl_as_published_has_the_keys_of_both_in_one(tmp_path: Path) -> 
         **{"vision_config": {"hidden_size": 1280}, "vision_start_token_id": 151652, "use_sliding_window": False},
     }
     (tmp_path / "config.json").write_text(json.dumps(said))
-    config = refusals.read_config(tmp_path / "config.json")
+    config = config_json.read_config(tmp_path / "config.json")
     assert (config["model_type"], config["rope_scaling"]) == ("qwen2", {"type": "default"})
     assert shape.of_config(config, 151936).parameters == 3_085_938_688

@@ -94,12 +94,12 @@ def test_a_judge_reads_the_beginning_whatever_fills_rows_up(pad: int, tmp_path: 
 def test_a_trainer_is_made_under_the_plans_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DPO scores all pairs with the model that it starts from while its trainer is made."""
     plan = dataclasses.replace(planned()[1], attention="efficient")
-    monkeypatch.setattr(trainers, "open_rank", lambda _: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(trainers, "open_rank", lambda *_: SimpleNamespace(plan=plan))
     plain, seen = sdpa_attention.use_gqa_in_sdpa, list[bool]()
 
     def make(_: Any) -> Any:
         seen.append(sdpa_attention.use_gqa_in_sdpa is plain)
         return SimpleNamespace(run=lambda: 0)
 
-    assert trainers.train(tmp_path, make) == 0
+    assert trainers.train(tmp_path, planned()[0], make) == 0
     assert seen == [False] and sdpa_attention.use_gqa_in_sdpa is plain

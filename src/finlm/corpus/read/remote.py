@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from finlm.base import screen, step_cache
 from finlm.base.errors import UserError
 from finlm.base.step_cache import NotPrepared
-from finlm.recipe.models import refusals
+from finlm.recipe.models import config_json
 from finlm.recipe.schema_data import Source
 
 Answer = TypeVar("Answer")
@@ -369,7 +369,7 @@ def fetch_dataset(source: Source, key: str, *, fetch: bool) -> list[Path]:
     if fetch:
         screen.say(f"{source.dataset} at {source.revision}")
     problem = f"{key}: {source.dataset} at {source.revision} cannot be fetched"
-    with refusals.hub_errors(
+    with config_json.hub_errors(
         problem, "check the id, the commit and the network; a set behind a licence needs `hf auth login`"
     ):
         try:

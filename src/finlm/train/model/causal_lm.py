@@ -29,8 +29,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.plan.plan import Plan
-from finlm.recipe.models import refusals, traits
-from finlm.recipe.schema import Recipe, config_of
+from finlm.recipe.models import config_json, traits
+from finlm.recipe.settings import Settings, config_of
 from finlm.train import batches
 from finlm.train.model import delta_net, kernels
 
@@ -42,7 +42,7 @@ SHAPE = (
 )
 
 
-def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
+def model_config(recipe: Settings, plan: Plan, bos_id: int, eos_id: int) -> PreTrainedConfig:
     """Return the transformers configuration of the recipe's model, with the vocabulary before padding.
 
     Has no dropout, use_cache False, and the context length of context_length().
@@ -59,7 +59,7 @@ def model_config(recipe: Recipe, plan: Plan, bos_id: int, eos_id: int) -> PreTra
     return AutoConfig.for_model(**values)
 
 
-def context_length(recipe: Recipe, plan: Plan) -> int:
+def context_length(recipe: Settings, plan: Plan) -> int:
     """Return max_position_embeddings: the tokens of a sequence of the run, or those of model.init_from if it has more.
 
     init_from counts only if its config.json can be read and the recipe does not change its RoPE base
@@ -69,13 +69,13 @@ def context_length(recipe: Recipe, plan: Plan) -> int:
     if recipe.model.init_from is None or recipe.model.former_rope_theta is not None:
         return rows
     try:
-        saved = refusals.read_config(refusals.config_path(recipe.model.init_from, recipe.model.revision))
+        saved = config_json.read_config(config_json.config_path(recipe.model.init_from, recipe.model.revision))
     except UserError:  # gone since the weights were loaded
         return rows
     return max(rows, int(saved.get("max_position_embeddings", rows)))
 
 
-def load(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
+def load(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Return the recipe's model in the plan's precision: drawn from the seed, or with the weights of model.init_from.
 
     Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
@@ -93,7 +93,9 @@ def start_config(source: str | Path, revision: str | None = None) -> PreTrainedC
 
     Raises UserError when there is none, and what the configuration's class raises.
     """
-    config: PreTrainedConfig = AutoConfig.for_model(**refusals.read_config(refusals.config_path(str(source), revision)))
+    config: PreTrainedConfig = AutoConfig.for_model(
+        **config_json.read_config(config_json.config_path(str(source), revision))
+    )
     return config
 
 
@@ -104,7 +106,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return kind
 
 
-def _from_scratch(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
+def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
     """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed.
 
     Raises RuntimeError as initialize() does.
@@ -140,7 +142,7 @@ def has_sinks(config: PreTrainedConfig) -> bool:
     return row is not None and traits.SINKS in row.layer
 
 
-def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
+def _attention(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
     """Return the run's attn_implementation: batches.NAME if document masks or sinks can use it, else the plain one."""
     plain, sinks = plain_attention(config), has_sinks(config)
     if not sinks and (plain == "eager" or not recipe.data.document_masks):
@@ -149,7 +151,7 @@ def _attention(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
     return name if name == batches.NAME else plain
 
 
-def attention_kernel(recipe: Recipe, plan: Plan, config: PreTrainedConfig) -> str:
+def attention_kernel(recipe: Settings, plan: Plan, config: PreTrainedConfig) -> str:
     """Return the kernel that attention takes in training: varlen, flash, efficient, cudnn or math.
 
     Call it within kernels.attention_backends(plan). On rank 0, prints a warning when a GPU has to take math in place of
@@ -202,7 +204,7 @@ def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator
     return generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
-def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
+def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Settings) -> PreTrainedConfig:
     """Return a copy of init_from's configuration `start` for the run, without dropout, cache and auto_map.
 
     Takes max_position_embeddings from `decided`, and its bos and eos ids unless they are among those of `start`. Takes
@@ -222,7 +224,7 @@ def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: R
     return type(start)(**values)
 
 
-def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
+def _differences(recipe: Settings, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
     """Return a line for each difference in shape between init_from's configuration `start` and the recipe's.
 
     Empty if there is none. A vocabulary size that pretraining extends is not compared. If shapes agree, also compares
@@ -240,7 +242,7 @@ def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConf
         lines.append(f"RoPE: {kinds[0]}, base {base:,.0f} there; {kinds[1]}, base {former:,.0f} in the recipe")
     if not lines and recipe.model.config is not None:  # which was read from the same place before the run
         named = recipe.model.config
-        read = refusals.read_config(refusals.config_path(str(recipe.model.init_from), recipe.model.revision))
+        read = config_json.read_config(config_json.config_path(str(recipe.model.init_from), recipe.model.revision))
         lines = [
             f"{key}: {read.get(key)} there, {named[key]} in the recipe" for key in named if named[key] != read.get(key)
         ]
@@ -249,12 +251,12 @@ def _differences(recipe: Recipe, config: PreTrainedConfig, start: PreTrainedConf
     return lines
 
 
-def _is_extending(recipe: Recipe, start: PreTrainedConfig) -> bool:
+def _is_extending(recipe: Settings, start: PreTrainedConfig) -> bool:
     """Return whether pretraining enlarges the vocabulary of the model that it starts from."""
     return recipe.stage == "pretrain" and recipe.tokenizer.extend_to not in (None, start.vocab_size)
 
 
-def _from_pretrained(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
+def _from_pretrained(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Return the model of model.init_from in the plan's precision, its vocabulary extended and padded as planned.
 
     Raises UserError for another shape, unreadable or missing weights, or a tokenizer that does not belong to them, and
@@ -303,7 +305,7 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
-        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "key_mapping": refusals.TEXT_NAMES}
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "key_mapping": config_json.TEXT_NAMES}
         model, report = kind.from_pretrained(source, **how, **given)
     except (OSError, SafetensorError) as error:
         raise UserError(

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations import sdpa_attention
 
 from finlm.plan.plan import LOGITS_SLICE_BYTES, Plan
-from finlm.recipe.models import refusals, traits
+from finlm.recipe.models import config_json, traits
 from finlm.rows.shards import IGNORED
 from finlm.train import batches
 from finlm.train.model.delta_net import ConvolvesWithin, WithinDocuments, mixers
@@ -156,9 +156,9 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 
     `draws` tells whether layers will draw random numbers (adapters with dropout), which recomputation must draw again.
     For compiled layers also sets global options of torch's compiler, and under ZeRO-3 makes the embedding's output need
-    gradients. Raises UserError as refusals.check_kernels() does.
+    gradients. Raises UserError as config_json.check_kernels() does.
     """
-    refusals.check_kernels(model.config.to_dict(), plan.device)
+    config_json.check_kernels(model.config.to_dict(), plan.device)
     swap_loss(model, plan.vocab_size)
     if plan.precision == "fp8":
         _to_float8(model)

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from finlm.base import runs
 from finlm.plan.plan import Plan
 from finlm.recipe import shape
-from finlm.recipe.schema import Recipe, config_of
+from finlm.recipe.schema import Recipe
+from finlm.recipe.settings import config_of
 from finlm.recipe.shape import is_quantized
 from finlm.train.model import causal_lm, kernels
 

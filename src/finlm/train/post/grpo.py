@@ -31,7 +31,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
 from finlm.recipe import weights
-from finlm.recipe.schema import Model
+from finlm.recipe.schema import Model, Recipe
 from finlm.recipe.schema_train import Grpo, Term
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
@@ -68,7 +68,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     besides: tuple[torch.Tensor, ...] = ()  # what else a forward pass says of each token: [rows, tokens - 1]
     kept: Sequence[torch.Tensor] = ()  # the same of the tokens that the last call was about
 
-    def __init__(self, r: Rank, model: torch.nn.Module, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
+    def __init__(self, r: Rank[Recipe], model: Any, terms: list[Rewards], tokenizer: Any, **given: Any) -> None:
         """Read the prompts, and make trl's trainer of `given` with a reward function for each of `terms`."""
         self.rank = r
         self.prompts = read_prompts(r.shards, r.shards.split("train"), tokenizer)
@@ -338,7 +338,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return trainers.spread(self.rank, len(prompts), -(-len(prompts) // self.rank.plan.world_size), reward)
 
 
-def make(r: Rank) -> GroupTrainer:
+def make(r: Rank[Recipe]) -> GroupTrainer:
     """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded.
 
     Raises UserError as load_start and rollouts.make_rewards do. Changes trl (score_answers_alone, refer_to_text).
@@ -412,13 +412,13 @@ def _start_path(start: Model) -> str:
     return snapshot_download(source, revision=start.revision, local_files_only=True)  # it has just been loaded
 
 
-def settings_of(r: Rank) -> Grpo:
+def settings_of(r: Rank[Recipe]) -> Grpo:
     """Return the section grpo of the run's recipe, which must have it."""
     assert r.recipe.grpo is not None
     return r.recipe.grpo
 
 
-def trl_settings(r: Rank) -> GRPOConfig:
+def trl_settings(r: Rank[Recipe]) -> GRPOConfig:
     """Return trl's GRPOConfig of the run."""
     grpo = settings_of(r)
     return arguments(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Ppo
 from finlm.train.entry import Rank
 from finlm.train.model import causal_lm
@@ -28,7 +29,7 @@ class ValueTrainer(GroupTrainer):
     beta: float  # trl's
     names = GroupTrainer.names | {"value_loss": "value_loss", "value_explained": "value_explained"}
 
-    def __init__(self, r: Rank, model: Any, *given: Any, **named: Any) -> None:
+    def __init__(self, r: Rank[Recipe], model: Any, *given: Any, **named: Any) -> None:
         """Add a value head of zeros to the model, register the hook that computes values, and make GroupTrainer."""
         self.ppo = settings_of(r).ppo
         weight = model.lm_head.weight

@@ -24,6 +24,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.models import prepare_deepspeed
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from finlm.recipe.schema import Recipe
 from finlm.rows import dialogues
 from finlm.rows.dialogues import Pair
 from finlm.rows.shards import Order
@@ -40,11 +41,11 @@ IDS: tuple[Literal["prompt_ids", "chosen_ids", "rejected_ids"], ...] = ("prompt_
 class PairTrainer(Recorded):
     """Mixin, before trl's class, for a trainer whose rows are pairs; subclasses define `scores` and `names`."""
 
-    rank: Rank
+    rank: Rank[Recipe]
     pairs: Sequence[Pair]
     names: dict[str, str]  # of trl's metrics, by their name in the row of a step
 
-    def __init__(self, r: Rank, model: torch.nn.Module, **given: Any) -> None:
+    def __init__(self, r: Rank[Recipe], model: torch.nn.Module, **given: Any) -> None:
         self.rank = r
         self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
         super().__init__(model=model, **given)
@@ -313,7 +314,7 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
     return reward_model
 
 
-def make(r: Rank) -> PairTrainer:
+def make(r: Rank[Recipe]) -> PairTrainer:
     """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded.
 
     Raises UserError as lora.build does.

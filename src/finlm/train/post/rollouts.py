@@ -27,6 +27,7 @@ from finlm.base import files
 from finlm.base.errors import UserError
 from finlm.base.rundir import RunDir
 from finlm.dialogues import scoring
+from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Rollouts, Term
 from finlm.rows import dialogues
 from finlm.rows.shards import Shard, Shards
@@ -248,7 +249,7 @@ class Watch:
 Rewards = Callable[..., list[float | None]]
 
 
-def make_rewards(r: Rank) -> list[Rewards]:
+def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
     """Return a reward function for each term of grpo.reward: models, the user's files, rules.
 
     Raises UserError as load_reward_model and read_function do.
@@ -302,7 +303,7 @@ def score_by_function(
     return scoring.call_function(function, name, prompts, completions, answer)
 
 
-def load_reward_model(path: str, r: Rank) -> Rewards:
+def load_reward_model(path: str, r: Rank[Recipe]) -> Rewards:
     """Load a trained reward model on the rank's device and return its reward function.
 
     The model is bf16 on a GPU, else as saved. Raises UserError when it cannot be loaded, has not exactly one output, or

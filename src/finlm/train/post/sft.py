@@ -23,6 +23,7 @@ from torch import distributed
 from trl import SFTConfig, SFTTrainer
 
 from finlm.plan.plan import Plan
+from finlm.recipe.schema import Recipe
 from finlm.rows import dialogues, packing
 from finlm.rows.shards import IGNORED, Ids
 from finlm.train import batches
@@ -49,7 +50,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, r: Rank, batches: Batches, model: torch.nn.Module, **given: Any) -> None:
+    def __init__(self, r: Rank[Recipe], batches: Batches, model: torch.nn.Module, **given: Any) -> None:
         """Make trl's trainer, then replace its model's loss by kernels.swap_loss, which also gives each row's loss.
 
         With sft.hide_eos, every </s> is hidden from attention (hide_end_tokens). `given` goes to SFTTrainer.
@@ -130,7 +131,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
             }
 
 
-def make(r: Rank) -> DialogueTrainer:
+def make(r: Rank[Recipe]) -> DialogueTrainer:
     """Return the trainer of a rank's run, with its rows and model loaded; builds a missing index of the rows.
 
     Raises UserError as lora.build does, or when data.mixture names a source without rows.

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from finlm.recipe.models import traits
+from finlm.recipe.schema import Recipe
 from finlm.rows.shards import IGNORED, Shards
 from finlm.train.entry import Rank
 from finlm.train.model import kernels, lora
@@ -82,7 +83,7 @@ def padding_id(shards: Shards) -> int:
     return next((number for number in known if number is not None and number not in ends), shards.eos_id)
 
 
-def load_start(r: Rank) -> Any:
+def load_start(r: Rank[Recipe]) -> Any:
     """Return the model that the stage starts from, on the rank's device. Raises UserError as lora.build() does.
 
     The model and its head have transformers' own forward again, because trl puts a head of its own there.
@@ -94,7 +95,7 @@ def load_start(r: Rank) -> Any:
     return model.to(r.device)
 
 
-def padding_tokenizer(r: Rank) -> Any:
+def padding_tokenizer(r: Rank[Recipe]) -> Any:
     """Return the tokenizer of the run's data, with padding_id() as its padding token."""
     tokenizer = dialogue_tokenizer(r.shards)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_id(r.shards))

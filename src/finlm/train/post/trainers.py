@@ -21,6 +21,7 @@ from accelerate.utils import DummyOptim
 from torch import distributed
 from transformers import TrainerCallback
 
+from finlm.recipe.schema import Recipe
 from finlm.train import batches, entry
 from finlm.train.batches import Checksum, Numbers
 from finlm.train.entry import Rank, is_due, open_rank, versions
@@ -32,20 +33,21 @@ from finlm.train.zero.checkpoint import Checkpoints
 from finlm.train.zero.storage import State
 
 
-def train(run_path: Path, make: Callable[[Rank], Any]) -> int:
+def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -> int:
     """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
-    Every rank calls it. The code is 0, 1 after a loss or too many gradients that are not finite, 128 + signal after a
-    signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of those that the run had.
+    Every rank calls it, with the run's recipe. The code is 0, 1 after a loss or too many gradients that are not finite,
+    128 + signal after a signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of
+    those that the run had.
     """
-    r = open_rank(run_path)
+    r = open_rank(run_path, recipe)
     with kernels.attention_backends(
         r.plan
     ):  # of the making too: DPO scores its pairs with the model that it starts from
         return int(make(r).run())
 
 
-def arguments(kind: Any, r: Rank, **more: Any) -> Any:
+def arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
     """Return trl's arguments as a `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe; `more` overrides them."""
     plan, optim = r.plan, r.recipe.optim
     common = {
@@ -95,7 +97,7 @@ class Recorded:
         for key, value in before.items():
             setattr(config, key, value)
 
-    def attach(self: Any, r: Rank) -> None:
+    def attach(self: Any, r: Rank[Recipe]) -> None:
         """Set this trainer's run, reset counts, add the callback that records its steps; call it before train()."""
         self.rank = r
         self.checkpoints: Checkpoints | None = None
@@ -182,7 +184,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.r: Rank = trainer.rank
+        self.r: Rank[Recipe] = trainer.rank
         self.begun = 0.0
         self.lr = 0.0
 
@@ -287,7 +289,7 @@ class Steps:
             yield from self.trainer._read(step)
 
 
-def spread(r: Rank, count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+def spread(r: Rank[Recipe], count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
     """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
     compute gets `size` indices a call, and its result has `size` as first dimension; indices past the end are the last

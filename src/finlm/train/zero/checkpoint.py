@@ -33,7 +33,7 @@ from finlm.base.errors import UserError, reason
 from finlm.base.rundir import STEP_VARIABLE, RunDir, host_name
 from finlm.base.units import available_bytes, format_bytes
 from finlm.plan.plan import ON_HOST, Plan
-from finlm.recipe.schema import Checkpoint
+from finlm.recipe.settings import CheckpointSettings
 from finlm.train import entry
 from finlm.train.entry import Events, is_due
 from finlm.train.model import causal_lm
@@ -61,7 +61,7 @@ class Saving:
 class Checkpoints:
     """The checkpoints of a run as one rank sees them; all ranks call its public methods together."""
 
-    def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: Checkpoint, events: Events) -> None:
+    def __init__(self, engine: Any, run: RunDir, plan: Plan, keep: CheckpointSettings, events: Events) -> None:
         """Remove half-written checkpoints, and replace the engine's methods of saving and loading."""
         self.engine, self.run, self.plan, self.keep, self.events = engine, run, plan, keep, events
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()

@@ -34,7 +34,7 @@ from finlm.base.errors import reason
 from finlm.base.rundir import RunDir, host_name
 from finlm.base.units import available_bytes, format_bytes
 from finlm.plan.plan import Plan, best_interval, seconds_between
-from finlm.recipe.schema import Checkpoint
+from finlm.recipe.settings import CheckpointSettings
 from finlm.train import entry
 
 FIRST_STEPS = 10  # of a launch before the first one, whose stall is measured
@@ -49,7 +49,7 @@ class InMemory:
     `members` are the ranks that see this host's directory; the first of them, its leader, publishes and removes there.
     """
 
-    def __init__(self, run: RunDir, plan: Plan, keep: Checkpoint) -> None:
+    def __init__(self, run: RunDir, plan: Plan, keep: CheckpointSettings) -> None:
         """Make this host's directory, remove useless leftovers of former launches, and connect to the neighbours.
 
         If any rank cannot use its directory, sets self.problem on all ranks, and nothing is kept in memory.
