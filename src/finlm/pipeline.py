@@ -380,7 +380,7 @@ def write_sample(t: Training) -> None:
     from finlm.inference import export  # loads torch
 
     if t.recipe.stage != "reward":
-        text = export.generate(t.run.export, PROMPT, SAMPLE_TOKENS)
+        text = export.sample_text(t.run.export, PROMPT, SAMPLE_TOKENS)
         t.run.append_event("sample", step=t.run.complete_checkpoints()[-1][0], prompt=PROMPT, text=text)
 
 

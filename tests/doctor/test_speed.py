@@ -66,12 +66,12 @@ def test_a_group_that_began_and_never_ended_has_failed() -> None:
     numbers = {"latency": 1e-5, "bytes": 8, "seconds": 1e-3, "bus_bytes_per_second": 1e9}
     output = [line("begun", 0, 0, 1), line("begun", 1, 0, 1), "NCCL version 2.28.9", line("begun", 2, 1, 2)]
     output += [line("measured", 0, 0, 1, **numbers), line("measured", 1, 0, 1, **numbers)]
-    found = speed.parse("\n".join(output))
+    found = speed.parse_speeds("\n".join(output))
     assert found.measured == {(0, 1): Speed(**numbers)} and found.failed == {(1, 2): "it began and never ended"}
 
 
 def test_an_interpreter_that_cannot_start_is_quoted() -> None:
-    found = speed.parse("ModuleNotFoundError: No module named 'torch'\n")
+    found = speed.parse_speeds("ModuleNotFoundError: No module named 'torch'\n")
     ((host, level, evidence),) = faults(ONE, found)
     assert (host, level) == ("h0", "error") and "No module named 'torch'" in evidence
 

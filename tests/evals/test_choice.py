@@ -362,13 +362,13 @@ def test_published_asks_as_financeiqs_code_and_draws_the_same_letters_again(
 
 def test_a_published_answer_without_a_letter_is_drawn_by_its_question(exam: Suite) -> None:
     asked = [Prompt(question, "", 5, ((1,),)) for question in exam.questions[:200]]
-    drawn = [answering._read(prompt, "不知道", "published") for prompt in asked]
+    drawn = [answering._read_answer(prompt, "不知道", "published") for prompt in asked]
     counts = [sum(answer.letter == letter for answer in drawn) for letter in "ABCD"]
     assert all(answer.drawn for answer in drawn) and min(counts) > 25
     assert [answer.letter for answer in drawn] == [
-        answering._read(prompt, "没有", "published").letter for prompt in asked
+        answering._read_answer(prompt, "没有", "published").letter for prompt in asked
     ]
-    assert answering._read(asked[0], "B", "published") == answering.Answer("B", 5, text="B")
+    assert answering._read_answer(asked[0], "B", "published") == answering.Answer("B", 5, text="B")
 
 
 def test_cflue_is_put_and_read_as_its_own_code_does(run: RunDir, tmp_path: Path) -> None:

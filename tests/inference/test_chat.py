@@ -142,13 +142,13 @@ def test_tools_reach_the_template_and_a_line_is_what_one_answers(
     (directory / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
     (tmp_path / "tools.json").write_text(json.dumps([FUNCTION]), encoding="utf-8")
     prompts = []
-    answer = chat.Talker._tokens
+    answer = chat.Talker._sample_tokens
 
     def tokens(self: Talker, prompt: list[int], *sampling: float) -> Iterator[int]:
         prompts.append(self.opened.tokenizer.decode(prompt))
         return answer(self, prompt, *sampling)
 
-    monkeypatch.setattr(chat.Talker, "_tokens", tokens)
+    monkeypatch.setattr(chat.Talker, "_sample_tokens", tokens)
     monkeypatch.setattr("sys.stdin", Keys("甲公司的营业收入？\n/what\n/tool 3亿元\n"))
     line = ["chat", str(directory), "--temperature", "0", "--tokens", "4", "--tools", str(tmp_path / "tools.json")]
     assert main.main(line) == 0
@@ -160,7 +160,7 @@ def test_tools_reach_the_template_and_a_line_is_what_one_answers(
 def test_a_call_is_shown_and_kept_with_its_control_tokens(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     written = opened.tokenizer("你好", add_special_tokens=False)["input_ids"]
     call = [opened.tokenizer.bos_token_id, *written]
-    monkeypatch.setattr(Talker, "_tokens", lambda *_: iter([*call, opened.eos_ids[0]]))
+    monkeypatch.setattr(Talker, "_sample_tokens", lambda *_: iter([*call, opened.eos_ids[0]]))
     assert not Talker(opened).ask([said("收入？")], 0.0, 9).text.startswith("<s>")
     monkeypatch.setattr(opened.tokenizer, "chat_template", WITH_TOOLS)
     assert Talker(opened, tools=[{"type": "function", "function": FUNCTION}]).ask([said("收入？")], 0.0, 9).text == (
@@ -199,10 +199,10 @@ def test_a_model_with_half_its_weights_answers_nothing(assistant: Path, tmp_path
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
-    assert chat._harmless("a\x1b[2Jb\r\x07净\n\t") == "a[2Jb净\n\t"
-    assert chat._harmless("a\u202eb\u2066c\x9b\ud800") == "abc"
+    assert chat._strip_controls("a\x1b[2Jb\r\x07净\n\t") == "a[2Jb净\n\t"
+    assert chat._strip_controls("a\u202eb\u2066c\x9b\ud800") == "abc"
     written = "表\u3000格\xa0%👩\u200d💻"  # ideographic and no-break space, joined emoji
-    assert chat._harmless(written) == written
+    assert chat._strip_controls(written) == written
 
 
 def test_a_model_without_an_end_writes_as_far_as_it_is_let(assistant: Path, tmp_path: Path) -> None:

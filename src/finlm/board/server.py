@@ -390,7 +390,7 @@ class Talk:
                 return self._open(Path(run.export)).ask(messages, _TEMPERATURE, _TOKENS).text
             from finlm.inference import export  # loads torch
 
-            return export.generate(run.export, messages[-1]["content"], tokens=64)
+            return export.sample_text(run.export, messages[-1]["content"], tokens=64)
 
     def _open(self, path: Path) -> Talker:
         """Return the Talker of a model directory; loads the model unless it was used last. Raises UserError."""

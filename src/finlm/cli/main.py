@@ -338,7 +338,7 @@ def _sample(options: argparse.Namespace) -> int:
     """Run `finlm sample`: print the prompt and the model's continuation. Return 0. Raises UserError."""
     from finlm.inference import export
 
-    text = export.generate(options.model, options.prompt, options.tokens, options.seed)
+    text = export.sample_text(options.model, options.prompt, options.tokens, options.seed)
     screen.write(f"{options.prompt}{text}\n")
     return 0
 

@@ -135,8 +135,9 @@ def gather(
 ) -> dict[str, HostFacts]:
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
-    `runs` is the directory of runs, whose disk is measured. `trees` are files to fingerprint on the hosts. With several
-    hosts, or a fixed launch.master_port, the hosts also call each other.
+    `plan` decides whether torch is probed, `runs` is the directory of runs, whose disk is measured, and `trees` are
+    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. With several hosts, or a
+    fixed launch.master_port, the hosts also call each other.
     """
     names = [host.name for host in cluster.hosts]
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
@@ -146,6 +147,7 @@ def gather(
         meeting = _Meeting(recipe, cluster, local) if needed else None
 
         def ask(host: Host) -> HostFacts:
+            """Return the facts of a host: choose its programs and run them there."""
             programs = _choose_programs(recipe, plan, host, runs, trees, meeting)
             return _ask_host(recipe, host, programs, local[host.name], accept_new_keys)
 
@@ -153,11 +155,15 @@ def gather(
 
 
 def gather_hardware(recipe: Recipe, cluster: Cluster, accept_new_keys: bool = False) -> dict[str, HostFacts]:
-    """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked."""
+    """Return {host: facts} with only `memory` and `gpu`, or only `failed` for a host that could not be asked.
+
+    `accept_new_keys` stores host keys that ssh does not know.
+    """
     programs: Programs = {"host": (_read_source(probe), ["--only=memory"]), "gpu": (_read_source(gpu), [])}
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
 
         def ask(host: Host) -> HostFacts:
+            """Return a host's facts from the two probes."""
             return _ask_host(recipe, host, programs, ssh.is_this_machine(host.destination), accept_new_keys)
 
         return dict(zip((host.name for host in cluster.hosts), pool.map(ask, cluster.hosts), strict=True))
@@ -170,6 +176,7 @@ class _Meeting:
     """
 
     def __init__(self, recipe: Recipe, cluster: Cluster, local: Mapping[str, bool]) -> None:
+        """Choose the port and a random token; `local` says of each host name whether it is this machine."""
         given = recipe.launch.master_port
         self.port = random.choice(RANDOM_PORTS) if given == "auto" else given
         self.token = secrets.token_hex(8)
@@ -181,10 +188,13 @@ class _Meeting:
         return json.dumps(asdict(links.Request(host.name, self.port, self.token, MEETING_SECONDS, self.peers)))
 
 
-def _describe_peer(host: Host, local: bool) -> links.Peer:
-    """Return a host's name, the addresses (no loopback) at which others try it in order, and an ssh login to it."""
+def _describe_peer(host: Host, is_here: bool) -> links.Peer:
+    """Return a host's name, the addresses (no loopback) at which others try it in order, and an ssh login to it.
+
+    Looks its name up in DNS; `is_here` says that it is this machine. A name that cannot be resolved adds no address.
+    """
     ways = [host.access.address or host.name]
-    known = host.name if local else ssh.address(host.destination)
+    known = host.name if is_here else ssh.address(host.destination)
     try:
         addresses = [str(item[4][0]) for item in socket.getaddrinfo(known, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -220,18 +230,19 @@ def _read_source(module: Any) -> str:
     return Path(module.__file__).read_text(encoding="utf-8")
 
 
-def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accept_new_keys: bool) -> HostFacts:
+def _ask_host(recipe: Recipe, host: Host, programs: Programs, is_here: bool, accept_new_keys: bool) -> HostFacts:
     """Run the programs on a host, here as a child process, and return its facts; a UserError is kept as `failed`.
 
-    The bounds of the clock's error come from the times of asking and answering. On this machine, leaves this process
-    out of the processes on a GPU.
+    The times of asking and answering bound the difference of its clock. `is_here` says that the host is this machine:
+    this process is then left out of the processes on its GPUs. Raises pydantic's ValidationError for facts of a wrong
+    type.
     """
     python = ssh.python_on_host(host.access)
     request = {"env": {**recipe.env, **host.access.env}, "seconds": PROGRAM_SECONDS, "programs": programs}
     script = f"{_read_source(carrier)}\n\ncarry(**json.loads({json.dumps(request)!a}))\n".encode()
     sent = time.time()
     try:
-        output = _run_here(python, script) if local else _run_there(host, python, script, accept_new_keys)
+        output = _run_here(python, script) if is_here else _run_there(host, python, script, accept_new_keys)
     except UserError as error:
         return HostFacts(failed=Failed(error.problem, error.evidence, error.fix))
     received = time.time()
@@ -242,16 +253,19 @@ def _ask_host(recipe: Recipe, host: Host, programs: Programs, local: bool, accep
     document = _merge_answers(carried["answers"], python)
     # The host began after it was asked and ended before it was heard: its clock's error lies between these two.
     document["clock"] = [carried["ended"] - received, carried["began"] - sent]
-    document |= {"is_here": local, "printed": "" if local else printed.strip()[-200:]}
+    document |= {"is_here": is_here, "printed": "" if is_here else printed.strip()[-200:]}
     facts = HostFacts.from_json(document)
-    for device in facts.devices if local else ():
+    for device in facts.devices if is_here else ():
         # Not a stranger on the GPU: this process, which asked a model there the questions of the recipe before.
         device.processes = [process for process in device.processes if process.pid != os.getpid()]
     return facts
 
 
 def _run_here(python: str, script: bytes) -> str:
-    """Run a script here with the interpreter `python`; return its stdout, else its stderr. UserError after 60 s."""
+    """Run a script here with the interpreter `python`; return its stdout, else its stderr.
+
+    Raises UserError if the interpreter cannot be started or does not end within 60 s.
+    """
     try:
         done = subprocess.run([python, "-"], input=script, capture_output=True, timeout=PATIENCE_SECONDS, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -260,7 +274,10 @@ def _run_here(python: str, script: bytes) -> str:
 
 
 def _run_there(host: Host, python: str, script: bytes, accept_new_keys: bool) -> str:
-    """Run a script on a host over ssh with `python`, else python3; return stdout, else stderr. Raises UserError."""
+    """Run a script on a host over ssh with `python`, else python3; return its stdout, else its stderr.
+
+    Raises UserError when the login fails, the host has no Python, or there is no answer within 60 s.
+    """
     argv = ["sh", "-c", _FIND_PYTHON, "sh", python, "python3"]
     result = ssh.run(
         host.destination,

@@ -51,7 +51,7 @@ def check_gpus(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_driver(plan: Plan, host: Host, gpu: Gpu) -> Iterator[Fault]:
-    """Yield a fault of nvidia-smi itself, or of the number or choice of visible GPUs."""
+    """Yield at most one fault: of nvidia-smi itself, or of the number or choice of visible GPUs."""
     mend = "`nvidia-smi` must list the GPUs: after a driver update reboot, or reload the nvidia modules"
     if gpu.error and plan.device == "cuda":
         yield "driver", "error", f"nvidia-smi: {gpu.error}", mend
@@ -86,7 +86,7 @@ def visible_devices(gpu: Gpu) -> list[Device] | None:
 
 
 def devices_of_ranks(host: Host, gpu: Gpu) -> list[Device]:
-    """Return the GPUs that the ranks of a host take; [] when the visible GPUs are unknown."""
+    """Return the GPUs that the ranks of a host take, fewer than its slots if fewer are there; [] when unknown."""
     if host.devices:  # numbers of the machine: the launcher makes them CUDA_VISIBLE_DEVICES
         return [device for number in host.devices for device in gpu.devices if device.index == number]
     return (visible_devices(gpu) or [])[: host.slots]
@@ -239,7 +239,8 @@ def ask_kinds(
 ) -> Cluster:
     """Ask the hosts for their GPUs and memory, and return the cluster with them; print what contradicts the recipe.
 
-    `way_out` is given by `finlm train`: then a host that cannot be asked raises UserError, with its text in the fix.
+    `accept_new` stores host keys that ssh does not know. With `way_out`, as `finlm train` gives it, a host that cannot
+    be asked raises UserError, with the text of way_out in its fix; without, it is planned as the recipe says.
     """
     facts = gather.gather_hardware(recipe, cluster, accept_new_keys)
     if way_out:
@@ -296,7 +297,10 @@ def settle_kinds(cluster: Cluster, facts: AllFacts) -> tuple[Cluster, list[str]]
 
 
 def _choose_kind(names: list[str], otherwise: str | None) -> str | None:
-    """Return the GPU kind with the least memory of these names; `otherwise` or the first name if one is unknown."""
+    """Return the GPU kind with the least memory of these names, None for no names.
+
+    With a name that the planner does not know, return `otherwise`, or the first name if that is None.
+    """
     try:
         kinds = [gpus.find(name) for name in names]
     except PlanError:

@@ -49,7 +49,7 @@ def pins() -> dict[str, str]:
 
 
 def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield the faults of a host by itself. `alone` says that the run has no other host."""
+    """Yield the faults of a host by itself; `alone` says that the run has no other host."""
     yield from _check_python(facts)
     yield from _check_packages(recipe, plan, facts)
     yield from _check_memory(plan, host, facts)
@@ -67,7 +67,7 @@ def check_host(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: 
 
 
 def _check_python(facts: HostFacts) -> Iterator[Fault]:
-    """Yield an error when the ranks' interpreter is missing or older than Python 3.11."""
+    """Yield an error when the ranks' interpreter is missing or older than Python 3.11; nothing when it is unknown."""
     python = facts.python
     if python and not facts.has_python_of_ranks:
         evidence = f"{python.wanted} is not there; its python3 is {python.version} ({python.executable})"
@@ -104,7 +104,7 @@ def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fa
     if missing:
         yield "packages", "error", f"not installed: {', '.join(missing)}", install
     other = [
-        f"{name} {installed[name]} (pinned: {wanted[name]})" for name in needed if _differs(name, installed, wanted)
+        f"{name} {installed[name]} (pinned: {wanted[name]})" for name in needed if _is_untested(name, installed, wanted)
     ]
     if other:
         yield "packages", "warning", f"other versions than tested: {', '.join(other)}", install
@@ -113,8 +113,8 @@ def _check_packages(recipe: Recipe, plan: Plan, facts: HostFacts) -> Iterator[Fa
         yield "torch", "error", evidence, "`pip install --force-reinstall torch` from the CUDA index"
 
 
-def _differs(name: str, installed: Mapping[str, str | None], wanted: Mapping[str, str]) -> bool:
-    """Return whether an installed package's version is not the pinned version; for torch, not a tested version."""
+def _is_untested(name: str, installed: Mapping[str, str | None], wanted: Mapping[str, str]) -> bool:
+    """Return whether an installed version is not the pinned one, of torch not a tested one; False if not installed."""
     version = (installed.get(name) or "").partition("+")[0]
     if not version:
         return False
@@ -141,14 +141,20 @@ def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _reused_bytes(plan: Plan, facts: HostFacts) -> int:
-    """Return the bytes of an earlier launch's checkpoint in memory, at most half of what the plan needs for those."""
+    """Return how many bytes of the plan an earlier launch's checkpoint in memory holds already.
+
+    At most half of the memory that the plan has for such checkpoints.
+    """
     disks = facts.disks or {}
     kept = disks["memory"].checkpoint_bytes if "memory" in disks else 0
     return min(kept, plan.host_bytes_items.get(IN_MEMORY, 0) // 2)
 
 
 def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone: bool) -> Iterator[Fault]:
-    """Yield an error when a disk lacks space: of the runs (`alone`: all shards), memory checkpoints or NVMe."""
+    """Yield an error for each disk that lacks space: of the runs, of checkpoints in memory, and NVMe of offloading.
+
+    `alone` says that the run has no other host, so that this one writes all shards.
+    """
     disks, share = facts.disks or {}, host.slots / plan.world_size
     element = ELEMENT_BYTES[plan.precision]
     if "run" in disks:
@@ -225,7 +231,10 @@ def ops_to_build(plan: Plan) -> set[str]:
 
 
 def _check_compilers(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
-    """Yield an error for each compiler or library missing for torch.compile or for DeepSpeed's C++ ops."""
+    """Yield an error for each compiler or library missing for torch.compile or for DeepSpeed's C++ ops.
+
+    Yields nothing when the tools are unknown or another interpreter than the ranks' answered.
+    """
     tools, extensions = facts.tools, facts.extensions
     ops = ops_to_build(plan) - set(extensions.prebuilt if extensions else ())
     if tools is None or not facts.has_python_of_ranks:
@@ -254,7 +263,10 @@ def _check_compilers(plan: Plan, facts: HostFacts) -> Iterator[Fault]:
 
 
 def _check_locks(plan: Plan, extensions: probe.Extensions | None) -> Iterator[Fault]:
-    """Yield a fault for a killed build's lock file, for which builds wait: an error if the plan builds that op."""
+    """Yield a fault for a killed build's lock file, for which builds wait: an error if the plan builds that op.
+
+    Yields nothing while a compiler runs; skips locks that a process holds, or young ones on a network disk.
+    """
     if not extensions or extensions.compilers:
         return
     for lock in extensions.locks:
@@ -273,7 +285,7 @@ def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[Host
     """
     rows: dict[str, Callable[[HostFacts], str | None]] = {
         "Python": lambda host: ".".join(host.python.version.split(".")[:2]) if host.python else None,
-        **{name: partial(_version, name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},
+        **{name: partial(_find_version, name) for name in NEEDED.get(recipe.stage, ALL_STAGES)},
     }
     if plan.device == "cuda":
         rows |= {
@@ -297,7 +309,7 @@ def check_versions(recipe: Recipe, plan: Plan, facts: AllFacts) -> Iterator[Host
         yield name, ("versions", "error", "\n".join(lines), fix)
 
 
-def _version(name: str, host: HostFacts) -> str | None:
+def _find_version(name: str, host: HostFacts) -> str | None:
     """Return a package's version on a host, without a suffix such as +cu130; None if unknown."""
     return ((host.packages or {}).get(name) or "").partition("+")[0] or None
 

@@ -139,7 +139,7 @@ def show(findings: Sequence[Finding]) -> None:
 
 
 def _cells(name: str, facts: HostFacts, findings: Sequence[Finding], plan: Plan) -> Iterator[str]:
-    """Yield, for each column of a host's row, ok, warn or FAIL; "-" where nothing was examined."""
+    """Yield, for each column of a host's row, "ok", "warn" or "FAIL"; "-" where nothing was examined."""
     unneeded = ("GPU",) * (plan.device == "cpu") + ("logins", "clock") * (len(plan.hosts) == 1)
     for column, (checks, needs) in COLUMNS.items():
         levels = {finding.level for finding in findings if finding.host == name and finding.check in checks}
@@ -238,7 +238,10 @@ def _active_ports(facts: HostFacts) -> list[str]:
 
 
 def check_links(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults between the hosts, each with a host's name; of two names of one machine only that."""
+    """Yield the faults between the hosts, each with a host's name.
+
+    Where two names mean the same machine, yields only that.
+    """
     links_of = {name: host.links for name, host in facts.items() if host.links}
     asked = [host for host in cluster.hosts if host.name in links_of]
     if same := list(_find_same_machines(asked, facts)):
@@ -283,7 +286,10 @@ def _find_same_machines(hosts: Sequence[Host], facts: AllFacts) -> Iterator[Host
 
 
 def _is_shut(name: str, links: Mapping[str, Links]) -> bool:
-    """Return whether no other host could connect to the host `name`, although it listened. `links` is by host name."""
+    """Return whether no other host could connect to the host `name`, although it listened; False when unknown.
+
+    `links` is by host name.
+    """
     calls = [each.peers.get(name) for host, each in links.items() if host != name]
     return _listens(links[name]) and all(call is not None and call.answered is None for call in calls)
 
@@ -294,7 +300,11 @@ def _listens(links: Links | None) -> bool:
 
 
 def _check_calls(host: Host, links: Mapping[str, Links], shut: set[str]) -> Iterator[Fault]:
-    """Yield faults of hosts, but for those in `shut`, that this host could not connect to or resolve, or mistakes."""
+    """Yield faults of what this host met when it called the others; `links` is by host name.
+
+    An error for hosts that listened and did not answer, but for those in `shut`; warnings for names that it cannot
+    resolve or that lead to another host.
+    """
     unresolved, dead = [], []
     for name, call in links[host.name].peers.items():
         if call.unresolved:
@@ -355,7 +365,7 @@ def _check_interfaces(recipe: Recipe, host: Host, links: Links) -> Iterator[Faul
 
 
 def _check_infiniband(plan: Plan, facts: AllFacts) -> Iterator[HostFault]:
-    """Yield a warning for each GPU host with fewer active InfiniBand ports than another; without any, all use TCP."""
+    """Yield a warning for each GPU host with fewer active InfiniBand ports than the host that has most."""
     active = {name: _active_ports(host) for name, host in facts.items()}
     most = max(map(len, active.values()), default=0)
     for name, ports in active.items():

@@ -66,8 +66,9 @@ def measure(
 ) -> tuple[list[Finding], dict[str, dict[str, float]]]:
     """Run the all-reduce on all hosts, print the speeds, and return (findings, {group: measured numbers}).
 
-    Starts nothing, prints why, and returns ([], {}) when `findings` has an error that forbids it, when it is unknown
-    how the hosts reach each other, or for a single rank.
+    A group is its ranks' names joined by "-"; its numbers are the fields of Speed. Starts nothing, prints why, and
+    returns ([], {}) when `findings` has an error that forbids it, when it is unknown how the hosts reach each other, or
+    for a single rank.
     """
     hindered = sorted({finding.check for finding in findings if finding.level == "error" and finding.check in NEEDED})
     if hindered:
@@ -81,15 +82,18 @@ def measure(
         return [], {}
     speeds = _run_allreduce(recipe, plan, cluster, facts)
     names = _name_ranks(plan, cluster)
-    _show(plan, cluster, names, speeds)
+    _print_speeds(plan, cluster, names, speeds)
     faults = judge(plan, cluster, speeds)
     numbers = {"-".join(names[rank] for rank in ranks): asdict(row) for ranks, row in speeds.measured.items()}
     return [Finding(name, host, level, evidence, fix) for host, (name, level, evidence, fix) in faults], numbers
 
 
 def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> Speeds:
-    """Run train/measure_hardware.py on all hosts at once; a silent host's groups have no result or failed."""
-    requests = _requests(recipe, plan, cluster, facts)
+    """Run train/measure_hardware.py on all hosts at once, and return what the ranks reported.
+
+    Raises nothing for a host that fails: its groups have no result or are in `failed`.
+    """
+    requests = _make_requests(recipe, plan, cluster, facts)
     program = PROGRAM.read_text(encoding="utf-8")
 
     def start(host: Host) -> str:
@@ -108,11 +112,14 @@ def _run_allreduce(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts
         return result.stdout + result.stderr
 
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-        return parse("\n".join(pool.map(start, cluster.hosts)))
+        return parse_speeds("\n".join(pool.map(start, cluster.hosts)))
 
 
-def _requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
-    """Return {host: JSON request for measure_hardware.py}: backend, rendezvous, ranks, time limits and environment."""
+def _make_requests(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts) -> dict[str, dict[str, Any]]:
+    """Return {host: JSON request for measure_hardware.py}: backend, rendezvous, ranks, time limits and environment.
+
+    On a single host the port is one that is free now.
+    """
     several = len(cluster.hosts) > 1
     cards = preflight.host_env(facts) if several else {}
     firsts = itertools.accumulate((host.slots for host in cluster.hosts), initial=0)
@@ -143,10 +150,11 @@ def _rendezvous_address(cluster: Cluster, facts: AllFacts) -> str:
     return next(filter(None, seen), "127.0.0.1")
 
 
-def parse(output: str) -> Speeds:
+def parse_speeds(output: str) -> Speeds:
     """Return the speeds in the ranks' output. A group that began and did not end has failed.
 
-    If no rank reported anything, the group () has failed, with the last lines of the output.
+    If no rank reported anything, the group () has failed, with the last lines of the output. Raises ValueError or
+    KeyError for a marked line that is not a report.
     """
     measured: dict[Ranks, Speed] = {}
     failed: dict[Ranks, str] = {}
@@ -172,7 +180,7 @@ def parse(output: str) -> Speeds:
 
 
 def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
-    """Return a fault for each dead (error) or slow (warning) link, on that of its two hosts which has more such links.
+    """Return a fault for each dead (error) or slow (warning) link, on the host of its two that has more such links.
 
     A failed group of more than two ranks counts only when no pair is dead. Between GPU hosts, a usual link slower than
     half of hardware.network_gbit is a warning.
@@ -192,7 +200,7 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
             if bad is dead:
                 said = f" cannot talk: {speeds.failed[ranks]}"
             else:
-                said = f": {_rate(pairs[ranks])}, a usual link here has {_rate(usual)}"
+                said = f": {_format_rate(pairs[ranks])}, a usual link here has {_format_rate(usual)}"
             evidence = f"{names[ranks[0]]} and {names[ranks[1]]}{said}"
             host = hosts[max(reversed(ranks), key=count.__getitem__)]
             faults.append((host, ("link", level, evidence, _where_to_look(cluster))))
@@ -203,9 +211,8 @@ def judge(plan: Plan, cluster: Cluster, speeds: Speeds) -> list[HostFault]:
             faults.append((cluster.hosts[0].name, ("link", "error", evidence, fix or "run it again by hand")))
     promised = cluster.network_gbit * 1e9 / 8
     if plan.device == "cuda" and len(cluster.hosts) > 1 and pairs and usual < PROMISED * promised:
-        evidence = (
-            f"{_rate(usual)} between hosts; the plan reckons with {_rate(promised)} ({cluster.network_gbit:g} Gbit/s)"
-        )
+        plan_rate = f"{_format_rate(promised)} ({cluster.network_gbit:g} Gbit/s)"
+        evidence = f"{_format_rate(usual)} between hosts; the plan reckons with {plan_rate}"
         fix = "set hardware.network_gbit to what there is, or find out why: `ethtool` and `ibstat` on the hosts"
         faults.append((cluster.hosts[0].name, ("link", "warning", evidence, fix)))
     return faults
@@ -244,19 +251,19 @@ def _name_ranks(plan: Plan, cluster: Cluster) -> list[str]:
     return [f"{kind} {rank}" for rank in range(cluster.world_size)]
 
 
-def _rate(bytes_per_second: float) -> str:
+def _format_rate(bytes_per_second: float) -> str:
     """Return bytes/s as text in GB/s."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _show(plan: Plan, cluster: Cluster, names: Sequence[str], speeds: Speeds) -> None:
+def _print_speeds(plan: Plan, cluster: Cluster, names: Sequence[str], speeds: Speeds) -> None:
     """Print each group's bandwidth and latency, pairs first. `names` has a text for each rank."""
     backend = "NCCL" if plan.device == "cuda" else "gloo"
     for ranks, row in sorted(speeds.measured.items(), key=lambda item: (len(item[0]), item[0])):
         pair = len(ranks) == 2 and cluster.world_size > 2
         who = f"{names[ranks[0]]} - {names[ranks[1]]}" if pair else f"all {len(ranks)} ranks"
         size, seconds = format_bytes(row.bytes), f"{row.seconds * 1e3:.3g} ms"
-        rate = _rate(row.bus_bytes_per_second)
+        rate = _format_rate(row.bus_bytes_per_second)
         latency = f"{row.latency * 1e6:.0f} us"
         screen.show(
             f"{backend} all-reduce, {who:<16} {rate:>10} bus bandwidth ({size} in {seconds}), latency {latency}"

@@ -1,16 +1,13 @@
 """Build the prompts of questions (text to continue with a letter, or messages of a chat) and get the model's answers.
 
-Examples that do not fit the model's context are left out, the last first, and a prompt says how many it shows; a
-question that does not fit alone loses its beginning, as in lm-eval. Answers are kept as they come: an evaluation that
-was killed goes on where it stopped.
-
 Every answer is a line of a JSON-lines file under a key of the model (weights, tokenizer, precision), the prompt as the
-model sees it, and the settings; what has a line is not asked again. Decoding is greedy. A written answer that gives no
-letter counts as wrong and is reported as unanswered; the reference draws a random letter for it, unseeded.
+model sees it, and the settings. What has a line is not asked again, so that a killed evaluation goes on where it
+stopped. Decoding is greedy. A written answer that gives no letter counts as wrong and is reported as unanswered; the
+reference draws a random letter for it, unseeded.
 
 Likelihoods of letters: the examples that all questions of a subject begin with are computed once, and so is what the
 letters' token sequences have in common: one forward pass a question instead of four. Of options in full every token
-counts. Batches hold rows of similar length, padded on the right. Nothing here knows the right answers.
+counts. Nothing here knows the right answers.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ PUBLISHED_TOKENS = 2048  # of a prompt of FinanceIQ's code
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a question: its text, its token ids and how many solved examples it shows."""
+    """A question as the model gets it; `ids` has a row for each answer, or one row where the answer is written."""
 
     question: Question
     text: str  # for the ledger's key: up to the letter; chats: the conversation; cloze: all four texts
@@ -48,7 +45,10 @@ class Prompt:
 
 
 def continuations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return prompts of text for base models; too long ones lose examples, from the last, then their beginning."""
+    """Return a prompt for each question, in any order: text to continue with a letter, after at most `shots` examples.
+
+    A prompt longer than the context loses examples, the last first, then its beginning, as in lm-eval.
+    """
     style, prompts = STYLES[suite.name], list[Prompt]()
     for start in range(0, len(questions), 256):  # the tokenizer works on many texts at once
         waiting = [(question, len(_examples(suite, question, shots))) for question in questions[start : start + 256]]
@@ -76,29 +76,32 @@ def _examples(suite: Suite, question: Question, shots: int) -> tuple[Question, .
 
 
 def _continuation(style: Style, suite: Suite, question: Question, shots: int) -> str:
-    parts = [style.begin(question)]
+    """Return the header, at most `shots` examples and the question as one text that ends where its letter follows."""
+    parts = [style.header_for(question)]
     parts += [_format_solved(style, example) for example in _examples(suite, question, shots)]
-    return "".join(parts) + style.ask(question.text, question.options) + style.cue
+    return "".join(parts) + style.format_question(question.text, question.options) + style.cue
 
 
 def _format_solved(style: Style, example: Question) -> str:
-    return style.ask(example.text, example.options) + style.cue + example.answer + "\n\n"
+    """Return a question as text with its right letter, as it is shown before other questions."""
+    return style.format_question(example.text, example.options) + style.cue + example.answer + "\n\n"
 
 
 def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return one prompt per question as FinanceIQ's code makes it, of at most 2,048 tokens where the question allows.
+    """Return a prompt for each question, in order, as FinanceIQ's code makes it, with at most `shots` examples.
 
-    To fit, drops the longest examples first, all of equal length together. A longer question loses all examples and the
-    header; it loses its beginning only where the model's context has no room for it and its answer.
+    To fit 2,048 tokens, drops the longest examples first, all of equal length together. A longer question loses the
+    header too; it loses its beginning only where the model's context has no room for it and its answer.
     """
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = min(PUBLISHED_TOKENS, opened.context - style.max_tokens)
 
     def size(text: str) -> int:
+        """Return how many tokens a text has, its <s> included."""
         return len(opened.tokenizer(text, verbose=False)["input_ids"])  # each with its <s>, as there
 
     for question in questions:
-        header, asked = style.begin(question), _continuation(style, suite, question, 0)
+        header, asked = style.header_for(question), _continuation(style, suite, question, 0)
         asked = asked.removeprefix(header)
         left = room - size(header) - size(asked)
         shown = [_format_solved(style, example) for example in _examples(suite, question, shots)] if left >= 0 else []
@@ -114,7 +117,7 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
 
 
 def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return prompts whose four texts end with an option in full instead of with its letter; `shots` is not used.
+    """Return a prompt for each question whose four texts end with an option in full, not its letter; ignore `shots`.
 
     A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446), and
     as there the likelihood counts per character, or short options would win. An assistant sees the options in the
@@ -125,9 +128,9 @@ def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], s
     for question in questions:
         answers = [f"{option}。" for option in question.options]
         if is_chat:
-            texts = [_render_with_answer(opened, _turn(style, question), answer) for answer in answers]
+            texts = [_render_with_answer(opened, _user_turn(style, question), answer) for answer in answers]
         else:
-            stem = style.begin(question) + style.lead + question.text + style.cue
+            stem = style.header_for(question) + style.lead + question.text + style.cue
             texts = [stem + answer for answer in answers]
         stem = texts[0].removesuffix(answers[0])
         stem_ids, *ids = opened.tokenizer([stem, *texts], add_special_tokens=not is_chat, verbose=False)["input_ids"]
@@ -146,14 +149,17 @@ def common_prefix(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _render_with_answer(opened: Opened, asked: str, answer: str) -> str:
-    """Return the conversation in the model's template up to the end of the answer."""
+    """Return the chat in the model's template up to the end of `answer`. Raises ValueError if that is altered there."""
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     text = str(opened.tokenizer.apply_chat_template(messages, tokenize=False))
     return text[: text.rindex(answer) + len(answer)]
 
 
 def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
-    """Return chats in the model's own template, with at most `shots` examples, as many as leave room for the answer."""
+    """Return a chat for each question, in order, in the model's own template, after at most `shots` examples.
+
+    It shows as many examples as leave room for the answer; a question too long without any loses its beginning.
+    """
     style, prompts = chat_style(opened, suite), list[Prompt]()
     room = opened.context - style.max_tokens
     for question in questions:
@@ -167,23 +173,24 @@ def conversations(opened: Opened, suite: Suite, questions: Sequence[Question], s
 
 
 def chat_style(opened: Opened, suite: Suite) -> Style:
-    """Return the suite's style, with max_tokens limited to a quarter of the model's context."""
+    """Return the suite's style, with max_tokens limited to a quarter of the model's context (at least 1)."""
     style = STYLES[suite.name]
     return replace(style, max_tokens=max(1, min(style.max_tokens, opened.context // 4)))
 
 
 def _conversation(opened: Opened, style: Style, suite: Suite, question: Question, shots: int) -> str:
-    """Return examples and question as a conversation in the model's template, ready for the answer."""
+    """Return at most `shots` examples and the question as a chat in the model's template, ready for the answer."""
     messages = []
     for example in _examples(suite, question, shots):
-        messages.append({"role": "user", "content": _turn(style, example)})
+        messages.append({"role": "user", "content": _user_turn(style, example)})
         messages.append({"role": "assistant", "content": style.shown_cue + example.answer})
-    messages.append({"role": "user", "content": _turn(style, question)})
+    messages.append({"role": "user", "content": _user_turn(style, question)})
     return str(opened.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _turn(style: Style, question: Question) -> str:
-    asked = style.begin(question) + style.ask(question.text, question.options)
+def _user_turn(style: Style, question: Question) -> str:
+    """Return the user's turn that asks a question: header, text and options, and the cue if the style wants it."""
+    asked = style.header_for(question) + style.format_question(question.text, question.options)
     return asked + style.cue if style.chat_cue else asked
 
 
@@ -203,7 +210,10 @@ class Row:
 def score_letters(
     opened: Opened, prompts: Sequence[Prompt], tokens: int | None = None
 ) -> Iterator[dict[int, list[float]]]:
-    """Yield {index of the prompt: log-likelihood of each letter} in batches of at most about `tokens` tokens."""
+    """Run the model; yield {index of the prompt: log-likelihood (nats) of each of its four answers} by batches.
+
+    A batch has at most about `tokens` tokens; None: 2,048 on a CPU, 16,384 on a GPU.
+    """
     budget = tokens or (_GPU_TOKENS if opened.device.type == "cuda" else _CPU_TOKENS)
     alike: dict[tuple[str, int], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -231,7 +241,7 @@ def _first_counted(prompt: Prompt) -> int:
 
 
 def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Row]:
-    """Return a question's rows without the shared tokens: one if each letter is one token, else one per letter."""
+    """Return a question's rows less the first `shared` tokens: one if each letter is one token, else one per letter."""
     if all(len(ids) == begin + 1 for ids in four):
         last = begin - shared - 1
         return [Row(four[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(four)))]
@@ -252,7 +262,7 @@ def _compute_prefix(opened: Opened, shared: tuple[int, ...]) -> Any:
 def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: int) -> Iterator[list[int]]:
     """Yield batches of prompts as lists of keys of `work`, longest prompts first, so out of memory shows at once.
 
-    A batch has at most `budget` tokens (rows times its longest row) and at most _most_rows() rows; a prompt whose rows
+    A batch has at most `budget` tokens (rows times its longest row) and at most _most_rows() rows. A prompt whose rows
     alone exceed these gets its own batch. Yields one empty batch if `work` is empty.
     """
     most = _most_rows(opened, prefix)
@@ -269,7 +279,7 @@ def _batches(opened: Opened, work: dict[int, list[Row]], prefix: Any, budget: in
 
 
 def _most_rows(opened: Opened, prefix: Any) -> int:
-    """Return how many copies of the prefix, one per row, fit in a tenth of the free memory: 1 to 1,000."""
+    """Return how many copies of the prefix fit in a tenth of the free memory, 1 to 1,000; without prefix 1,000."""
     if prefix is None:
         return 1_000
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
@@ -278,7 +288,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
 
 
 def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
-    """Return, for each row, the log-likelihood that it adds to each of the four letters."""
+    """Run the rows as a batch behind a copy of `prefix`; return the log-likelihood that each adds to each letter."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
     places = sorted({at for row in rows for at, _, _ in row.targets})
@@ -309,7 +319,7 @@ _CPU_ROWS, _GPU_ROWS = 16, 64  # conversations answered at once
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to a question: its letter, None if it named none, and how it was got."""
+    """A model's answer to a question: its letter, None if it named none, and where that letter comes from."""
 
     letter: str | None
     shots: int
@@ -319,7 +329,7 @@ class Answer:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], shots: int) -> Answer:
-        """Return the answer in a line of the ledger, to a prompt with `shots` examples."""
+        """Return the answer in a line of the ledger, as one to a prompt with `shots` examples."""
         return cls(row["answer"], shots, tuple(row.get("scores", ())), row.get("text", ""), "drawn" in row)
 
     def to_json(self, *, is_written: bool) -> Mapping[str, Any]:
@@ -331,9 +341,10 @@ class Answer:
 def answer_questions(
     opened: Opened, suite: Suite, questions: Sequence[Question], mode: Mode, shots: int, ledger: Path
 ) -> list[Answer]:
-    """Return an answer to each question; ask those without a line in `ledger` and append their answers to it.
+    """Return the model's answer to each question, in order; ask only those without a line in `ledger`.
 
-    Raises UserError for mode chat without a chat template, and when the ledger cannot be written.
+    Makes `ledger` and its directory, appends new answers, shows the progress. Raises UserError for mode chat without a
+    chat template, and when the ledger cannot be written.
     """
     if mode == "chat" and not opened.tokenizer.chat_template:
         raise UserError(
@@ -389,16 +400,16 @@ def _choose_likeliest(opened: Opened, asked: list[Prompt]) -> Iterator[list[tupl
 def _generate_answers(
     opened: Opened, asked: list[Prompt], style: Style, way: str
 ) -> Iterator[list[tuple[Prompt, Answer]]]:
-    """Yield batches of (prompt, answer) with the letter read from the text that the model writes, longest first."""
+    """Yield batches of (prompt, answer), longest first; WAYS[way] reads the letter from what the model writes."""
     size = _GPU_ROWS if opened.device.type == "cuda" else _CPU_ROWS
     by_length = sorted(asked, key=lambda prompt: -len(prompt.ids[0]))
     for start in range(0, len(by_length), size):
         batch = by_length[start : start + size]
         texts = _generate(opened, [prompt.ids[0] for prompt in batch], style, sets.WAYS[way].decided)
-        yield [(prompt, _read(prompt, text, way)) for prompt, text in zip(batch, texts, strict=True)]
+        yield [(prompt, _read_answer(prompt, text, way)) for prompt, text in zip(batch, texts, strict=True)]
 
 
-def _read(prompt: Prompt, text: str, way: str) -> Answer:
+def _read_answer(prompt: Prompt, text: str, way: str) -> Answer:
     """Return the answer that a text gives; if it names no letter, way "published" draws one by the question."""
     text = text.strip() if way == "chat" else text
     letter = sets.WAYS[way].read(text, prompt.question.options)
@@ -408,15 +419,16 @@ def _read(prompt: Prompt, text: str, way: str) -> Answer:
     return Answer(letter, prompt.shots, text=text)
 
 
-class _Decided(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row as soon as no further token can change its letter; after 16 tokens checks every eighth token."""
+class _StopWhenDecided(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row once no further token can change its letter; looks after each of 16 tokens, then every eighth."""
 
     def __init__(self, opened: Opened, begin: int, rows: int, decided: Callable[[str], str | None]) -> None:
+        """Watch `rows` rows behind prompts of `begin` tokens; `decided` returns a text's final letter or None."""
         self.tokenizer, self.ends, self.begin = opened.tokenizer, opened.eos_ids, begin
         self.ended, self.decided = [False] * rows, decided
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return which rows are done, bool [rows]; `ids` is int64 [rows, tokens so far]."""
+        """Return which rows have ended, bool [rows]; `ids` is int64 [rows, tokens so far], `scores` is not used."""
         count = ids.shape[1] - self.begin
         if count <= 16 or count % 8 == 0:
             for row, tokens in enumerate(ids[:, self.begin :].tolist()):
@@ -429,8 +441,8 @@ class _Decided(StoppingCriteria):  # type: ignore[misc]
 def _generate(
     opened: Opened, rows: Sequence[tuple[int, ...]], style: Style, decided: Callable[[str], str | None]
 ) -> list[str]:
-    """Return the greedy continuation of each row of ids as text; padding does not count in the repetition penalty."""
-    stop = StoppingCriteriaList([_Decided(opened, max(map(len, rows)), len(rows), decided)])
+    """Return the greedy continuation of each row of ids as text; a row ends once decided(text) gives a letter."""
+    stop = StoppingCriteriaList([_StopWhenDecided(opened, max(map(len, rows)), len(rows), decided)])
     out = generate(opened, rows, style.max_tokens, repetition_penalty=style.repetition_penalty, stopping_criteria=stop)
     texts: list[str] = opened.tokenizer.batch_decode(out, skip_special_tokens=True)
     return texts

@@ -45,10 +45,11 @@ _CPU_ROWS, _GPU_ROWS = 32, 256  # answers drawn at once
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `finlm attempt`: count is answers per prompt, limit prompts at most, best the file to write.
+    """The options of `finlm attempt`: `count` answers to each of at most `limit` prompts (None: all) of `split`.
 
-    `model` is a run or a model's directory; None asks the model behind self_qa.endpoint. `start` is then the directory
-    of the recipe's start, whose tokenizer and template the prompts have.
+    `split` is train or held_out; `best` is the file to write right answers to, None for none. `model` is a run or a
+    model's directory; None asks the model behind self_qa.endpoint. `start` is then the directory of the recipe's start,
+    whose tokenizer and template the prompts have.
     """
 
     model: Path | None
@@ -70,7 +71,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt as messages and as the model's token ids, with its right answer."""
+    """A prompt as messages and as the model's token ids, with the text of its right answer."""
 
     messages: list[Message]
     ids: list[int]
@@ -114,8 +115,9 @@ class Result:
 def run(recipe: Recipe, options: Options) -> Result:
     """Draw answers to the recipe's prompts and return counts, pass@k and maj@k; write the best answers to options.best.
 
-    Appends new answers to a ledger (see draw). Raises UserError for a recipe whose rewards cannot grade a text alone, a
-    split without prompts, and an options.best that exists.
+    Prepares the recipe's data if needed and appends new answers to a ledger (see draw). Raises UserError as check(),
+    read_prompts() and open_model() or ask_endpoint() do, for a split without prompts, and when self_qa.max_cost leaves
+    no prompt answered.
     """
     grpo = check(recipe, options)
     opened = None if options.model is None else open_model(options.model)
@@ -166,6 +168,7 @@ def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict
     right = [sum(attempt.is_right for attempt in attempts) for attempts in graded]
 
     def estimate(values: list[float]) -> Estimate:
+        """Return the mean of the prompts' values with its interval."""
         return Estimate(float(np.mean(values)), bootstrap(values))
 
     passed = {k: estimate([pass_at(k, count, number) for number in right]) for k in sizes}
@@ -173,7 +176,10 @@ def score(graded: Sequence[Sequence[Graded]]) -> tuple[dict[int, Estimate], dict
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return the probability that k attempts drawn from `count`, of which `right` are right, include a right one."""
+    """Return the probability that k attempts drawn from `count`, of which `right` are right, include a right one.
+
+    Raises ZeroDivisionError for k above count.
+    """
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
@@ -232,10 +238,11 @@ def settings_of(recipe: Recipe) -> SelfQA:
 
 
 def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iterator[Asked]:
-    """Yield the prompts of a split in order, at most options.limit (0 or None: all); prepare the data if needed.
+    """Yield the prompts of options.split in order, at most options.limit (0 or None: all); prepare data if needed.
 
     Counts in `counts` the "asked" prompts and the others by their reason. A split has the prompts that `finlm prepare`
-    puts into it; no prompt is in both splits. Raises UserError as make_shards() does.
+    puts into it; no prompt is in both splits. One of options.model and options.start must be given. Raises UserError as
+    make_shards() does.
     """
     context = Context(recipe, step_cache.Cache(Path(recipe.data.cache_dir), build=True))
     assert recipe.chat is not None
@@ -278,9 +285,9 @@ def read_prompts(recipe: Recipe, options: Options, counts: Counter[str]) -> Iter
 
 
 def draw(opened: Opened, grpo: Grpo, asked: Sequence[Asked], options: Options) -> list[list[Said]]:
-    """Return options.count attempts at each prompt; draw only those not in the ledger.
+    """Return options.count attempts at each prompt by the model; draw only those not in the ledger.
 
-    New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come.
+    New attempts are appended to runs/evals/attempts-<fingerprint>.jsonl as they come. Shows the progress on stderr.
     """
     settings = [opened.fingerprint, grpo.temperature, grpo.top_p, grpo.max_new_tokens, options.seed]
     keys = _keys(settings, (prompt.ids for prompt in asked), options.count)
@@ -322,19 +329,22 @@ def ask_endpoint(recipe: Recipe, grpo: Grpo, asked: Sequence[Asked], options: Op
 
 
 def _keys(settings: Sequence[Any], prompts: Iterable[Any], count: int) -> list[list[str]]:
-    """Return `count` keys for each prompt, by which a ledger knows its attempts."""
+    """Return `count` keys for each prompt, by which a ledger knows its attempts.
+
+    A key is 24 hex digits of the sha256 of settings, prompt and the attempt's number.
+    """
     return [[files.sha256_json([*settings, prompt, n])[:24] for n in range(count)] for prompt in prompts]
 
 
 def _read_ledger(fingerprint: str) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Return (path of a model's ledger, its rows by key); makes the directory."""
+    """Return (path of a model's ledger, its rows by key, {} without a file); make its directory runs/evals."""
     ledger = Path("runs") / "evals" / f"attempts-{fingerprint[:12]}.jsonl"
     ledger.parent.mkdir(parents=True, exist_ok=True)
     return ledger, {row["key"]: row for row in files.read_json_lines(ledger)} if ledger.exists() else {}
 
 
 def _pick(known: Mapping[str, Mapping[str, Any]], keys: Sequence[Sequence[str]]) -> list[list[Said]]:
-    """Return the known attempts at each prompt, in order."""
+    """Return the known attempts at each prompt, in the order of its keys; keys that `known` lacks are left out."""
     return [
         [Said(known[key]["text"], known[key]["tokens"], known[key].get("fault", "")) for key in row if key in known]
         for row in keys
@@ -357,7 +367,11 @@ def _generate(opened: Opened, grpo: Grpo, batch: Sequence[tuple[str, list[int]]]
 
 
 def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
-    """Return the attempt graded by the rewards; it is right when the first checked rule that applies gives 1."""
+    """Return the attempt `said` of `tokens` tokens graded by the rewards.
+
+    It is right when the first of grpo.checked's rules that applies to the prompt gives 1. Raises StopIteration when
+    none applies.
+    """
     asked, right = prompt.messages[-1]["content"], prompt.right
     values = [scoring.score(term, asked, said, right, tokens, grpo.max_new_tokens) for term in grpo.reward]
     rule, value = next(
@@ -370,7 +384,10 @@ def _grade(grpo: Grpo, prompt: Asked, said: str, tokens: int) -> Graded:
 
 
 def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
-    """Return the answer that `said` concludes with, as the reward rule reads it; None if it concludes with none."""
+    """Return the answer that `said` concludes with, as the reward rule reads it; None if it concludes with none.
+
+    That is a letter (option), an option's text (words), a frozenset of items (terms), or else (number, unit).
+    """
     if rule == "option":
         return scoring.find_letter(said)
     if rule == "words":
@@ -384,9 +401,9 @@ def _read_conclusion(rule: str, asked: str, said: str) -> Hashable | None:
 def write_best(
     path: Path, asked: Sequence[Asked], said: Sequence[Sequence[Said]], graded: Sequence[Sequence[Graded]]
 ) -> Counter[str]:
-    """Write each prompt's best right attempt to `path` as a JSON line of messages; return counts by outcome.
+    """Write each prompt's right attempt of highest reward as a JSON line of messages; return counts by outcome.
 
-    Attempts with a fault are not written; they are counted as "attempts cut off" and so on.
+    Replaces `path`. Attempts with a fault are not written; they are counted as "attempts cut off" and so on.
     """
     counts: Counter[str] = Counter()
     lines = []
@@ -406,6 +423,7 @@ def write_best(
 
 
 def _format_counts(counts: Counter[str]) -> str:
+    """Return "COUNT REASON; ..." with the highest counts first; "no rows" without counts."""
     return "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common()) or "no rows"
 
 

@@ -43,7 +43,7 @@ from finlm.world.writer import company_count
 
 @dataclass(frozen=True)
 class Style:
-    """How a suite words a question."""
+    """How a suite words a question: the texts around it, and how long and with what penalty an answer is written."""
 
     header: str  # before everything, with {subject}
     lead: str  # before the question's text
@@ -55,12 +55,12 @@ class Style:
 
     several_header: str = ""  # instead of header, before a question with several right options
 
-    def begin(self, question: Question) -> str:
+    def header_for(self, question: Question) -> str:
         """Return the header, with the question's subject, that stands before the first question."""
         header = self.several_header if question.kind == "several" else self.header
         return header.format(subject=question.subject)
 
-    def ask(self, text: str, options: tuple[str, ...]) -> str:
+    def format_question(self, text: str, options: tuple[str, ...]) -> str:
         """Return a question's text with its lettered options on lines of their own, without the cue."""
         lines = [self.lead + text, *(f"{letter}. {option}" for letter, option in zip(_NAMES, options, strict=False))]
         return "\n".join(lines)
@@ -132,7 +132,7 @@ def find_world(name: Name, run: RunDir | None, recipe: Path | None) -> Synthetic
 def read_questions(name: Name, data: Path | None, world: Synthetic | None) -> Suite:
     """Return a suite's questions, read from the folder `data`, or for exam and recall made about `world`.
 
-    Raises UserError when the folder or a file is missing, and for a row that is no question of the suite.
+    Raises UserError when `data` is None or lacks a file, and for a row that is no question of the suite.
     """
     if name == "cflue-tasks":
         from finlm.evals import tasks
@@ -233,7 +233,7 @@ def _read_cflue(path: Path) -> Iterator[Question]:
 
 
 def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...], dict[str, tuple[Question, ...]]]:
-    """Return (questions, examples by subject) about the fictional world.
+    """Return (at most 1,000 questions, up to five examples of each subject) about the fictional world.
 
     `exam` asks what follows from the world's laws, about companies that are in no training text. `recall` asks what
     only the training text says about its companies. Examples are about companies of the training text in both.
@@ -254,7 +254,7 @@ def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...],
 
 
 def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Yield different questions without end about the world's companies, with another random seed than the corpus."""
+    """Yield different questions without end about the world's companies; `purpose` names their random stream."""
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):
@@ -279,7 +279,7 @@ _AT_LAST = [rf"[^不]是：? ?{_L}", rf"^[^A-D]*{_L}[^A-D]*$"]
 
 
 def decided_letter(text: str) -> str | None:
-    """Return the letter that no further text can change; None while it can still change."""
+    """Return the letter of an unfinished answer that no further text can change; None while it can still change."""
     return scoring.find_decided_letter(text, LETTERS)
 
 
@@ -330,7 +330,7 @@ def decided_by_cflue(text: str) -> str | None:
 
 
 def opens_with_letter(text: str) -> str | None:
-    """Return the letter that a text begins with, which the published extraction takes whatever follows; else None."""
+    """Return the letter A to D that a text begins with, which the published extraction takes; None without it."""
     return next((letter for letter in text.replace("\n", "")[:1] if letter in LETTERS), None)
 
 
@@ -369,7 +369,7 @@ def wilson(count: Count) -> Interval:
 
 
 def macro_interval(subjects: Mapping[str, Count]) -> Interval:
-    """Return the 95 % interval of the mean of the subjects' accuracies, by its standard error.
+    """Return the 95 % interval of the mean of the subjects' accuracies, by its standard error; wilson() of one subject.
 
     A subject's error is computed with one right and one wrong answer added (Agresti and Coull), so that all right gives
     no certainty.
@@ -405,7 +405,7 @@ class Scores:
 
     @classmethod
     def of(cls, subjects: Mapping[str, Count]) -> Scores:
-        """Return the Scores computed from counts by subject."""
+        """Return the Scores computed from counts by subject. Raises ZeroDivisionError for one without questions."""
         whole = Count(*map(sum, zip(*subjects.values(), strict=True)))
         shares = {name: Share(*count, count.correct / count.total, wilson(count)) for name, count in subjects.items()}
         macro = sum(share.accuracy for share in shares.values()) / len(shares)

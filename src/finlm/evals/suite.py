@@ -55,8 +55,8 @@ class Contained:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The whole set that the questions are from: their number, hash, and whether it is the released set."""
+class QuestionSet:
+    """The whole set that the questions are from: number, hash, whether it is the released set (None: not known)."""
 
     questions: int
     sha256: str
@@ -78,7 +78,7 @@ class Result:
     unanswered: int
     drawn: int  # letters at random, in mode published
     letters: dict[str, int]
-    set: Asked
+    set: QuestionSet
     answers: str  # the file they are kept in
     weighted_f1: float | None = None  # of CFLUE's table, beside its accuracy, which is scores.micro
     contamination: Contained | None = None
@@ -99,7 +99,7 @@ class Result:
 def find_contained(questions: Sequence[Question], training: Path) -> dict[int, float]:
     """Return {index of a question: largest share of its 6-grams in one document} for questions in the training text.
 
-    `training` is a run or a directory of shards. Raises UserError as open_tokenizer() does.
+    `training` is a run or a directory of shards. Raises UserError as open_tokenizer() does. Shows the progress.
     """
     shards = Shards(RunDir(training).shards if (training / "plan.json").is_file() else training)
     index = contamination.Index.of([_to_contamination(question) for question in questions])
@@ -160,7 +160,7 @@ class Options:
     contamination: Path | None = None
 
     def ledger(self, opened: Opened, mode: Mode) -> Path:
-        """Return the file of the model's answers: in `answers`, else in its run if that can be written."""
+        """Return the path of the model's answers: in `answers`, else in its run if writable, else in runs/evals."""
         of_run = opened.run is not None and os.access(opened.run.path, os.W_OK)
         directory = self.answers or (opened.run.path / "evals" if opened.run and of_run else Path("runs/evals"))
         return directory / f"{self.suite}-{mode}-{opened.fingerprint[:12]}.jsonl"
@@ -169,7 +169,8 @@ class Options:
 def evaluate(checkpoint: Path, options: Options) -> Result | tasks.Result:
     """Ask a suite, return its Result; keep answers in a ledger, append the event `suite` or `tasks` to the model's run.
 
-    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model.
+    Prints to stderr if it cannot append. Raises UserError for options that do not fit the suite or the model, and as
+    open_model() does.
     """
     check_options(options)
     opened = open_model(checkpoint)
@@ -206,7 +207,7 @@ def evaluate_run(run: RunDir, suites: Sequence[Name], mode: Mode | None, start: 
     """Append the suites' results to the run's events: of model `start`, if any, as step 0, then of the trained model.
 
     Both are asked about the world of the run's recipe. Answers that the start model gave before, in its own run, are
-    read from there and not asked again.
+    read from there and not asked again. Raises UserError as open_model() does.
     """
     if start is not None:
         _record(run, suites, mode, start, 0)
@@ -227,7 +228,7 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
-    """Read a suite's questions, answer them with the model, append answers to the ledger, print, return the Result."""
+    """Answer a suite's questions with the model, show the progress, append answers to the ledger, return the Result."""
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
@@ -256,7 +257,7 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
         drawn=sum(answer.drawn for answer in answers),
         letters={letter: sum(letter in (given or "") for given in letters) for letter in suite.letters},
         weighted_f1=questions.weighted_f1([q.answer for q in selected], letters) if suite.name == "cflue" else None,
-        set=Asked(len(suite.questions), suite.sha256, suite.is_released),
+        set=QuestionSet(len(suite.questions), suite.sha256, suite.is_released),
         answers=str(ledger),
         contamination=contained,
     )
@@ -270,7 +271,7 @@ def _read_questions(opened: Opened, options: Options) -> questions.Suite:
 
 
 def count_examples(options: Options, mode: Mode) -> int:
-    """Return how many solved questions to show before each question."""
+    """Return how many solved questions to show before each: options.shots, or by default 5 or 0, as the mode has it."""
     if options.shots is None:
         return questions.EXAMPLES if mode in ("likelihood", "published") else 0
     return options.shots
@@ -335,11 +336,16 @@ def show(result: Result | tasks.Result) -> None:
 
 
 def _interval(bounds: Interval) -> str:
+    """Return "LOW to HIGH" in percent; the bounds are shares from 0 to 1."""
     return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
 
 
 def write_lm_eval_task(checkpoint: Path, options: Options, out: Path) -> Path:
-    """Write lm-eval tasks with their questions into a new directory `out` and return it. Raises UserError."""
+    """Write lm-eval tasks with their questions into a new directory `out` and return it.
+
+    Raises UserError when `out` exists, for a mode other than likelihood, for CFLUE's suites, and as check_options(),
+    open_model() and read_questions() do.
+    """
     if out.exists():
         raise UserError(f"{out} exists already", fix="give a new directory")
     if options.mode not in (None, "likelihood") or options.suite in ("cflue", "cflue-tasks"):
@@ -388,7 +394,7 @@ def _task(name: str, alias: str, rows: Path) -> dict[str, object]:
 
 
 def _write_yaml(path: Path, value: dict[str, object]) -> None:
-    """Write a value to path as YAML."""
+    """Write a value to path as YAML, over a file that is there."""
     with path.open("w", encoding="utf-8") as file:
         YAML(typ="safe", pure=True).dump(value, file)
 

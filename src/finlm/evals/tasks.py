@@ -8,8 +8,8 @@ instruction of application.json to an assistant as it is, decodes greedily witho
 - Fin_RE, extraction: the mean F1 of (key, value) pairs, read by its rules for each kind of row, misreadings included;
 - Fin_RC, reading comprehension, and Fin_TG, generation: the mean ROUGE-L of the package rouge over words of jieba.
 
-All scores are shares from 0 to 1, BLEU too. COMET, which that table has beside BLEU, is a model of 3.5 billion
-parameters and is not computed here. Heavy modules are imported late: what is missing is told before torch is loaded.
+All scores are shares from 0 to 1. COMET, beside BLEU in that table, is a model of 3.5 billion parameters and is not
+computed here. Heavy modules are imported late: what is missing is told before torch is loaded.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _read_row(path: Path, number: int, row: Any) -> Question:
 
 
 def ask(opened: Opened, options: Options) -> Result:
-    """Read the tasks, answer them with the model, append answers to the ledger; return scores. Raises UserError."""
+    """Answer the tasks with the model, append answers to the ledger, return the scores. Raises as read_tasks() does."""
     from finlm.evals import answering, suite
 
     asked = read_tasks(options.data)
@@ -171,6 +171,7 @@ def score(asked: Sequence[Question], said: Sequence[str], *, of_parts: bool = Fa
 
 
 def _task(question: Question) -> str:
+    """Return the question's task, such as "Fin_MT en2zh"."""
     return question.subject.partition(", ")[0]
 
 
@@ -204,7 +205,7 @@ def score_answer(question: Question, said: str) -> float:
 
 
 def is_right_label(part: str, right: str, said: str) -> bool:
-    """Return whether an answer gives the right label of a classification: it alone, or within its words."""
+    """Return whether an answer gives the right label of sub-task `part`: it alone, or within its words."""
     if part == "ESG情感分类":  # 正, 中 or 负 anywhere
         return right[0] in said or (right, said) in (("负向", "Negative"), ("正向", "Positive"))
     if part == "合规政策审核":
@@ -244,8 +245,8 @@ def read_label(part: str, right: str) -> dict[str, str]:
 def _score_causes(right: Mapping[str, str], said: str) -> float:
     """Return the F1 of eight named fields: precision is the share of right ones, recall the share of named ones.
 
-    A field is right when it says that nothing is there (无, 未提及) and nothing is, or when the text from its name to
-    the end of its line, line end included, is the right one. So that code counts, although a colon then makes it wrong.
+    A field is right when it rightly says that nothing is there (无, 未提及), or when the text from its name to the end
+    of its line, colon and line end included, is the right value: so CFLUE's code counts.
     """
     named = hits = 0
     for name, key in _CAUSES.items():
@@ -295,7 +296,7 @@ def _separators(text: str) -> list[str]:
 
 
 def _as_pairs(parts: Iterable[str], mark: str) -> dict[str, str]:
-    """Return {before: behind} the mark in each part. Raises ValueError for a part that has not one mark."""
+    """Return {before: behind} the mark in each part. Raises ValueError for a part that has it never or twice."""
     return dict(tuple(part.split(mark)) for part in parts)  # type: ignore[misc]
 
 
@@ -385,11 +386,8 @@ def cut_chinese(text: str) -> str:
 
 
 def cut_english(text: str) -> str:
-    """Return the text with spaces between nltk's words, without its splitter of sentences, which needs a download.
-
-    BLEU is the same: sacrebleu itself cuts off the full stops at which sentences would be split.
-    """
-    import nltk
+    """Return the text with spaces between nltk's words, without its splitter of sentences, which needs a download."""
+    import nltk  # BLEU is the same: sacrebleu itself cuts off the full stops at which sentences would be split
 
     return " ".join(nltk.word_tokenize(text, preserve_line=True))
 
@@ -413,7 +411,7 @@ def _bleu(pairs: Sequence[tuple[str, str]]) -> tuple[float, Interval]:
 def rouge_l(right: str, said: str) -> float:
     """Return ROUGE-L's F of an answer over words of jieba; an empty answer counts as the word None, as in CFLUE's code.
 
-    An answer of full stops alone, at which that code ends, gives 0.
+    An answer of full stops alone, at which that code ends, gives 0. Raises the recursion limit while it computes.
     """
     from rouge import Rouge
 

@@ -43,11 +43,11 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    Prints answers to stdout, hints and errors of an answer to stderr; if the input is no terminal, such an error ends
-    the chat with its exit code. `sampling` is (temperature, top_p), `max_tokens` limits an answer, and `tools` are
-    those that the model may call, in the form of OpenAI's API. Raises UserError for a model that cannot be opened,
-    cannot chat, or not with tools, and for input that is not UTF-8. `system` is the system prompt, None for none;
-    `seed` is that of the drawing.
+    `system` is the system prompt (None: none), `sampling` is (temperature, top_p), `max_tokens` limits an answer,
+    `seed` is that of the drawing, and `tools` are those that the model may call, in the form of OpenAI's API. Prints
+    answers to stdout, all else to stderr. An error of an answer is printed; if the input is no terminal, it ends the
+    chat with its exit code. Raises UserError for a model that cannot be opened, cannot chat, or not with tools, and for
+    input that is not UTF-8.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)
@@ -58,7 +58,7 @@ def run(
     messages, interrupted = list(begin), False
     while True:
         try:
-            line = _read()
+            line = _read_line()
         except KeyboardInterrupt:
             if interrupted:
                 return 130
@@ -78,7 +78,7 @@ def run(
             said = line.removeprefix("/tool ") if is_result else line
             messages.append({"role": "tool" if is_result else "user", "content": said})
             try:
-                messages.append({"role": "assistant", "content": _answer(talker, messages, sampling, max_tokens)})
+                messages.append({"role": "assistant", "content": _print_answer(talker, messages, sampling, max_tokens)})
             except UserError as error:  # no room left, say; the conversation can be begun anew
                 messages.pop()
                 screen.print_error(error)
@@ -86,8 +86,11 @@ def run(
                     return error.exit_code
 
 
-def _read() -> str | None:
-    """Return the next line of stdin, stripped, None at its end; prompts on a terminal. UserError if not UTF-8."""
+def _read_line() -> str | None:
+    """Return the next line of stdin, stripped, None at its end; print a prompt on a terminal.
+
+    Raises UserError for bytes that are not UTF-8.
+    """
     if sys.stdin.isatty():
         screen.console().print("› ", style="bold cyan", end="")
     try:
@@ -99,16 +102,19 @@ def _read() -> str | None:
     return line.strip() if line else None
 
 
-def _answer(talker: Talker, messages: list[dict[str, str]], sampling: tuple[float, float], max_tokens: int) -> str:
+def _print_answer(
+    talker: Talker, messages: list[dict[str, str]], sampling: tuple[float, float], max_tokens: int
+) -> str:
     """Print an answer while it is written and return it; Ctrl-C ends it, and what was written is returned.
 
-    Raises UserError as Talker.stream does. Notes on stderr that an answer was cut off or interrupted.
+    `sampling` is (temperature, top_p). Says on stderr when an answer was cut off or interrupted. Raises UserError as
+    Talker.stream() does.
     """
     shown, stream = "", talker.stream(messages, *sampling, max_tokens)
     try:
         for piece in stream:
             shown += piece
-            screen.write(_harmless(piece))
+            screen.write(_strip_controls(piece))
         if talker.reply and talker.reply.finish_reason == "length":
             screen.say(" … (cut off by --tokens or the context)")
     except KeyboardInterrupt:
@@ -118,7 +124,7 @@ def _answer(talker: Talker, messages: list[dict[str, str]], sampling: tuple[floa
     return shown
 
 
-def _harmless(text: str) -> str:
+def _strip_controls(text: str) -> str:
     """Return the text without characters that steer the terminal or reverse the direction of writing."""
     return "".join(
         character
@@ -128,12 +134,13 @@ def _harmless(text: str) -> str:
 
 
 class Talker:
-    """Answers the messages of a conversation; keeps keys and values and the random generator between answers."""
+    """Answers the messages of conversations; keeps keys and values and the random generator between answers."""
 
     def __init__(self, opened: Opened, seed: int = 0, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Begin without a conversation. Raises UserError without a chat template, or with one that writes no tools.
+        """Begin without a conversation; `seed` seeds the drawing of tokens.
 
-        The latter only if `tools` are given.
+        Raises UserError for a model without a chat template, or, if `tools` are given, with a template that writes
+        none.
         """
         if not opened.tokenizer.chat_template:
             raise UserError(
@@ -153,13 +160,14 @@ class Talker:
         self._forget()
 
     def _forget(self) -> None:
+        """Drop the cached keys and values, and the list of the ids that they belong to."""
         self._cache: Any = None
         self._seen: list[int] = []  # whose keys and values are in the cache
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the whole answer to the last message, drawn at `temperature` from all tokens.
+        """Return the whole answer to the last message, of at most max_tokens tokens, drawn at `temperature`.
 
-        Raises UserError as stream() does.
+        Draws from all tokens (top_p 1) and sets self.reply. Raises UserError as stream() does.
         """
         for _ in self.stream(messages, temperature, 1.0, max_tokens):
             pass
@@ -169,7 +177,8 @@ class Talker:
     def stream(self, messages: Conversation, temperature: float, top_p: float, max_tokens: int) -> Iterator[str]:
         """Yield the answer to the last message in pieces of whole characters; set self.reply at the end.
 
-        Raises UserError when the conversation leaves no room in the model's context, or its template does not take it.
+        An answer has at most max_tokens tokens, fewer where the context ends. Raises UserError when the conversation
+        leaves no room in the model's context, or its template does not take it.
         """
         tokenizer = self.opened.tokenizer
         try:
@@ -191,40 +200,43 @@ class Talker:
             )
         written, shown, reason = list[int](), "", "length"
         self.reply = None
-        for token in self._tokens(prompt, temperature, top_p):
+        for token in self._sample_tokens(prompt, temperature, top_p):
             if token in self.opened.eos_ids:
                 reason = "stop"
                 break
             written.append(token)
-            text = self._text(written)
+            text = self._decode(written)
             # An unfinished character of several byte tokens shows as U+FFFD until its last byte is there.
             if not text.endswith("\ufffd") and len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
             if len(written) == room:
                 break
-        text = self._text(written)
+        text = self._decode(written)
         if len(text) > len(shown):
             yield text[len(shown) :]
         self.reply = Reply(text, reason, len(prompt), len(written))
 
-    def _text(self, written: list[int]) -> str:
+    def _decode(self, written: list[int]) -> str:
         """Return the decoded ids, without special tokens unless there are tools: a special token may begin a call."""
         return str(self.opened.tokenizer.decode(written, skip_special_tokens=not self.tools))
 
-    def _tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
-        """Yield sampled ids without end; extends the cache, whose ids _seen lists, and sets reused_tokens."""
+    def _sample_tokens(self, prompt: list[int], temperature: float, top_p: float) -> Iterator[int]:
+        """Yield sampled ids after the prompt without end; extend the cache and set reused_tokens.
+
+        Keys and values are reused as far as `prompt` begins as _seen does.
+        """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self._seen, strict=False)))
-        self._shorten(common)
+        self._cut_cache(common)
         self.reused_tokens = len(self._seen)
         ids = prompt[len(self._seen) :]
         while True:
-            logits = self._logits(ids)
-            token = self._choose(logits, temperature, top_p)
+            logits = self._compute_logits(ids)
+            token = self._draw_token(logits, temperature, top_p)
             yield token
             ids = [token]
 
-    def _shorten(self, length: int) -> None:
+    def _cut_cache(self, length: int) -> None:
         """Drop keys and values behind the first `length` tokens; drop all where the cache cannot be cut."""
         if self._cache is None or length == len(self._seen):
             return
@@ -237,8 +249,8 @@ class Talker:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         del self._seen[length:]
 
-    def _logits(self, ids: list[int]) -> torch.Tensor:
-        """Return the logits, fp32 [vocabulary], after `ids`, which follow _seen; extend the cache and _seen by them."""
+    def _compute_logits(self, ids: list[int]) -> torch.Tensor:
+        """Run the model on `ids`, which follow _seen; add them to cache and _seen; return fp32 logits [vocabulary]."""
         inputs = torch.tensor([ids], device=self.opened.device)
         cache, self._cache = self._cache, None  # an interrupt while it grows leaves it unusable
         seen, self._seen = self._seen, []
@@ -247,7 +259,7 @@ class Talker:
         self._cache, self._seen = out.past_key_values, seen + ids
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
-    def _choose(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
+    def _draw_token(self, logits: torch.Tensor, temperature: float, top_p: float) -> int:
         """Return an id drawn with `temperature` from the nucleus `top_p`; the likeliest id at temperature 0."""
         if temperature <= 0:
             return int(logits.argmax())
@@ -274,9 +286,9 @@ class LocalModel:
         self._talker = Talker(opened, seed)
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the model's reply, drawn at `temperature`.
+        """Return the model's reply, drawn at `temperature`, of at most max_tokens tokens.
 
-        Raises Refused when messages do not fit context or template.
+        Raises Refused when the messages do not fit context or template.
         """
         try:
             return self._talker.ask(messages, temperature, max_tokens)

@@ -87,7 +87,7 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
         trained.model.save_pretrained(directory, max_shard_size=most)
         _write_tokenizer(directory, trained.shards, trained.recipe.stage, tokenizer)
         config = files.read_json(directory / "config.json")
-        files.write_json(directory / "config.json", _with_start(config, trained.recipe.model))
+        files.write_json(directory / "config.json", _merge_start_config(config, trained.recipe.model))
         files.write_text(directory / "README.md", card_text(trained, directory))
         _prove(directory, trained, tokenizer)
         _seal(directory, trained.run, trained.recipe, trained.checkpoint)
@@ -95,12 +95,13 @@ def export(checkpoint: Path, out: Path, shard_size: str = SHARD_SIZE) -> Path:
 
 
 def _seal(directory: Path, run: RunDir, recipe: Recipe, checkpoint: Path) -> None:
+    """Write finlm.json: hashes of the directory's files, with the checkpoint's run, recipe, stage and step."""
     origin = {"run": run.path.name, "recipe": recipe.name, "stage": recipe.stage}
     runs.seal_model(directory, **origin, step=step_of(checkpoint))
 
 
-def _with_start(config: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return config with the fields that only the start's config.json has, and RoPE also as before transformers 5."""
+def _merge_start_config(config: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return `config` with the fields that only the start's config.json has, and RoPE also as before transformers 5."""
     start = dict(model.config or {}) if model.init_from is not None else {}
     if model.former_rope_theta is not None:
         start = {key: value for key, value in start.items() if key not in ("rope_theta", "rope_scaling")}
@@ -167,7 +168,11 @@ def _is_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _write_tokenizer(directory: Path, shards: Shards, stage: str, tokenizer: Any) -> None:
-    """Write the files of the start model's tokenizer or else training's, its template without training marks."""
+    """Write tokenizer files: copies of the start model's for pretraining, else `tokenizer` as transformers saves it.
+
+    The chat template is written without the marks of training. tokenizer.json and tokenizer.model are copied where the
+    shards have them.
+    """
     source = shards.directory / "tokenizer"
     if stage == "pretrain" and source.is_dir():
         pretrained.copy_files(source, directory)
@@ -218,8 +223,8 @@ def _prove_tokenizer(again: Any, trained: Trained, tokenizer: Any) -> None:
 def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dict[str, bool]]:
     """Return (function that encodes a text as the training data was encoded, transformers' arguments for equal ids).
 
-    Documents know no control tokens in their text, and a tokenizer.json begins them by its own rules, not the recipe's.
-    Raises UserError as open_tokenizer() does.
+    In pretraining, control tokens in a text are encoded as text. The recipe's add_bos counts unless the start model's
+    tokenizer is used, which has rules of its own. Raises UserError as open_tokenizer() does.
     """
     directory, library = trained.shards.directory / "tokenizer", trained.shards.manifest["encoder"]
     if trained.recipe.stage != "pretrain":
@@ -232,10 +237,10 @@ def _training_encoder(trained: Trained) -> tuple[Callable[[str], list[int]], dic
 
 
 def export_adapters(checkpoint: Path, out: Path) -> Path:
-    """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out`.
+    """Write the adapters of a checkpoint (or of a run's newest) to the new directory `out` and return it.
 
-    With the tokenizer's files and chat template, as in export(). Returns `out`. Raises UserError when the run trained
-    every weight, `out` exists, or the checkpoint is not complete or is damaged.
+    Writes the tokenizer's files and chat template too, as export() does. Raises UserError when the run trained every
+    weight, `out` exists, or the checkpoint is not complete or is damaged.
     """
     from finlm.train.model import lora  # loads torchao
 
@@ -266,10 +271,10 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
     return out
 
 
-def generate(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
+def sample_text(checkpoint: Path, prompt: str, tokens: int = 64, seed: int = 0) -> str:
     """Return a sampled continuation (temperature 0.8, top-p 0.9) of `prompt` by a run, checkpoint or model directory.
 
-    Writes at most `tokens` tokens, as far as the context has room. The first quarter of them cannot be the end of the
+    It has at most `tokens` tokens, as far as the context has room. The first quarter of them cannot be the end of the
     text: a model of a few steps would often write nothing. Seeds torch. Raises UserError when the model cannot be
     opened, or the prompt is empty or fills its context.
     """
@@ -309,7 +314,7 @@ _STAGES = {
 
 
 def card_text(trained: Trained, directory: Path) -> str:
-    """Return the text of README.md for an export whose other files are in `directory` already."""
+    """Return the text of the model card (README.md) for an export whose other files are in `directory` already."""
     plan, recipe = trained.plan, trained.recipe
     task = "text-classification" if recipe.stage == "reward" else "text-generation"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "language: [zh, en]", "tags: [finlm]", "---"]
@@ -327,12 +332,12 @@ def card_text(trained: Trained, directory: Path) -> str:
         "",
         "The licence of the weights follows from their training data and parent model and is yours to state.",
         "",
-        *_use(directory, recipe.stage),
-        *_data(trained),
-        *_held_out(trained, step),
-        *_suites(trained, step),
-        *_tasks(trained, step),
-        *_origin(trained),
+        *_use_lines(directory, recipe.stage),
+        *_data_lines(trained),
+        *_held_out_lines(trained, step),
+        *_suite_lines(trained, step),
+        *_task_lines(trained, step),
+        *_origin_lines(trained),
         "## Recipe",
         "",
         "```yaml",
@@ -343,7 +348,7 @@ def card_text(trained: Trained, directory: Path) -> str:
     return "\n".join(lines)
 
 
-def _use(directory: Path, stage: str) -> Iterator[str]:
+def _use_lines(directory: Path, stage: str) -> Iterator[str]:
     """Yield the lines of a model card's section on use; none for a reward model."""
     if stage == "reward":
         return
@@ -353,7 +358,7 @@ def _use(directory: Path, stage: str) -> Iterator[str]:
     yield from (f'pipeline("text-generation", model="DIRECTORY")({prompt}, max_new_tokens=64)', "```", "")
 
 
-def _data(trained: Trained) -> Iterator[str]:
+def _data_lines(trained: Trained) -> Iterator[str]:
     """Yield the lines of the card's table of training data: documents and tokens of each source."""
     shards: dict[str, list[int]] = {}
     for shard in trained.shards.split("train"):
@@ -366,8 +371,11 @@ def _data(trained: Trained) -> Iterator[str]:
     yield ""
 
 
-def _held_out(trained: Trained, step: int) -> Iterator[str]:
-    """Yield the lines of the card's table of the last evaluation up to `step`, all but `tokens`; none without one."""
+def _held_out_lines(trained: Trained, step: int) -> Iterator[str]:
+    """Yield the lines of the card's table of the last evaluation up to `step`; none without an evaluation by source.
+
+    Its columns are the measures that the event has, without `tokens`.
+    """
     rows = [row for row in trained.run.read_events("eval") if (row.get("step") or 0) <= step]
     sources = (rows[-1].get("sources") or {}) if rows else {}
     keys = [key for key in next(iter(sources.values()), {}) if key != "tokens"]
@@ -376,11 +384,11 @@ def _held_out(trained: Trained, step: int) -> Iterator[str]:
     yield from ("## Held-out text", "", f"| source | {' | '.join(key.replace('_', ' ') for key in keys)} |")
     yield "| --- " * (len(keys) + 1) + "|"
     for name, row in sources.items():
-        yield f"| {name} | {' | '.join(_number(row.get(key)) for key in keys)} |"
+        yield f"| {name} | {' | '.join(_format_number(row.get(key)) for key in keys)} |"
     yield ""
 
 
-def _suites(trained: Trained, step: int) -> Iterator[str]:
+def _suite_lines(trained: Trained, step: int) -> Iterator[str]:
     """Yield the lines of the card's table of multiple-choice results of this step; none without results."""
     rows = [row for row in trained.run.read_events("suite") if row.get("step") == step]
     if not rows:
@@ -395,7 +403,7 @@ def _suites(trained: Trained, step: int) -> Iterator[str]:
     yield ""
 
 
-def _tasks(trained: Trained, step: int) -> Iterator[str]:
+def _task_lines(trained: Trained, step: int) -> Iterator[str]:
     """Yield the lines of the card's table of scores of tasks with free answers at this step; none without scores."""
     rows = [row for row in trained.run.read_events("tasks") if row.get("step") == step]
     if not rows:
@@ -410,7 +418,7 @@ def _tasks(trained: Trained, step: int) -> Iterator[str]:
     yield ""
 
 
-def _origin(trained: Trained) -> Iterator[str]:
+def _origin_lines(trained: Trained) -> Iterator[str]:
     """Yield the lines of the card's section of finlm's version and commit, hashes of code and inputs, and hardware."""
     manifest = files.read_json(trained.run.manifest)
     code, shards = manifest.get("finlm") or {}, manifest.get("shards") or {}
@@ -431,5 +439,6 @@ def _origin(trained: Trained) -> Iterator[str]:
     yield ""
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
+    """Return a number with four decimals, "–" for anything else."""
     return f"{value:,.4f}" if isinstance(value, (int, float)) else "–"

@@ -81,7 +81,7 @@ class Opened:
 def open_model(path: Path) -> Opened:
     """Open the model of a checkpoint, run, export or Hugging Face directory, on a GPU if any, in evaluation mode.
 
-    Checks the files' hashes where finlm wrote them. Raises UserError when there is no model, when it is damaged or
+    Compares the files' hashes where finlm wrote them. Raises UserError when there is no model, when it is damaged or
     cannot be loaded, or when it is a reward model; RuntimeError when a checkpoint's weights do not fit the model.
     """
     run = run_of(path)
@@ -99,12 +99,12 @@ def open_model(path: Path) -> Opened:
     return _open_directory(path, run)
 
 
-def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: Any) -> list[list[int]]:
-    """Return the ids that the model writes after each row of ids, at most `most`, by greedy decoding.
+def generate(opened: Opened, rows: Sequence[Sequence[int]], max_tokens: int, **settings: Any) -> list[list[int]]:
+    """Return the ids that the model writes after each row of ids, at most `max_tokens`, by greedy decoding.
 
-    `how` adds arguments of transformers' generate(), such as repetition_penalty. Rows are padded on the left, and
-    padding is masked. Answers may have padding behind their end token. A model that knows no end writes `most` ids.
-    Raises ValueError without rows.
+    `settings` are further arguments of transformers' generate(), such as repetition_penalty. Rows are padded on the
+    left, and padding is masked. Answers may have padding behind their end token. A model that knows no end writes
+    `max_tokens` ids. Raises ValueError without rows.
     """
     width, pad = max(map(len, rows)), next(iter(opened.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=opened.device)
@@ -113,14 +113,14 @@ def generate(opened: Opened, rows: Sequence[Sequence[int]], most: int, **how: An
     ends = {"eos_token_id": list(opened.eos_ids) or None, "pad_token_id": pad}
     with torch.inference_mode():
         out = opened.model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=most, **plain, **ends, **how
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens, **plain, **ends, **settings
         )
     written: list[list[int]] = out[:, width:].tolist()
     return written
 
 
 def _open_checkpoint(path: Path) -> Opened:
-    """Open a run's checkpoint. Raises UserError for a reward model, or as load_trained does."""
+    """Open a run's checkpoint. Raises UserError for a reward model, and raises as load_trained() does."""
     loaded = load_trained(path)
     if loaded.recipe.stage == "reward":
         raise _reward_model_error(path)
@@ -140,7 +140,7 @@ def _reward_model_error(path: Path) -> UserError:
 
 
 def _open_directory(path: Path, run: RunDir | None) -> Opened:
-    """Open a Hugging Face directory. Raises UserError when it cannot be loaded or is a reward model.
+    """Open a Hugging Face directory. Raises UserError when it is damaged, cannot be loaded or is a reward model.
 
     With `run`, the directory is its export, and the step is that of the run's newest checkpoint.
     """
@@ -171,18 +171,21 @@ def _move_to_device(model: Any) -> Any:
 
 
 def _make_opened(
-    model: Any, tokenizer: Any, name: str, fingerprint: list[Any], run: RunDir | None, step: int | None
+    model: Any, tokenizer: Any, name: str, identity: list[Any], run: RunDir | None, step: int | None
 ) -> Opened:
-    """Return the Opened; `fingerprint` has values that tell the model from others, of which the sha256 is kept."""
+    """Return the Opened; its fingerprint is the sha256 of `identity`, JSON values that tell the model from others."""
     context = int(getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length)
     listed = model.generation_config.eos_token_id
     ids = (*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id)
     ends = tuple(dict.fromkeys(number for number in ids if number is not None and number >= 0))
-    return Opened(model, tokenizer, name, files.sha256_json(fingerprint), context, ends, run, step)
+    return Opened(model, tokenizer, name, files.sha256_json(identity), context, ends, run, step)
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large ones."""
+    """Return a hex sha256 over a model directory's files: names, sizes, small files whole, samples of large ones.
+
+    Weights, configuration and tokenizer count; finlm.json and other files do not.
+    """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         is_read = file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja")
@@ -214,7 +217,7 @@ def load_trained(checkpoint: Path) -> Trained:
 
     The model is in evaluation mode, a sequence classifier for reward runs. Weights come from the fp32 master copy where
     ZeRO keeps it and are cast to the run's precision: what the last training step left, not a second rounding of it.
-    Adapters are merged. Checks the files' hashes. Raises UserError when the checkpoint is incomplete or damaged,
+    Adapters are merged. Compares the files' hashes. Raises UserError when the checkpoint is incomplete or damaged,
     RuntimeError when its weights do not fit the model.
     """
     checkpoint = complete_checkpoint(checkpoint)
@@ -265,7 +268,7 @@ def _match_buffers(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
-    """Return the configuration that was trained, its vocabulary without padding; None from an older finlm."""
+    """Return the configuration that was trained, its vocabulary without padding; None if an older finlm saved none."""
     file = checkpoint / "loop_rank_0.pt"
     values = storage.load(file).get("config") if file.is_file() else None
     if values is None:
@@ -275,14 +278,15 @@ def _saved_config(checkpoint: Path, plan: Plan) -> PreTrainedConfig | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a directory step-N, from its name."""
+    """Return the step of a directory step-N, from its name. Raises ValueError for another name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors on the CPU by their names in training; adapters are not merged.
 
-    Those of ZeRO are fp32, except frozen ones. Raises UserError when a file or the manifest is not finlm's.
+    Those of ZeRO are fp32, except frozen ones. Raises UserError when a file or the manifest is not finlm's,
+    FileNotFoundError when a rank's shard is missing.
     """
     if plan.zero_stage == 0:
         module: dict[str, torch.Tensor] = storage.load(checkpoint / "mp_rank_00_model_states.pt")["module"]
@@ -327,7 +331,7 @@ def import_gguf(file: Path, out: Path) -> Path:
         loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # a cut or garbled file ends the reader anywhere: struct.error, MemoryError, ValueError
-        raise _unreadable(file, error) from None
+        raise _unreadable_error(file, error) from None
     if not isinstance(loaded, LlamaForCausalLM):
         raise UserError(f"{file} is not a Llama model", evidence=f"model type {loaded.config.model_type}")
     for name in ("bos_token", "eos_token", "pad_token"):
@@ -347,7 +351,7 @@ def import_gguf(file: Path, out: Path) -> Path:
     return out
 
 
-def _unreadable(file: Path, error: Exception) -> UserError:
+def _unreadable_error(file: Path, error: Exception) -> UserError:
     """Return the UserError for a GGUF file whose reader raised `error`."""
     return UserError(
         f"{file} cannot be read",
@@ -366,7 +370,7 @@ def _check_gguf(file: Path) -> None:
         tensors = {tensor.name: tensor.data for tensor in reader.tensors}
         problems = list(gguf_differences(fields, tensors))
     except Exception as error:
-        raise _unreadable(file, error) from None
+        raise _unreadable_error(file, error) from None
     if problems:
         raise UserError(
             f"{file} is not a Llama model that finlm can carry over",
@@ -378,7 +382,8 @@ def _check_gguf(file: Path) -> None:
 def gguf_differences(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each metadata field or tensor that keeps a GGUF file from being a plain Llama; none if it is.
 
-    `fields` is the metadata by name, `tensors` the tensors by name. Stops after the first kind of basic mistake.
+    `fields` is the metadata by name, `tensors` the tensors by name. Another architecture, missing fields and fields
+    that differ by layer each end the list.
     """
     if (architecture := fields.get("general.architecture")) != "llama":
         yield f"architecture {architecture!r}, not 'llama'"

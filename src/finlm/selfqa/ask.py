@@ -45,7 +45,10 @@ class Model(Protocol):
     """The model that is asked: endpoint.Endpoint, or a checkpoint on this machine."""
 
     def ask(self, messages: Conversation, temperature: float, max_tokens: int) -> Reply:
-        """Return the reply to the messages, of at most max_tokens tokens."""
+        """Return the reply to the messages, of at most max_tokens tokens.
+
+        Raises Refused or NoAnswer when this request fails, UserError if none can succeed.
+        """
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Pair:
     finish: str | None = None  # the server's finish_reason
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the pair as the ledger stores it."""
+        """Return the pair as the ledger stores it: the question alone while there is no answer."""
         return {"question": self.question} if self.answer is None else asdict(self)
 
 
@@ -78,7 +81,7 @@ class Asked:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Asked:
-        """Return the Asked of a row of the ledger; unknown keys are left out."""
+        """Return the Asked of a row of the ledger, without unknown keys. Raises KeyError for a row without pairs."""
         known = {each.name: row[each.name] for each in fields(cls) if each.name in row}
         return cls(**known | {"pairs": [Pair(**pair) for pair in row["pairs"]]})
 
@@ -109,7 +112,7 @@ def run(recipe: Recipe, model: Model | None = None, fingerprint: str | None = No
     ledger.parent.mkdir(parents=True, exist_ok=True)
     busy = UserError(f"another `finlm self-qa` writes {ledger} now", fix="wait for it, or end it")
     with files.lock(ledger.with_name(f".{ledger.name}.lock"), busy):
-        drawn = passages(recipe, settings)
+        drawn = draw_passages(recipe, settings)
         rows = list(files.read_json_lines(ledger))
         done = {row["document"]: Asked.from_json(row) for row in rows if row["key"] == key}
         missing = [passage for passage in drawn if passage.document not in done]
@@ -134,7 +137,10 @@ def _settings(recipe: Recipe) -> SelfQA:
 
 
 def _key(settings: SelfQA, fingerprint: str | None) -> str:
-    """Return a hash of the settings that replies depend on, without the address, the request rate and the filters."""
+    """Return 16 hex digits of a hash over what replies depend on: prompts, model or `fingerprint`, and sampling.
+
+    The address, the request rate and the filters do not count.
+    """
     names = ("model", "passage_characters", "questions", "language", "temperature", "max_answer_tokens", "seed")
     values = {name: getattr(settings, name) for name in names}
     if fingerprint is not None:
@@ -145,10 +151,11 @@ def _key(settings: SelfQA, fingerprint: str | None) -> str:
 def _ask_passages(
     missing: list[Passage], settings: SelfQA, model: Model, ledger: Path, key: str, spent: Counter[str]
 ) -> Iterator[Asked]:
-    """Ask about each passage, `concurrency` at a time, and yield its result.
+    """Ask about each passage, `concurrency` at a time, and yield the results as they come.
 
-    A result that did not fail is appended to the ledger first; `spent` is updated. Ends early when max_cost is spent.
-    Raises UserError after five documents in a row that failed; an error stops the pool and the endpoint.
+    Appends each result that did not fail to the ledger, under `key`, before it is yielded, and adds its tokens to
+    `spent`. Shows the progress. Ends early when max_cost is spent. Raises UserError after five documents in a row that
+    failed; an error stops the pool and the endpoint.
     """
     failed_in_a_row = 0
     most = math.inf if settings.max_cost is None else settings.max_cost
@@ -180,7 +187,8 @@ def _ask_passages(
 def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
     """Ask for the questions of a passage and for the answers to those that pass the rules; return all of them.
 
-    If a request was refused or never answered, the result has `failed` set. Raises UserError if no request can succeed.
+    When a request is refused or never answered, returns what there is, with `failed` and `detail` set. Raises UserError
+    if no request can succeed.
     """
     row = Asked(passage.document, passage.source, passage.text)
 
@@ -204,7 +212,7 @@ def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
             if endpoint.normalise_question(question) not in seen and endpoint.question_reason(question) is None:
                 seen.add(endpoint.normalise_question(question))
                 answer = ask(endpoint.answer_prompt(passage.text, question, language), 0.0, settings.max_answer_tokens)
-                pair.answer, pair.finish = endpoint.without_thoughts(answer.text), answer.finish_reason
+                pair.answer, pair.finish = endpoint.strip_thoughts(answer.text), answer.finish_reason
     except (Refused, NoAnswer) as error:
         row.failed, row.detail = "refused" if isinstance(error, Refused) else "no answer", str(error)
     return row
@@ -319,7 +327,7 @@ def _publish(output: Path, rows: list[Asked], settings: SelfQA, key: str, retrie
 
 
 def _prune_pairs(rows: list[Asked], settings: SelfQA) -> tuple[list[Mapping[str, Any]], Counter[str]]:
-    """Return (the messages that are kept, the number of pairs or documents that each rule dropped)."""
+    """Return (rows of messages with the pairs that pass the rules, how many pairs or documents each reason dropped)."""
     kept, reasons, seen = list[Mapping[str, Any]](), Counter[str](), set()
     for row in rows:
         if row.failed:
@@ -345,6 +353,7 @@ def _prune_pairs(rows: list[Asked], settings: SelfQA) -> tuple[list[Mapping[str,
 
 
 def _format_reasons(reasons: Counter[str]) -> str:
+    """Return "COUNT REASON, ..." with the highest counts first; "" without reasons."""
     return ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
 
 
@@ -360,7 +369,7 @@ class Passage:
     text: str
 
 
-def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
+def draw_passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
     """Prepare the recipe's documents and return the drawn passages, in the order of the draw.
 
     Builds missing steps in the cache, under its lock. A larger self_qa.documents gives the same passages and further
@@ -390,7 +399,7 @@ def passages(recipe: Recipe, settings: SelfQA) -> list[Passage]:
 
 
 def cut_passage(text: str, longest: int, draw: int) -> str:
-    """Return the text, or a part of a text above `longest` characters, between ends of sentences where possible.
+    """Return the text, or a part of at most `longest` characters, between ends of sentences where possible.
 
     `draw` is a random number that decides where the part begins.
     """

@@ -73,22 +73,22 @@ def answer_prompt(passage: str, question: str, language: str) -> str:
     return str(row["answer"].format(passage=passage, question=question, unanswerable=row["unanswerable"]))
 
 
-def without_thoughts(reply: str) -> str:
-    """Return a reply without the <think> part that reasoning models put before it."""
+def strip_thoughts(reply: str) -> str:
+    """Return a reply without the <think> parts that reasoning models put before it, and without space around it."""
     return _THOUGHT.sub("", reply).strip()
 
 
 def split_questions(reply: str) -> list[str]:
     """Return the questions of a reply: its lines without numbering, or the strings of a JSON list."""
-    text = without_thoughts(reply)
+    text = strip_thoughts(reply)
     text = re.sub(r"^```\w*\n|\n```$", "", text)
     if text.startswith("["):
         try:
             strings = json.loads(text)
         except ValueError:
             strings = None
-        if isinstance(strings, list) and all(isinstance(one, str) for one in strings):
-            return [one.strip() for one in strings if one.strip()]
+        if isinstance(strings, list) and all(isinstance(text, str) for text in strings):
+            return [text.strip() for text in strings if text.strip()]
     lines = (_NUMBERING.sub("", line).strip().strip("*").strip() for line in text.splitlines())
     return [line for line in lines if line]
 
@@ -128,7 +128,7 @@ def answer_reason(passage: str, question: str, answer: str, finish: str | None, 
         return "answer length"
     if _REFERS.search(answer):
         return "answer refers to the passage"
-    if _repeats(answer):
+    if _is_loop(answer):
         return "answer repeats itself"
     if settings.grounded_numbers and not set(_numbers(answer)) <= set(_numbers(passage)) | set(_numbers(question)):
         return "number not in the passage"
@@ -145,10 +145,10 @@ def _numbers(text: str) -> Iterator[str]:
         yield (whole.lstrip("0") or "0") + (point + part if part else "")
 
 
-def _repeats(text: str, width: int = 8) -> bool:
-    """Return whether over half of the text's n-grams of `width` characters repeat earlier ones, as in a loop.
+def _is_loop(text: str, width: int = 8) -> bool:
+    """Return whether over half of the text's n-grams of `width` characters repeat earlier ones.
 
-    Returns False for texts of up to about 4 * width n-grams.
+    Returns False for texts of up to 4 * width n-grams.
     """
     count = len(text) - width + 1
     return count > 4 * width and len({text[at : at + width] for at in range(count)}) < count / 2
@@ -187,7 +187,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Endpoint:
-    """A model at an address; its methods may be called from many threads."""
+    """A chat model at an address, with its rate limit and its count of retries; threads may share it."""
 
     def __init__(self, settings: SelfQA) -> None:
         """Prepare requests by the recipe's settings. Raises UserError when the key's variable is not set."""
@@ -295,11 +295,11 @@ def ask_in_parallel(
     may_start: Callable[[], bool],
     stop: Callable[[], object],
 ) -> Generator[list[Result], None, None]:
-    """Yield the results of ask(task) as they end, `workers` tasks at a time; close it when leaving it early.
+    """Yield the results of ask(task) as they end, in lists, `workers` tasks at a time in threads.
 
     No task is started while may_start() is false; ends when none is left or under way. The error of a task is raised
     after the results that ended with it. When it is raised, or the iterator is closed early, calls stop() and leaves
-    the tasks under way to end by themselves.
+    the tasks under way to end by themselves. Close the iterator when you leave it early.
     """
     waiting = iter(tasks)
     under_way: set[Future[Result]] = set()

@@ -199,7 +199,7 @@ def test_a_start_whose_config_has_older_keys_is_loaded_without_dropout_and_keeps
     ids = torch.arange(9, 57)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
-    written = export._with_start(ours.config.to_dict() | {"dtype": "float32"}, loaded.model)
+    written = export._merge_start_config(ours.config.to_dict() | {"dtype": "float32"}, loaded.model)
     assert {key: written[key] for key in OLDER[model_type] if key != "rope_scaling"} == {
         key: value for key, value in OLDER[model_type].items() if key != "rope_scaling"
     }
