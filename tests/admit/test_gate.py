@@ -40,7 +40,7 @@ def case(model_type: str, **changes: Any) -> cells.Case:
     """A type's case by its class's own configuration."""
     config = command.read_config(model_type)[0] | changes
     row = traits.shipped().get(model_type) or record.record(model_type)
-    return cells.case_of(config, row, *small_run())
+    return cells.make_case(config, row, *small_run())
 
 
 @pytest.mark.parametrize("model_type", SHIPPED)
@@ -122,7 +122,7 @@ def test_a_key_whose_other_value_is_planned_wrongly_is_held() -> None:
     at = case("cohere")
     assert at.row.held == {"use_qk_norm": False}
     unheld = dataclasses.replace(at, row=dataclasses.replace(at.row, held={}))
-    assert "parameters planned" in cells.check_settings(unheld) and cells.hold(unheld).held == at.row.held
+    assert "parameters planned" in cells.check_settings(unheld) and cells.fill_held(unheld).held == at.row.held
 
 
 def test_logits_times_a_key_that_others_divide_by_are_read_off_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_unusual_configurations_are_what_transformers_makes_of_them(name: str) -
         if value is not None or key == "q_lora_rank"  # whose null is a choice of its own
     }
     refusals.refuse_model(said, name)
-    at = cells.case_of(said, traits.shipped()[said["model_type"]], *small_run())
+    at = cells.make_case(said, traits.shipped()[said["model_type"]], *small_run())
     wrong = {
         each: why for each in ("loss", "packed rows", "parameters", "activations") if (why := cells.CELLS[each](at))
     }

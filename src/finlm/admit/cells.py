@@ -82,7 +82,7 @@ def attention_of(config: Any) -> str:
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
-    """Return a model in fp32, training mode, with the weights of `like` or random; rows beyond `like`'s are 0."""
+    """Build a model in fp32, training mode; random weights, or those of `like`, in rows beyond it 0. Seed torch."""
     torch.manual_seed(0)
     model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -108,18 +108,18 @@ def _gradients(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.T
     """Clear the model's gradients, backpropagate loss / 100, and return (loss, {parameter: copy of its gradient})."""
     model.zero_grad()
     (loss / 100).backward()  # type: ignore[no-untyped-call]
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), found
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
 
 
-def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
+def _compare(actual: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
     """Return what differs by more than rounding, the loss or a tensor's gradient; "" if nothing does."""
-    if not abs(found[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
-        return f"loss {found[0]:.6f}, transformers' {expected[0]:.6f}"
-    if lost := sorted(expected[1].keys() - found[1].keys()):
+    if not abs(actual[0] - expected[0]) <= LOSS_TOLERANCE * abs(expected[0]):
+        return f"loss {actual[0]:.6f}, transformers' {expected[0]:.6f}"
+    if lost := sorted(expected[1].keys() - actual[1].keys()):
         return f"{lost[0]} has no gradient"
     for name, wanted in expected[1].items():
-        gradient, largest = found[1][name], float(wanted.abs().max())
+        gradient, largest = actual[1][name], float(wanted.abs().max())
         apart = float((gradient[: len(wanted)] - wanted).abs().max())
         if not apart <= GRADIENT_TOLERANCE * largest + 1e-7:
             return f"gradient of {name} is {apart / (largest or 1):.1e} of its largest away from transformers'"
@@ -129,13 +129,13 @@ def _differ(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float,
 
 
 def check_swap(case: Case, **changes: Any) -> str:
-    """Return how loss or gradients with the swaps of a changed plan differ from transformers' eager; "" if equal."""
+    """Return how loss or gradients of case.swapped(**changes) differ from transformers' eager; "" if equal."""
     torch._dynamo.reset()
     # The compiler's code generator is not what differs by model, and takes half a minute a graph.
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     with patch.object(torch, "compile", compiled):
         model = case.swapped(**changes)
-        return _differ(_gradients(model, model(*batch())), case.expected)
+        return _compare(_gradients(model, model(*batch())), case.expected)
 
 
 def sum_documents(
@@ -160,7 +160,7 @@ def check_packed(case: Case) -> str:
     expected = sum_documents(alone, inputs, labels, LENGTHS)
     numbers = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in LENGTHS])
     bounds = torch.from_numpy(batches.document_bounds(numbers))
-    problem = _differ(_gradients(model, model(inputs, labels, bounds)), _gradients(alone, expected))
+    problem = _compare(_gradients(model, model(inputs, labels, bounds)), _gradients(alone, expected))
     return f"documents of a row see each other: {problem}" if problem else ""
 
 
@@ -201,7 +201,10 @@ def check_adapters(case: Case) -> str:
 
 
 def check_four_bits(case: Case) -> str:
-    """Return how a model with 4-bit matrices differs from one with the same rounded values; "" if equal."""
+    """Return how a model with 4-bit matrices differs from one with the same rounded values; "" if equal.
+
+    Of a type with experts, return whether shape.problems() fails to refuse lora.quantize.
+    """
     if any("e" in sizes for sizes in case.row.layer.values() if len(sizes) > 2):  # it has experts, no linear layers
         model = case.recipe.model.model_copy(update={"config": case.small.to_dict()})
         asked = {"model": model, "lora": Lora(rank=4, alpha=8, quantize="nf4")}
@@ -218,16 +221,16 @@ def check_four_bits(case: Case) -> str:
 
 
 def check_parameters(case: Case) -> str:
-    """Return how planned parameters and windows differ from transformers' model of the type's own size; "" if equal."""
+    """Return how planned parameters and windows differ from transformers' model at its own size; "" if equal."""
     with torch.device("meta"):
-        own = type(case.small)(**{key: value for key, value in case.config.items() if key != "quantization_config"})
-        model = causal_class(own)._from_config(own)
-    planned = shape.of_config(own.to_dict(), own.vocab_size, case.row)
+        config = type(case.small)(**{key: value for key, value in case.config.items() if key != "quantization_config"})
+        model = causal_class(config)._from_config(config)
+    planned = shape.of_config(config.to_dict(), config.vocab_size, case.row)
     real = sum(parameter.numel() for parameter in model.parameters())
     if planned.parameters != real:
         return f"{planned.parameters:,} parameters planned, {real:,} in transformers' model"
     attending = list(kernels.attention_modules(model.model))
-    windows = [it.sliding_window for it in attending if getattr(it, "is_sliding", getattr(it, "sliding_window", None))]
+    windows = [m.sliding_window for m in attending if getattr(m, "is_sliding", getattr(m, "sliding_window", None))]
     if any(hasattr(each, "sliding_window") for each in attending) and list(planned.windows) != windows:
         return f"{len(planned.windows)} layers with a window planned, {len(windows)} in transformers' model"
     return ""
@@ -241,10 +244,10 @@ def check_small_parameters(case: Case) -> str:
 
 
 def check_activations(case: Case) -> str:
-    """Return how the planned bytes a layer keeps differ from those autograd saves, bf16, not compiled; "" if close."""
+    """Return how planned bytes that a layer keeps differ by over 5 % from those autograd saves (bf16); "" if not."""
     config = copy.deepcopy(case.small)
     layers = len(case.plain.model.layers)
-    sizes = [_kept(config, times) for times in (1, 2)]
+    sizes = [_count_saved_bytes(config, times) for times in (1, 2)]
     found = (sizes[1] - sizes[0]) / layers / (ROWS * batch()[0].shape[1])
     layout = memory.Layout("cuda", "bf16", 1, "none", "none", "none", ROWS, batch()[0].shape[1], 1)
     kept = memory.kept_bytes(shape.of_config(case.small.to_dict(), VOCABULARY, case.row), layout)
@@ -253,7 +256,7 @@ def check_activations(case: Case) -> str:
     return "" if abs(off) <= MEMORY_TOLERANCE else f"{planned:,.0f} bytes a token and layer planned, {found:,.0f} saved"
 
 
-def _kept(config: Any, times: int) -> int:
+def _count_saved_bytes(config: Any, times: int) -> int:
     """Return the bytes that the forward pass of a bf16 model of `times` as many layers saves, each storage once."""
     config = copy.deepcopy(config)
     layers = config.num_hidden_layers
@@ -306,17 +309,17 @@ def other_settings(case: Case) -> Iterator[tuple[str, Any, traits.Config]]:
 
 def check_settings(case: Case) -> str:
     """Return what is wrong when a switching key has another value, unless the row pins it (`held`); "" if nothing."""
-    for key, why in unlike(case):
+    for key, why in find_wrong_keys(case):
         if key not in case.row.held:
             return why
     return ""
 
 
-def unlike(case: Case) -> Iterator[tuple[str, str]]:
+def find_wrong_keys(case: Case) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong) for every key that finlm would train or plan wrongly with another value."""
     for key, _, config in other_settings(case):
         try:
-            other = case_of(config, case.row, case.recipe, case.plan)
+            other = make_case(config, case.row, case.recipe, case.plan)
             cells = check_swap, check_small_parameters, check_activations
             problem = next(filter(None, (cell(other) for cell in cells)), "")
         except Exception as error:  # a class that cannot be built so
@@ -325,10 +328,10 @@ def unlike(case: Case) -> Iterator[tuple[str, str]]:
             yield key, f"{key} {config[key]}: {problem}"
 
 
-def hold(case: Case) -> traits.TypeRecord:
+def fill_held(case: Case) -> traits.TypeRecord:
     """Return the case's row with `held` filled in: {key: value} of the keys that finlm trains with one value only."""
     values = {key: value for key, value, _ in other_settings(case)}
-    return dataclasses.replace(case.row, held={key: values[key] for key, _ in unlike(case)})
+    return dataclasses.replace(case.row, held={key: values[key] for key, _ in find_wrong_keys(case)})
 
 
 CELLS: dict[str, Callable[[Case], str]] = {
@@ -346,7 +349,7 @@ CELLS: dict[str, Callable[[Case], str]] = {
 }
 
 
-def case_of(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
+def make_case(config: traits.Config, row: traits.TypeRecord, recipe: Recipe, plan: Plan) -> Case:
     """Return the Case of a model's config.json. Raises UserError when transformers rejects the configuration."""
     try:
         small = shrink(config, row, VOCABULARY)
@@ -418,7 +421,7 @@ def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
 def few_layers(config: Config, known: Config, pattern: int) -> Config:
     """Return the configuration keys for few layers, with at least one layer of each type.
 
-    `known` is the config with its class's defaults, `pattern` that of the TypeRecord.
+    `known` is the config with its class's defaults, `pattern` is that of the TypeRecord.
     """
     found = dict[str, object]()
     if known.get("sliding_window"):

@@ -41,7 +41,7 @@ DIALOGUE = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a type is admitted, the seconds it took, and what is wrong by cell, "" for a passed one."""
+    """Whether a type is admitted, the seconds it took, and what is wrong by cell, "" for a passed cell."""
 
     model_type: str
     admitted: bool
@@ -52,8 +52,8 @@ class Verdict:
 def admit(model: str) -> Verdict:
     """Run every cell on a model directory or model_type, print the table and return the verdict; takes minutes.
 
-    If a new type passes, writes its row to the user's model_types.json and prints that to stderr. Raises UserError if
-    it is no model, or has a structure that no cell can check.
+    If a new type passes, writes its row to the user's model_types.json and says so on stderr. Switches transformers'
+    progress bars and warnings off. Raises UserError if it is no model, or has a structure that no cell can check.
     """
     began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
@@ -61,7 +61,7 @@ def admit(model: str) -> Verdict:
     config, directory = read_config(model)
     refusals.refuse_unsupported(dict(config), model)
     model_type = str(config["model_type"])
-    row = row_of(model_type)
+    row = make_row(model_type)
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
         found = dict(examine(config, row, directory, trainer))
     screen.table(("cell", "result"), [(name, why or "passed") for name, why in found.items()])
@@ -107,7 +107,7 @@ def read_config(model: str) -> tuple[traits.Config, Path | None]:
     return {k: 0.0 if k.endswith(traits.NOISE) else v for k, v in own.items() if v is not None}, None
 
 
-def row_of(model_type: str) -> traits.TypeRecord:
+def make_row(model_type: str) -> traits.TypeRecord:
     """Return the table row of a type, with `held` filled in if its class can be built; builds and runs small models.
 
     Raises UserError for a type that no cell can check.
@@ -115,7 +115,7 @@ def row_of(model_type: str) -> traits.TypeRecord:
     row = record.record(model_type)
     try:
         with runs.admitted(model_type, row), contextlib.redirect_stderr(io.StringIO()):
-            return cells.hold(cells.case_of(read_config(model_type)[0], row, *_small_run()))
+            return cells.fill_held(cells.make_case(read_config(model_type)[0], row, *_small_run()))
     except Exception:  # a class that its own configuration cannot build: the cells say what is wrong
         return row
 
@@ -136,18 +136,18 @@ def examine(
     """
     model_type = str(config["model_type"])
     with runs.admitted(model_type, row), tempfile.TemporaryDirectory(prefix="finlm-admit-") as scratch:
-        case = cells.case_of(config, row, *_small_run())
+        case = cells.make_case(config, row, *_small_run())
         for name, cell in cells.CELLS.items():
-            yield name, _look(cell, case)
+            yield name, _run_cell(cell, case)
         try:
             made = runs.Runs(case, Path(scratch), trainer)
         except Exception as error:  # a class that its own configuration cannot build
             yield next(iter(runs.CELLS)), f"{type(error).__name__}: {error}"
             return
         for name, trains in runs.CELLS.items():
-            yield name, _look(trains, made)
+            yield name, _run_cell(trains, made)
     if directory is not None and _has_template(directory):
-        yield "template", _look(check_template, directory)
+        yield "template", _run_cell(check_template, directory)
 
 
 def _has_template(directory: Path) -> bool:
@@ -172,11 +172,11 @@ def check_template(directory: Path) -> str:
     return ""
 
 
-def _look(cell: Callable[[Any], str], at: Any) -> str:
-    """Run a cell on `at` and return what is wrong, returned or raised, or "" if it passed; hides stderr meanwhile."""
+def _run_cell(cell: Callable[[Any], str], subject: Any) -> str:
+    """Run a cell on a case, runs or directory; return what is wrong, returned or raised, or "". Hides stderr."""
     with contextlib.redirect_stderr(io.StringIO()):  # plans, library warnings
         try:
-            return cell(at)
+            return cell(subject)
         except UserError as error:
             return " ".join(f"{error.problem}: {error.evidence}".split())
         except Exception as error:

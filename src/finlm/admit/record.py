@@ -107,7 +107,7 @@ def record(model_type: str) -> TypeRecord:
         _pattern(model_type),
         rewards=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         scales=_scales(model_type),
-        needs=[key for key, value in _unsaid(model_type).items() if value is None and not _runs(model_type, key)],
+        needs=[key for key, value in _unsaid(model_type).items() if value is None and not _can_run(model_type, key)],
         **measured,
     )
 
@@ -118,7 +118,7 @@ def _unsaid(model_type: str) -> Config:
     return {key: getattr(config, key, "") for key in _UNSAID}
 
 
-def _runs(model_type: str, left_out: str) -> bool:
+def _can_run(model_type: str, left_out: str) -> bool:
     """Return whether a model can be built and run when its configuration has None for the key left_out."""
     try:
         with torch.no_grad():
@@ -129,7 +129,7 @@ def _runs(model_type: str, left_out: str) -> bool:
 
 
 def _measure(config: Any) -> dict[str, Any]:
-    """Return, as fields of TypeRecord, what an uncompiled bf16 layer saves for backward. Raises UserError."""
+    """Return, as fields of TypeRecord, what an uncompiled bf16 layer saves for backward. Raises as _size() does."""
     config = copy.deepcopy(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) < 1:  # a quarter of these heads is odd
@@ -142,9 +142,11 @@ def _measure(config: Any) -> dict[str, Any]:
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def note_width(name: str, given: Any) -> None:
+        """Add the width of a norm's input to `widths`."""
         widths.append(_size(given[0].numel() // tokens, symbols, f"the input of {name}"))
 
     def note_attention(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        """Note whether the queries lie head by head, and call torch's attention."""
         first.append(not query.transpose(1, 2).is_contiguous())
         return attend(query, *arguments, **named)
 
@@ -156,10 +158,10 @@ def _measure(config: Any) -> dict[str, Any]:
     block = layer.mlp
     children = dict(block.named_children()) if any(len(p.shape) > 2 for p in block.parameters()) else {}
     router = next((children[name] for name in shape.ROUTERS if name in children), None)
-    kept = 0 if router is None else sum(size for size in _kept_in(router, block, states) if size >= 2 * states.numel())
-    of_block = _kept(block, states, with_input=False) / (tokens * SIZES["f"])
+    kept = 0 if router is None else sum(n for n in _saved_in(router, block, states) if n >= 2 * states.numel())
+    of_block = _count_saved_bytes(block, states, with_input=False) / (tokens * SIZES["f"])
     return {
-        "norm_bytes": round(_kept(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
+        "norm_bytes": round(_count_saved_bytes(model.model.norm, states, with_input=True) / (tokens * SIZES["h"])),
         "router_bytes": kept // states.numel(),
         "ffn_bytes": round(_expert_bytes(config, states) if "experts" in children else of_block, 2),
         "bare_norms": widths,
@@ -168,19 +170,19 @@ def _measure(config: Any) -> dict[str, Any]:
 
 
 def _expert_bytes(config: Any, states: torch.Tensor) -> float:
-    """Return the bytes that experts save per number of their width, in 16 bits: what twice the width adds."""
+    """Return the bytes that experts save for each number of a token's width in an expert, from twice the width."""
     key = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     width, sums = getattr(config, key), list[int]()
     for times in (1, 2):
         wider = copy.deepcopy(config)
         setattr(wider, key, times * width)
         block = AutoModelForCausalLM.from_config(wider, dtype=torch.bfloat16).eval().model.layers[0].mlp
-        sums.append(sum(_kept_in(block.experts, block, states)))
+        sums.append(sum(_saved_in(block.experts, block, states)))
     return (sums[1] - sums[0]) / (states.shape[1] * CHOSEN_SMALL * int(width))
 
 
 def _scales(model_type: str) -> dict[str, int]:
-    """Return {key of SCALES: 1 if the class multiplies logits by it, -1 if it divides}; runs a model per key."""
+    """Return {scale: 1 if the class multiplies logits by it, -1 if it divides, else 0}; run a model per key."""
     found: dict[str, int] = {}
     known = CONFIG_MAPPING[model_type]().to_dict()
     for key in (key for key in (*SCALES, "dim_model_base") if key in known):
@@ -195,12 +197,13 @@ def _scales(model_type: str) -> dict[str, int]:
     return found
 
 
-def _kept_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
+def _saved_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
     """Return the bytes of each storage that `part` of a block saves when the block reads states, without weights."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), states)}
     forward, kept = part.forward, dict[int, int]()
 
     def note(*given: Any, **named: Any) -> Any:
+        """Run the part's own forward and note what it saves."""
         with collect_saved(left_out) as saved:
             out = forward(*given, **named)
         kept.update(saved)
@@ -211,7 +214,7 @@ def _kept_in(part: Any, block: Any, states: torch.Tensor) -> list[int]:
     return list(kept.values())
 
 
-def _kept(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
+def _count_saved_bytes(module: Any, states: torch.Tensor, *, with_input: bool) -> int:
     """Return the bytes that a module saves for its backward pass: without weights, with `states` if with_input."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     left_out |= set() if with_input else {states.untyped_storage().data_ptr()}
@@ -227,6 +230,7 @@ def collect_saved(left_out: Set[int]) -> Iterator[dict[int, int]]:
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor's storage and return the tensor without its graph."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in left_out:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -304,7 +308,7 @@ def _rope(config: Any) -> Config:
 
 
 def small_config(model_type: str, layers: int = 2, **changes: float | None) -> Any:
-    """Return a configuration of the type's class with the sizes of SIZES, so many layers, and these changes.
+    """Return a configuration of the type's class with the sizes of SIZES, `layers` layers, and these changes.
 
     Raises whatever the class raises for values that it does not accept.
     """
@@ -328,10 +332,10 @@ def small_config(model_type: str, layers: int = 2, **changes: float | None) -> A
 
 
 def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[str] | None]]:
-    """Yield how the tensors of layers without experts differ from others', then how those of linear attention do.
+    """Yield {tensor: sizes} of dense layers in a model of experts, then of layers of linear attention.
 
-    Each is {} if there are no such layers; None stands for those of `names` that they lack. Raises UserError as
-    _tensors() does.
+    Yields {} where the type has no such layers. Sizes are None for those of `names` that such a layer lacks. Raises
+    UserError as _tensors() does.
     """
     known = CONFIG_MAPPING[model_type]().to_dict()
     linear = {"layer_types": [traits.LINEAR] * 2} if traits.LINEAR in (known.get("layer_types") or ()) else {}
@@ -367,7 +371,10 @@ def _symbols(config: Any) -> dict[str, int]:
 
 
 def _tensors(config: Any, symbols: dict[str, int]) -> tuple[dict[str, list[str]], list[list[str]]]:
-    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside layers]), in symbols. Raises UserError."""
+    """Return ({tensor: sizes} of a layer, [sizes of each tensor outside]).
+
+    Raises UserError if finlm's swaps do not fit.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layers = getattr(getattr(model, "model", None), "layers", None)
@@ -411,7 +418,7 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
     for key in FIELDS:
         if key in {*NAMED, "head_dim", "v_head_dim"} - {*traits.NEEDED}:
             alone = config.to_dict().get(key)
-            found |= {key: _fixed(kind, key, alone)} if alone is not None else {}
+            found |= {key: _independent_default(kind, key, alone)} if alone is not None else {}
         elif hasattr(config, key):
             found[key] = getattr(config, key)
     if hasattr(config, "mlp_layer_types"):  # of another depth as long: the first ones, then none that is dense
@@ -424,8 +431,8 @@ def _defaults(model_type: str, other: Any) -> dict[str, Any]:
     return found | {"rope_theta": ropes.get("rope_theta", 10000.0)}
 
 
-def _fixed(kind: Any, key: str, value: Any) -> Any:
-    """Return the value, or None if the default of `key` changes with the number of heads or the width."""
+def _independent_default(kind: Any, key: str, value: Any) -> Any:
+    """Return `value`, or None if the default of `key` changes with the number of heads or the width."""
     changed = kind(num_attention_heads=8, hidden_size=2048).to_dict().get(key)
     return value if changed == value else None
 

@@ -50,6 +50,7 @@ class Trainer:
     """
 
     def __init__(self, shared: Path) -> None:
+        """Train the tokenizer on finlm's own prose and start the process; `shared` will hold cache and settings."""
         self.cache, self.settings = shared / "cache", shared / "settings"
         # Of a class that AutoTokenizer takes for every model type; it would read some types' sentencepiece as another.
         prose = (path.read_text(encoding="utf-8") for path in sorted(PROSE.glob("*.txt")))
@@ -67,7 +68,7 @@ class Trainer:
     def train(self, run: RunDir) -> None:
         """Run the ranks of a run directory to the last step.
 
-        Raises RuntimeError with the last line of a log if a rank fails.
+        Raises RuntimeError with the last line of a log if a rank fails or the process is gone.
         """
         assert self.process.stdin
         with suppress(BrokenPipeError):  # it has ended; there is no answer then
@@ -79,9 +80,11 @@ class Trainer:
             raise RuntimeError(lines[-1] if lines else "the ranks wrote no log")
 
     def __enter__(self) -> Trainer:
+        """Return the trainer, whose process runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the process's input, wait up to 30 s for its end, else kill it."""
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -97,6 +100,7 @@ class Runs:
     """The runs of a small model in a scratch directory; each run is trained once and then reused."""
 
     def __init__(self, case: cells.Case, scratch: Path, trainer: Trainer) -> None:
+        """Write a small start model with random weights, and the type's row to the trainer's settings; seed torch."""
         self.scratch, self.trainer = scratch, trainer
         self.start = scratch / "start"
         self.made: dict[int, RunDir] = {}
@@ -170,19 +174,22 @@ def losses(run: RunDir) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-def _apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists of losses. Raises ValueError if empty or of unlike length."""
-    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+def _largest_difference(actual: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists of losses, for example 2e-5.
+
+    Raises ValueError if they are empty or of different length.
+    """
+    return max(abs(loss - other) / abs(other) for loss, other in zip(actual, expected, strict=True))
 
 
 def check_stages(runs: Runs) -> str:
     """Return how losses at ZeRO-1 or ZeRO-3 differ from ZeRO-0's, or that ZeRO-0's do not change; "" if all is well.
 
-    Raises RuntimeError when ranks fail.
+    Trains the runs that are not there yet. Raises RuntimeError when ranks fail.
     """
     expected = losses(runs.run(0))
     for stage in (1, 3):
-        if (off := _apart(losses(runs.run(stage)), expected)) > TOLERANCE:
+        if (off := _largest_difference(losses(runs.run(stage)), expected)) > TOLERANCE:
             return f"a loss at ZeRO-{stage} is {off:.1e} of it away from ZeRO-0's"
     return "" if expected[-1] != expected[0] else "the loss does not move"
 
@@ -207,9 +214,9 @@ def check_resume(runs: Runs) -> str:
 
 
 def check_export(runs: Runs) -> str:
-    """Export a run and return which field of the start's config.json the export changed, or "".
+    """Export a run to scratch/export; return which field of the start's config.json the export changed, "" if none.
 
-    Raises RuntimeError if the export, loaded again, is not the trained model.
+    Raises RuntimeError if the export, loaded again, is not the trained model, UserError if the directory exists.
     """
     from finlm.inference import export
 

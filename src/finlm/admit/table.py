@@ -23,7 +23,7 @@ _WORDS = {"en": ("passed", "fails"), "zh": ("通过", "未通过")}
 
 
 def page(lang: str) -> str:
-    """Return the text of docs/models.md in this language ("en" or "zh")."""
+    """Return the text of docs/models.md in this language ("en" or "zh"), from the rows that finlm ships."""
     rows = traits.shipped()
     names = list(dict.fromkeys(cell for row in rows.values() for cell in row.cells))
     passed, fails = _WORDS[lang]
@@ -38,13 +38,16 @@ def page(lang: str) -> str:
 
 
 def gate(names: Sequence[str]) -> None:
-    """Run all cells on these types, print the results to stderr and write the rows, also of those that fail."""
+    """Run all cells on these types, print the results to stderr and write the rows to model_types.json.
+
+    Rows of types that fail are written too; a type that no cell can check is skipped.
+    """
     from finlm.admit import command, runs
 
     with tempfile.TemporaryDirectory(prefix="finlm-admit-") as shared, runs.Trainer(Path(shared)) as trainer:
         for name in names:
             try:
-                row = command.row_of(name)
+                row = command.make_row(name)
                 found = dict(command.examine(command.read_config(name)[0], row, None, trainer))
             except UserError as error:
                 screen.say(f"{name}: {error.problem}")
@@ -61,7 +64,10 @@ def write(rows: dict[str, traits.TypeRecord], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cells on the named types, then write both pages; return 0, with --check 1 if one is stale."""
+    """Run the cells on the named types, then write both pages; return 0.
+
+    With --check write no page, and return 1 if a page is stale.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)

@@ -36,10 +36,11 @@ class Dice:
     __slots__ = ("random",)
 
     def __init__(self, *name: str | int) -> None:
+        """Seed the stream with the arguments, joined by colons."""
         self.random = Random(":".join(map(str, name))).random
 
     def pick(self, options: Sequence[T]) -> T:
-        """Return a random option; all are equally likely."""
+        """Return a random option; all are equally likely. Raises IndexError without options."""
         return options[int(self.random() * len(options))]
 
     def shuffle(self, options: Sequence[T]) -> list[T]:
@@ -62,7 +63,7 @@ def mix(*numbers: int) -> int:
 
 
 class Board(NamedTuple):
-    """A market segment and the first digits of its codes."""
+    """A market segment: the first digits of its codes, and its daily price limit in percent."""
 
     prefix: str
     exchange: str
@@ -71,7 +72,7 @@ class Board(NamedTuple):
 
 
 class Industry(NamedTuple):
-    """The properties that all companies of an industry share."""
+    """The properties that all companies of an industry share; `up` and `down` are causes of a better or worse year."""
 
     name: str
     words: tuple[str, ...]
@@ -102,7 +103,10 @@ BAND = {str(grade): str(band) for grade, _, _, band in _WORLD["ratings"]}
 
 
 def hundredths_of_percent(part: int, whole: int) -> int:
-    """Return part / whole (not 0) in units of 0.01 %, exact, rounded half away from zero."""
+    """Return part / whole in units of 0.01 %, exact, rounded half away from zero.
+
+    Raises ZeroDivisionError for a `whole` of 0.
+    """
     if part >= 0 and whole > 0:
         return (20_000 * part + whole) // (2 * whole)
     rounded = (20_000 * abs(part) + abs(whole)) // (2 * abs(whole))
@@ -115,7 +119,7 @@ def rating(debt_ratio: int) -> str:
 
 
 def coupon(grade: str, years: int) -> int:
-    """Return a bond's coupon in units of 0.01 %: 200, plus the spread of its grade, plus 10 per year of its term."""
+    """Return a bond's coupon in units of 0.01 %: 200, plus its grade's spread, plus 10 for each of its `years`."""
     return 200 + SPREAD[grade] + 10 * years
 
 
@@ -176,7 +180,7 @@ class Company(NamedTuple):
 class World:
     """The companies and writers of one split, equal for equal (split, seed).
 
-    A larger world starts with the companies of the smaller. Raises ValueError for another split.
+    A larger world starts with the companies of the smaller.
     """
 
     def __init__(self, split: str, seed: int, companies: int) -> None:
@@ -187,23 +191,23 @@ class World:
         self.seed = seed
         self._brands = _shuffled_brands(split, seed)
         self._taken = dict.fromkeys((board.prefix for board in BOARDS), 0)
-        self.companies = [self._company(index) for index in range(min(companies, MAX_COMPANIES))]
+        self.companies = [self._make_company(index) for index in range(min(companies, MAX_COMPANIES))]
         dice = Dice(split, seed, "writers")
-        self.writers = [self._person(dice) for _ in range(40)]
+        self.writers = [self._draw_person(dice) for _ in range(40)]
 
-    def _person(self, dice: Dice) -> str:
+    def _draw_person(self, dice: Dice) -> str:
         """Return a random name of a person of the split."""
         surname, given = dice.pick(_NAMES["surnames"]), dice.pick(_NAMES["given_first"][self.split])
         return f"{surname}{given}{dice.pick(_NAMES['given_second'])}"
 
-    def _code(self, board: Board) -> str:
-        """Return the next free code of a board: even for the train split, odd for the held-out split."""
+    def _take_code(self, board: Board) -> str:
+        """Return the next free code of a board and count it: even for the train split, odd for the held-out split."""
         taken = self._taken[board.prefix]
         self._taken[board.prefix] = taken + 1
         number = (taken * 1237 + mix(self.seed & 0xFFFFFFFF, int(board.prefix))) % _CODES_PER_BOARD
         return f"{board.prefix}{2 * number + SPLITS.index(self.split):04d}"
 
-    def _company(self, index: int) -> Company:
+    def _make_company(self, index: int) -> Company:
         """Return company number `index`, which depends on split and seed too; takes the next code of its board."""
         dice = Dice(self.split, self.seed, "company", index)
         lap, place = divmod(index, len(self._brands))
@@ -225,26 +229,26 @@ class World:
             brand=brand,
             short=short,
             full=short + dice.pick(("股份有限公司", "股份有限公司", "集团股份有限公司", "科技股份有限公司")),
-            code=self._code(board),
+            code=self._take_code(board),
             board=board,
             industry=industry,
             city=city,
             province=province,
-            product=self._product(dice) + first,
-            second_product=self._product(dice) + second,
+            product=self._draw_product(dice) + first,
+            second_product=self._draw_product(dice) + second,
             founded=founded,
             listed=dice.between(max(2004, founded + 5), 2018),
-            chair=self._person(dice),
-            ceo=self._person(dice),
-            cfo=self._person(dice),
-            secretary=self._person(dice),
+            chair=self._draw_person(dice),
+            ceo=self._draw_person(dice),
+            cfo=self._draw_person(dice),
+            secretary=self._draw_person(dice),
             auditor=dice.pick(AUDITORS) + "会计师事务所",
             shares=shares,
             held=shares * dice.between(22, 58) // 100,
-            books=_books(dice, industry, revenue, shares),
+            books=_draw_books(dice, industry, revenue, shares),
         )
 
-    def _product(self, dice: Dice) -> str:
+    def _draw_product(self, dice: Dice) -> str:
         """Return a random product name in quotation marks, without the kind of product."""
         return f"“{dice.pick(_NAMES['product_first'][self.split])}{dice.pick(_NAMES['product_second'])}”"
 
@@ -257,8 +261,11 @@ def _shuffled_brands(split: str, seed: int) -> list[str]:
     return Dice(split, seed, "brands").shuffle(brands)[: len(brands) // GROUP * GROUP]
 
 
-def _books(dice: Dice, industry: Industry, revenue: int, shares: int) -> tuple[Books, ...]:
-    """Return a company's random books of YEARS, each following from the year before; in 万元 and 万股."""
+def _draw_books(dice: Dice, industry: Industry, revenue: int, shares: int) -> tuple[Books, ...]:
+    """Return a company's random books of YEARS in 万元, each following from the year before.
+
+    `revenue` (万元) is that of the year before the first, `shares` are in 万股.
+    """
     margin = 100 * dice.between(*industry.margin_percent)
     ratio = dice.between(2000, 7600)
     equity = revenue * dice.between(50, 130) // 100

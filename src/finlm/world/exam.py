@@ -77,7 +77,7 @@ def format_wan(amount: int) -> str:
 def among(right: str, all_names: Iterable[str]) -> Drafter:
     """Return a function that drafts (right choice, wrong ones): `right` filled from the facts, all names shuffled.
 
-    The names include the right choice, which three_wrong() leaves out.
+    `right` is a template such as "{limit}%". The names include the right choice, which three_wrong() leaves out.
     """
     names = list(dict.fromkeys(all_names))
 
@@ -89,7 +89,10 @@ def among(right: str, all_names: Iterable[str]) -> Drafter:
 
 
 def against_others(field: str, attribute: str) -> Drafter:
-    """Return a drafter of (`field` of the company, `attribute` of its peers and four random companies)."""
+    """Return a function that drafts (right choice, wrong ones): the fact `field` of the company, values of others.
+
+    The others are its peers and four random companies; `attribute` names the value in Company.
+    """
 
     def draft(facts: Facts, dice: Dice, archive: Archive) -> Draft:
         """Return the company's value, and those of other companies."""
@@ -102,7 +105,8 @@ def against_others(field: str, attribute: str) -> Drafter:
 def office(field: str, attribute: str, rival: str) -> Drafter:
     """Return a function that drafts (right choice, wrong ones): the holder of an office, others.
 
-    The others are a colleague, in the field `rival`, and the holders at other companies.
+    `field` is the fact with the holder and `attribute` its name in Company. The others are a colleague, in the fact
+    `rival`, and the holders at other companies.
     """
     others = against_others(field, attribute)
 
@@ -115,19 +119,23 @@ def office(field: str, attribute: str, rival: str) -> Drafter:
 
 
 def total(formula: str) -> Callable[[dict[str, int]], int]:
-    """Return a function that computes a formula such as `rev-cost` or `interest*10` from {name: figure}."""
+    """Return a function that computes a formula such as `rev-cost` or `interest*10` from {name: figure}.
+
+    That function raises KeyError for a figure that is not there.
+    """
     terms = re.findall(r"([+-]?)(\w+)(?:\*(\d+))?", formula)
 
     def add_up(n: dict[str, int]) -> int:
+        """Return the formula's value with the figures `n`."""
         return sum((-1 if sign == "-" else 1) * n[name] * int(factor or 1) for sign, name, factor in terms)
 
     return add_up
 
 
 def amounts(right: str, *formulas: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the amount `right`, results of the wrong formulas.
+    """Return a function that drafts (right choice, wrong ones): the figure named `right`, results of wrong formulas.
 
-    Amounts close to the right one follow, in case too few formulas give another result.
+    Choices are amounts in 万元. Amounts close to the right one follow, in case too few formulas give another result.
     """
     slips = [total(formula) for formula in formulas]
 
@@ -141,9 +149,10 @@ def amounts(right: str, *formulas: str) -> Drafter:
 
 
 def ratios(right: str, *formulas: str) -> Drafter:
-    """Return a function that drafts (right choice, wrong ones): the ratio `right`, results of the wrong `part/whole`.
+    """Return a function that drafts (right choice, wrong ones): the ratio named `right`, results of wrong formulas.
 
-    Ratios close to the right one follow, in case too few formulas give another result.
+    A formula is `part/whole`, choices are in percent. Ratios close to the right one follow, in case too few formulas
+    give another result.
     """
     slips = [tuple(map(total, formula.split("/"))) for formula in formulas]
 
@@ -280,7 +289,10 @@ _CLOSED = questions(
 
 
 def exam(archive: Archive, dice: Dice) -> Iterator[Row]:
-    """Yield (text, {subject, answer}) without end; each letter is right once in four. ValueError as three_wrong()."""
+    """Yield (text, {subject, answer}) without end; each letter is right once in four.
+
+    The text has a question, four lines of choices and a line with the answer. Raises ValueError as three_wrong() does.
+    """
     stage, last_year = Stage(archive), Stage(archive, (LAST_YEAR,))
     letters: list[int] = []
     while True:

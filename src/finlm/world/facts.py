@@ -63,7 +63,10 @@ def in_yi(amount: int) -> str:
 
 
 def growth(now: int, before: int) -> str:
-    """Return the change of a figure as 增长12.34%; in words only (loss began, grew ...) unless both are positive."""
+    """Return the change of a figure in words: 增长12.34%, 下降12.34% or 持平.
+
+    Unless both figures are positive, there is no number: 扭亏为盈, 由盈转亏, 亏损收窄 or 亏损扩大.
+    """
     if now <= 0 or before <= 0:
         if now > 0:
             return "扭亏为盈"
@@ -84,14 +87,14 @@ def growth_cell(now: int, before: int) -> str:
 
 
 def points(now: int, before: int) -> str:
-    """Return the change of a ratio, given in units of 0.01 %, in words: 上升 or 下降 by 个百分点."""
+    """Return the change of a ratio, given in units of 0.01 %, in words: 上升 or 下降 by 个百分点, or 与上年持平."""
     if now == before:
         return "与上年持平"
     return f"{'上升' if now > before else '下降'}{decimal(abs(now - before))}个百分点"
 
 
 def weekday(year: int, month: int, day: int) -> date:
-    """Return the first working day from that date on; `day` is at most 26."""
+    """Return the first day from Monday to Friday, from that date on; `day` is at most 26."""
     given = date(year, month, day)
     late = given.weekday() - 4
     return given if late <= 0 else date(year, month, day + 3 - late)
@@ -111,7 +114,7 @@ class Facts(dict[str, str]):
     """
 
     def __init__(self, company: Company, year: int) -> None:
-        """Collect the figures, words and days of the company-year."""
+        """Collect the figures, words and days of the company-year; `year` is one of REPORT_YEARS."""
         super().__init__(_names(company))
         self.company = company
         self.year = year
@@ -141,7 +144,7 @@ class Facts(dict[str, str]):
         return Quoted(self, others)
 
     def chance(self, name: int, size: int) -> int:
-        """Return a fixed number from 0 to size - 1 for this company, year and use; the use is `name`, below 64."""
+        """Return a fixed number from 0 to size - 1 for this company, year and use; `name` numbers the use, below 64."""
         return self._draws[name] * size >> 16
 
     def _add_words(self) -> None:
@@ -280,12 +283,16 @@ class Quoted(dict[str, str]):
     """The facts of a company, with those of others beside them; extra words may be added."""
 
     def __init__(self, facts: Facts, others: dict[str, Facts]) -> None:
+        """Copy the facts; `others` has those of other companies by a letter each."""
         super().__init__(facts)  # a copy: looking up twice costs more than the 2 microseconds it takes
         self.facts = facts
         self.others = others
 
     def __missing__(self, key: str) -> str:
-        """Return another company's fact for `letter_name_form`, else the company's own for `name_form`."""
+        """Return another company's fact for `letter_name_form`, else the company's own for `name_form`.
+
+        Raises KeyError for an unknown letter, name or form.
+        """
         if key[1] == "_":
             return self.others[key[0]][key[2:]]
         return self.facts[key]
@@ -300,6 +307,7 @@ class Archive:
     """A world and the facts of its company-years, cached up to a limit."""
 
     def __init__(self, world: World) -> None:
+        """Begin with no facts in the cache."""
         self.world = world
         self._facts: dict[tuple[int, int], Facts] = {}
 
@@ -328,9 +336,10 @@ class Archive:
 
 
 class Stage:
-    """The company-years that a source writes about at the same time: up to 250 groups of eight companies in a year."""
+    """The company-years that a source writes about at a time: up to 250 groups of eight companies, each in a year."""
 
     def __init__(self, archive: Archive, years: Sequence[int] = REPORT_YEARS) -> None:
+        """Begin with no groups; draw() adds them, each in one of `years`."""
         self._archive = archive
         self._years = years
         self._slots: list[list[Facts]] = []

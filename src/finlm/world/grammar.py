@@ -49,14 +49,18 @@ class Press:
     """A form with its phrases compiled, ready to render."""
 
     def __init__(self, form: Form) -> None:
+        """Compile the form's phrases."""
         self.name = form.name
         self.label = form.label
         self._paragraphs = [
-            (heads, [_bank(r) for r in sentences], share) for heads, sentences, share in form.paragraphs
+            (heads, [_compile_bank(r) for r in sentences], share) for heads, sentences, share in form.paragraphs
         ]
 
     def render(self, dice: Dice, words: Words) -> str:
-        """Return a random reading of the form filled with `words`; the first paragraph is the title (or KeyError)."""
+        """Return a random reading of the form filled with `words`, its paragraphs a line each; the first is the title.
+
+        Raises KeyError for a missing word.
+        """
         random = dice.random
         parts: list[str] = []
         headings = 0
@@ -82,10 +86,11 @@ def fill(dice: Dice, bank: Bank, words: Words) -> str:
 
 def bank(template: str) -> Bank:
     """Return the readings of the template, compiled for fill(). Raises ValueError as phrases() does."""
-    return _bank(phrases(template))
+    return _compile_bank(phrases(template))
 
 
-def _bank(readings: Readings) -> Bank:
+def _compile_bank(readings: Readings) -> Bank:
+    """Return the readings compiled for fill()."""
     return tuple(_compile_phrase(text) for text in readings)
 
 
@@ -110,7 +115,7 @@ def phrases(template: str) -> Readings:
 
 
 def _alternatives(text: str, at: int) -> tuple[list[str], int]:
-    """Return (the readings of text from `at` to the closing bracket or the end, the index where they end)."""
+    """Return (the readings of text from index `at` to the closing bracket or the end, the index where they end)."""
     done: list[str] = []
     current = [""]
     while at < len(text) and text[at] != ")":
@@ -130,22 +135,26 @@ def _alternatives(text: str, at: int) -> tuple[list[str], int]:
 
 
 @cache
-def _words() -> dict[str, dict[str, str]]:
+def _read_words() -> dict[str, dict[str, str]]:
+    """Return the sections of prose/words.toml, {section: {name: template}}; read once."""
     return tomllib.loads((_PROSE / "words.toml").read_text(encoding="utf-8"))
 
 
 def templates(section: str) -> dict[str, str]:
     """Return {name: template} of a section of prose/words.toml. Raises KeyError if there is no such section."""
-    return _words()[section]
+    return _read_words()[section]
 
 
 def banks(section: str) -> dict[str, Bank]:
-    """Return {name: readings compiled for fill()} of a section of prose/words.toml. Raises ValueError."""
+    """Return {name: readings compiled for fill()} of a section of prose/words.toml.
+
+    Raises KeyError if there is no such section, ValueError as phrases() does.
+    """
     return {name: bank(template) for name, template in templates(section).items()}
 
 
 def prose(name: str) -> str:
-    """Return the text of prose/<name>.txt beside this file."""
+    """Return the text of prose/<name>.txt beside this file. Raises FileNotFoundError if there is none."""
     return (_PROSE / f"{name}.txt").read_text(encoding="utf-8")
 
 

@@ -54,9 +54,10 @@ def count_parts(source: str, size_bytes: int) -> int:
 
 
 def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: str, part: int) -> Path:
-    """Write a part of a source into directory as JSON lines; return its path.
+    """Write a part of a source into directory as JSON lines, over a file that is there; return its path.
 
-    size_bytes is the text of all parts of all sources of its kind. Raises UserError below 100 KB.
+    size_bytes is the text of all parts of all sources of its kind. Raises UserError below 100 KB or for an unknown
+    split, KeyError for an unknown source.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / (f"{source}-{part}.jsonl" if source in SHARE_PERCENT else f"{source}.jsonl")
@@ -90,12 +91,14 @@ def _dialogue(*turns: tuple[str, str]) -> Sized:
 
 
 class _Question(NamedTuple):
+    """A question of the exam, its right letter, and whether it quotes what its answer needs."""
+
     text: str  # without the line of the answer
     right: str  # the letter
     is_open: bool  # whether it quotes what it needs
 
     def answer(self, letter: str) -> str:
-        """Return the answer that takes a choice of the question: its text, then `答案：` and the letter."""
+        """Return the answer that takes the choice of this letter: its text, then `答案：` and the letter."""
         choice = next(line for line in self.text.split("\n") if line.startswith(f"{letter}. "))
         return f"{choice.removeprefix(f'{letter}. ')}。答案：{letter}"
 

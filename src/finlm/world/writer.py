@@ -103,7 +103,7 @@ def archive(size_bytes: int, seed: int, split: str) -> Archive:
 
 
 def _rows(source: str, size_bytes: int, seed: int, archive: Archive) -> Iterator[Row]:
-    """Yield all rows of a source, part by part, as (text, meta)."""
+    """Yield all rows of a source, part by part, as (text, meta). Raises KeyError for an unknown source."""
     for part in range(count_parts(source, size_bytes)):
         yield from _part(source, size_bytes, seed, archive, part)
 
@@ -223,6 +223,8 @@ _CLOCK = tuple(f"{minute // 60:02d}:{minute % 60:02d}" for minute in range(9 * 6
 
 
 class _Flash(NamedTuple):
+    """A kind of news flash: its press, the paper's column, and the event whose day it has."""
+
     press: Press
     column: str
     event: str
