@@ -105,7 +105,7 @@ def test_input_in_another_encoding_is_a_mistake_of_the_user(
 
 def test_the_smallest_temperature_takes_the_likeliest_token(opened: Opened) -> None:
     logits = torch.tensor([3.0, 90.0, -5.0])
-    assert Talker(opened)._choose(logits, 1e-45, 1.0) == Talker(opened)._choose(logits, 0.0, 1.0) == 1
+    assert Talker(opened)._draw_token(logits, 1e-45, 1.0) == Talker(opened)._draw_token(logits, 0.0, 1.0) == 1
 
 
 class Keys(io.StringIO):

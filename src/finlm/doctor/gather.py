@@ -136,8 +136,8 @@ def gather(
     """Return {host: facts} of all hosts, asked at the same time; a host that could not be asked has only `failed`.
 
     `plan` decides whether torch is probed, `runs` is the directory of runs, whose disk is measured, and `trees` are
-    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. With several hosts, or a
-    fixed launch.master_port, the hosts also call each other.
+    files to fingerprint on the hosts. `accept_new_keys` stores host keys that ssh does not know. With several hosts, or
+    a fixed launch.master_port, the hosts also call each other.
     """
     names = [host.name for host in cluster.hosts]
     with ThreadPoolExecutor(len(cluster.hosts)) as pool:
