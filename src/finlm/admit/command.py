@@ -20,7 +20,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from finlm.admit import cells, record, runs, table
+from finlm.admit import cells, record, runs
 from finlm.base import files, screen
 from finlm.base.errors import UserError
 from finlm.dialogues import encode
@@ -70,7 +70,7 @@ def admit(model: str) -> Verdict:
     if passed and not shipped:
         theirs = files.read_json(traits.user_file()) if traits.user_file().is_file() else {}
         known = {name: traits.TypeRecord(**values) for name, values in theirs.items()}
-        table.write(known | {model_type: dataclasses.replace(row, cells=found)}, traits.user_file())
+        traits.write_records(known | {model_type: dataclasses.replace(row, cells=found)}, traits.user_file())
         screen.say(f"{model_type} is admitted; noted in {traits.user_file()}")
     seconds = round(time.monotonic() - began, 1)
     return Verdict(model_type, passed, seconds, found)

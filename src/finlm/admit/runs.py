@@ -25,7 +25,7 @@ from transformers import Qwen2Tokenizer
 
 import finlm
 from finlm import pipeline
-from finlm.admit import cells, table
+from finlm.admit import cells
 from finlm.base import files, processes
 from finlm.base.rundir import RunDir
 from finlm.recipe import cluster, recipe
@@ -104,7 +104,7 @@ class Runs:
         self.scratch, self.trainer = scratch, trainer
         self.start = scratch / "start"
         self.made: dict[int, RunDir] = {}
-        table.write({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
+        traits.write_records({case.small.model_type: case.row}, trainer.settings / "finlm" / traits.RECORD.name)
         trainer.tokenizer.save_pretrained(self.start)
         config = cells.shrink(case.config, case.row, len(trainer.tokenizer))
         cells.build(config, "eager").save_pretrained(self.start)

@@ -7,7 +7,9 @@ transformers' own class; a user's records are kept in ~/.config/finlm/model_type
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -197,6 +199,12 @@ def records() -> Mapping[str, TypeRecord]:
         raise UserError(
             f"{user_file()} was written by another version of finlm", evidence=str(error), fix="remove it, admit again"
         ) from None
+
+
+def write_records(rows: Mapping[str, TypeRecord], path: Path) -> None:
+    """Write {model type: record} as JSON to `path`, a record a line; make its folder."""
+    lines = [f" {json.dumps(name)}: {json.dumps(dataclasses.asdict(rows[name]))}" for name in sorted(rows)]
+    files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def record_of(config: Config) -> TypeRecord:

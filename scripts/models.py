@@ -1,23 +1,22 @@
 """Write the table of admitted types, recipe/models/model_types.json, and docs/models.md with its Chinese twin.
 
-`python -m finlm.admit.table TYPE ...` runs all cells on those types and writes their rows (minutes of two cores),
+`python scripts/models.py TYPE ...` runs all cells on those types and writes their rows (minutes of two cores),
 without a type it writes the pages from the rows, `--check` says whether these are current.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from finlm.base import files, screen
+from finlm.base import screen
 from finlm.base.errors import UserError
 from finlm.recipe.models import traits
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {"en": DOCS / "models.md", "zh": DOCS / "models.zh-CN.md"}
 _WORDS = {"en": ("passed", "fails"), "zh": ("通过", "未通过")}
 
@@ -53,14 +52,7 @@ def gate(names: Sequence[str]) -> None:
                 screen.say(f"{name}: {error.problem}")
                 continue
             screen.say(f"{name}: {'passed' if not any(found.values()) else {k: v for k, v in found.items() if v}}")
-            write(traits.shipped() | {name: dataclasses.replace(row, cells=found)}, traits.RECORD)
-
-
-def write(rows: dict[str, traits.TypeRecord], path: Path) -> None:
-    """Write the table of rows as JSON to `path`, a row a line; make its folder."""
-    lines = [f" {json.dumps(name)}: {json.dumps(dataclasses.asdict(rows[name]))}" for name in sorted(rows)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+            traits.write_records(traits.shipped() | {name: dataclasses.replace(row, cells=found)}, traits.RECORD)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if names := [name for name in given if name != "--check"]:
         gate(names)
-    return screen.write_pages({path: page(lang) for lang, path in PAGES.items()}, given, "python -m finlm.admit.table")
+    return screen.write_pages({path: page(lang) for lang, path in PAGES.items()}, given, "python scripts/models.py")
 
 
 if __name__ == "__main__":
