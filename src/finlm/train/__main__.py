@@ -41,7 +41,8 @@ def main() -> None:
 
     The exit code is the stage's, or 1 after any exception. The run directory is sys.argv[1]. Applies env/<host>.env,
     locks the run's file for this host, and sends stdout and stderr to this rank's log. The log also gets the traceback
-    of an exception, and a report if memory ran out. Stage pretrain builds a missing index of rows.
+    of an exception, and a report if memory ran out. Stage pretrain writes a missing index of rows. An exception before
+    the log is open passes through.
     """
     die_with_parent()
     run_path = Path(sys.argv[1])
@@ -131,7 +132,7 @@ def _report(run_path: Path, error: BaseException) -> str:
 
 
 def _memory_now(plan: Plan) -> Taken:
-    """Return this rank's bytes of device memory (peak, torch's cache, in use, total) and the host's RAM.
+    """Return this rank's bytes of device memory (peak, torch's cache, in use, total) and the host's RAM, as Taken.
 
     On CPU the first three are the peak of the resident set, and the total is the rank's share of the RAM, at least that
     peak. When CUDA no longer answers, all four are plan.gpu_memory_bytes.
@@ -176,7 +177,7 @@ def bind_cores(plan: Plan) -> None:
 def bus_address(uuid: object) -> str | None:
     """Return a GPU's PCI address as Linux names it (0000:1b:00.0); None when nvidia-smi does not list the GPU.
 
-    `uuid` is the GPU's UUID without the prefix "GPU-".
+    `uuid` is the GPU's UUID without the prefix "GPU-". Runs nvidia-smi.
     """
     from finlm.recipe import cluster
 

@@ -104,7 +104,8 @@ class Batches:
         """Yield the model's arguments for each micro-step of this rank, on the device; add the inputs to the checksum.
 
         The arguments are inputs and labels, int64 [micro_batch, sequence], and with document masks document_bounds(),
-        int32. Uses the rows of read_ahead(step) if there are any, and drops those of another step.
+        int32. Takes the rows of read_ahead(step) if there are any, else reads them now; drops rows read ahead for
+        another step.
         """
         coming, self._coming = self._coming, None
         for arrays in coming[1].result() if coming and coming[0] == step else self._read_step(step):
@@ -123,9 +124,11 @@ class Batches:
         self._coming = step, self._reader.submit(self._read_step, step)
 
     def _read_step(self, step: int) -> list[Arrays]:
+        """Return the arrays of read(step), a tuple for each micro-step, on the CPU."""
         return [self._read_rows(row_ids) for row_ids in self.row_ids(step)[:, self.of_this_rank]]
 
     def _read_rows(self, row_ids: Ids) -> Arrays:
+        """Return the rows' arrays: inputs and labels, int64 [rows, sequence], and document_bounds() if asked for."""
         bounds = (document_bounds(self.rows.documents(row_ids)),) if self.document_masks else ()
         return (*self.rows.read(row_ids), *bounds)
 
@@ -138,6 +141,7 @@ class Batches:
         return row_ids
 
     def _move_to_device(self, ids: npt.NDArray[Any]) -> torch.Tensor:
+        """Return the array as a tensor on the device; a copy to a GPU, from pinned memory, may still be running."""
         tensor = torch.from_numpy(ids)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
@@ -271,7 +275,7 @@ def _attend_with_sinks_backward(
     scale: float,
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients by q, k, v and sinks, given that by `out`; `out` and `sums` are what the forward returned.
+    """Return the gradients of q, k, v and sinks, given that of `out`; `out` and `sums` are what the forward returned.
 
     The kernels' backward passes form each probability from the log-sum-exp, and its gradient from out * gradient: with
     those of attention with sinks they give the gradients of attention with sinks. A sink's value is 0, so its score's
@@ -315,8 +319,8 @@ attend_with_sinks.register_autograd(_differentiate, setup_context=_keep_for_back
 def _documents(bounds: torch.Tensor, left: int, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Yield (tokens, mask) for each document of `bounds`: the slice of its tokens, and a mask to add to its scores.
 
-    A token sees `left` tokens before its own (-1: all). The mask is None if the longest such window holds the whole
-    document; else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
+    A token sees `left` tokens before its own (-1: all). The mask is None if that window holds every document token;
+    else it is [tokens, tokens] in the dtype of `like`, with -inf where a token does not see another.
     """
     for start, stop in itertools.pairwise(bounds.tolist()):
         if start < stop:
@@ -432,5 +436,6 @@ def loss_of(
 
 
 def _summary(nll: float, tokens: float) -> dict[str, float]:
+    """Return {loss, perplexity} of a summed negative log-likelihood. ZeroDivisionError for 0 tokens."""
     loss = nll / tokens
     return {"loss": loss, "perplexity": math.exp(min(loss, 100.0))}

@@ -72,7 +72,7 @@ def versions(plan: Plan) -> dict[str, str | int]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a step, gathered from all ranks when their devices are done."""
+    """Measurements of a step over all ranks: lists have a value of each rank, rows_crc is the ranks' sum."""
 
     losses: list[float]  # of each rank
     work_seconds: list[float]  # of each rank's own work, where that is known
@@ -115,7 +115,8 @@ class Step:
     def row(self, plan: Plan, engine: Any) -> dict[str, float | None]:
         """Return the fields of the step's `step` event, the same keys in every stage.
 
-        grad_norm is None if the engine has none, loss_scale except in fp16, mfu if the plan knows no peak FLOP/s.
+        grad_norm is None if the engine has none, loss_scale in every precision but fp16, mfu if the plan knows no peak
+        FLOP/s.
         """
         norm, speed = engine.get_global_grad_norm(), self.tokens_read / self.measured.seconds
         flops = plan.flops_per_token * speed / plan.world_size
@@ -193,7 +194,7 @@ def restore_generators(saved: GeneratorState) -> None:
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order; all ranks must call it. Values are pickled."""
+    """Return the values of all ranks in rank order. All ranks must call it. Values are pickled."""
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, value)
     return every
@@ -260,9 +261,10 @@ class Events:
     waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append an event on rank 0; on a full disk keep it for the next call, with the time at which it happened.
+        """Append an event on rank 0; do nothing on others.
 
-        Prints a line when the first event has to wait. Raises OSErrors other than a full disk or quota.
+        On a full disk or quota keep it, with its time, for the next call. Prints a line when the first event has to
+        wait. Raises other OSErrors.
         """
         if self.rank != 0:
             return
@@ -306,7 +308,10 @@ class Rank(Generic[R]):
         return {name: read(parts)[:most] for name, parts in sorted(self.shards.by_source("held_out").items())}
 
     def end(self, step: int, status: str, exit_code: int) -> int:
-        """Record the event `end` (status finished, failed, interrupted), wait for all ranks, return `exit_code`."""
+        """Record the event `end`, wait for all ranks, and return `exit_code`. Collective.
+
+        `step` is the number of finished steps, `status` finished, failed or interrupted.
+        """
         seconds = round(time.monotonic() - self.started, 1)
         self.events.record("end", step=step, status=status, seconds=seconds, exit_code=exit_code)
         distributed.barrier()

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Incident:
-    """An event for events.jsonl and what the loop does next. With `blame`, the event names the batch's documents."""
+    """An event for events.jsonl and what the loop does `then`. With `blame`, the event names the batch's documents."""
 
     what: str
     detail: str
@@ -57,7 +57,7 @@ class Incident:
 
 
 class Skipped:
-    """The numbers of recent steps that left the weights alone."""
+    """The numbers of recent steps that left the weights alone, oldest first."""
 
     def __init__(self, steps: Iterable[int] = ()) -> None:
         self.steps = deque(steps)
@@ -157,6 +157,7 @@ class Watch:
         )
 
     def _limit(self) -> float:
+        """Return the loss above which a step is a spike; infinity with too few losses."""
         if len(self._losses) < min(FEWEST, self.settings.spike.window):
             return math.inf
         middle, deviation = _spread(self._losses)
@@ -223,7 +224,7 @@ class LossScale:
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def judge(self, is_applied: bool) -> Incident | None:
-        """Return an incident if the fp16 scaler skipped the step (stop at the lowest scale) or None. Collective."""
+        """Return an incident if the fp16 scaler skipped the step (at the lowest scale: stop), else None. Collective."""
         scaler = self._scaler
         if scaler is None:
             return None

@@ -68,7 +68,10 @@ def rounds(points: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 class Rank:
-    """A process of the test: it takes part in the groups that contain it, in the same order as all others."""
+    """A process of time_links(): it takes part in the groups that contain it, in the same order as all others.
+
+    `request` is that of time_links; `local_rank` counts the ranks of this host.
+    """
 
     def __init__(self, request: dict[str, Any], local_rank: int) -> None:
         self.request = request
@@ -152,7 +155,7 @@ class Rank:
         self.print_line("measured", ranks, **result)
 
     def time_all_reduce(self, members: int) -> dict[str, Any]:
-        """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group; collective.
+        """Return {latency, bytes, seconds, bus_bytes_per_second} of all-reduces in the current group. Collective.
 
         latency is the median seconds for a single number; the rest is of the largest message. `members` is the group's
         size. Raises RuntimeError when a sum is wrong, and what torch raises when a collective fails.
@@ -176,7 +179,10 @@ class Rank:
         return {"latency": latency, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bandwidth}
 
     def seconds_of(self, values: Any, repeats: int) -> float:
-        """Return the seconds of an all-reduce in place of `values`: the mean of `repeats`, then the group's maximum."""
+        """Return the seconds of an all-reduce of `values`, in place: the mean of `repeats`, then the group's maximum.
+
+        Collective.
+        """
         import torch
         from torch import distributed
 
@@ -190,12 +196,19 @@ class Rank:
         return float(taken.item())
 
     def print_line(self, kind: str, ranks: Sequence[int], **fields: Any) -> None:
-        """Write MARK and a JSON object as a line to stdout, in a single write: the ranks of a host share the pipe."""
+        """Write a line to stdout, MARK and a JSON object, in a single write: the ranks of a host share the pipe.
+
+        The object has kind, rank, ranks and `fields`.
+        """
         line = {"kind": kind, "rank": self.rank, "ranks": list(ranks), **fields}
         os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of the error's message that is not blank, at most 300 characters.
+
+    Without any, its class.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
@@ -225,8 +238,10 @@ def measure_gpus() -> None:
 def measure_gpu(device: torch.device) -> dict[str, Any]:
     """Measure a GPU and return its row: names, bytes of memory, FLOP/s of products, bytes/s of copies. Takes seconds.
 
-    copy_bytes_per_second counts what is read and what is written, so it is twice the bytes copied; the other rates
-    count them once. The bf16 product is None below compute capability 8.0, link_bytes_per_second without another GPU.
+    Its keys are name, host, torch, memory_bytes, capability, products {bf16, fp16, fp32}, copy_, pcie_ and
+    link_bytes_per_second. copy_bytes_per_second counts what is read and what is written, so it is twice the bytes
+    copied; the other rates count them once. The bf16 product is None below compute capability 8.0,
+    link_bytes_per_second without another GPU.
     """
     import torch
 
@@ -270,7 +285,10 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_copy_rate(source: torch.device, target: torch.device) -> float:
-    """Measure and return the bytes/s of copying 512 MiB; the memory is pinned when the source is the host."""
+    """Measure and return the bytes/s of copying 512 MiB between two devices.
+
+    Memory is pinned if `source` is the CPU.
+    """
     import torch
 
     left = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
@@ -295,6 +313,7 @@ def time_work(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def _wait(device: torch.device) -> None:
+    """Wait until the device has done its work; do nothing for a CPU."""
     import torch
 
     if device.type == "cuda":

@@ -35,7 +35,7 @@ from finlm.train.zero.storage import State
 
 @dataclass
 class Setup(Rank[Settings]):
-    """The objects that the training loop of a rank works with, and its Guard as `guard`."""
+    """A Rank with the objects of its training loop: DeepSpeed engine, batches, checkpoints, and a Guard as `guard`."""
 
     engine: Any
     batches: Batches
@@ -51,10 +51,9 @@ class Setup(Rank[Settings]):
 
 
 def main(run_path: Path, recipe: Settings) -> int:
-    """Train the run in `run_path` to its last step and return the process's exit code (see loop); every rank calls it.
+    """Train the run in `run_path` to its last step and return the process's exit code (see loop). Every rank calls it.
 
-    `recipe` is that of the run. Raises UserError as prepare() does, or when no whole checkpoint is left of those that
-    the run had.
+    Raises what prepare() raises, and UserError when no whole checkpoint is left of those that the run had.
     """
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
@@ -67,7 +66,7 @@ def loop(s: Setup) -> int:
     The code is 0, 1 when an incident ends the run, or 128 + signal after a signal, which saves a checkpoint first.
     Records events, evaluates and saves when due, and rolls back as the guard says. All ranks must call it. A call of
     the engine returns the loss summed over labels, because kernels.swap_loss replaced the model's forward in prepare().
-    Raises UserError as Checkpoints.resume() and Checkpoints.roll_back() do.
+    Raises UserError when no whole checkpoint is left to begin with, or only some hosts have one.
     """
     step = s.checkpoints.resume()
     s.guard.resume(step)
@@ -135,11 +134,11 @@ def prepare(run_path: Path, recipe: Settings) -> Setup:
 
 
 def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float, begun: float) -> tuple[Outcome, int]:
-    """Record the event `step`; return what all ranks know of the step and the signal that a rank received (0 = none).
+    """Record the event `step`; return (what all ranks know of the step, number of a signal that a rank received or 0).
 
-    Waits for the device; all ranks must call it. `loss` is this rank's loss sum over its labels, on the device. `begun`
-    is time.monotonic() at the start of the step. `data_step` is the step whose rows were read. Resets checksum and
-    stopwatch.
+    `step` counts from 1; `data_step` is the 0-based step whose rows were read. `loss` is this rank's loss sum over its
+    labels, on the device. `begun` is time.monotonic() at the start of the step. Resets checksum and stopwatch. Waits
+    for the device; all ranks must call it.
     """
     supervised, read = s.batches.supervised(data_step), s.batches.tokens_read(data_step)
     # In this order: the stopwatch is read when the device is done.
@@ -152,7 +151,10 @@ def log_step(s: Setup, step: int, data_step: int, loss: torch.Tensor, lr: float,
 
 
 def evaluate(s: Setup, step: int) -> None:
-    """Record held-out loss and perplexity of each source, if any is held out, in the event `eval`. Collective."""
+    """Record loss and perplexity of held-out rows, in all and by source, in the event `eval`.
+
+    Nothing if none are held out. Collective. Leaves the engine in train mode.
+    """
     if not s.shards.split("held_out"):
         return
     s.engine.eval()
@@ -162,7 +164,10 @@ def evaluate(s: Setup, step: int) -> None:
 
 
 def record_proof(s: Setup, step: int) -> None:
-    """Record token ids and the trained model's loss on them, which the export must give, in `proof`. Collective."""
+    """Record, in the event `proof`, token ids and the trained model's loss on them, which its export must reproduce.
+
+    Collective. Leaves the engine in train mode.
+    """
     ids = batches.proof_ids(s.shards, s.recipe)
     s.engine.eval()
     shape = s.plan.rank_micro_batches[s.rank], s.plan.sequence_length
@@ -187,14 +192,17 @@ class Jumps:
     """Maps steps to the steps whose data they read (0-based); they differ once a rollback left data out."""
 
     def __init__(self, rollbacks: Iterable[tuple[int, int]] = ()) -> None:
-        """Begin with the rollbacks of the run so far, oldest first: (step, data step) of each."""
+        """Begin with the rollbacks of the run so far, oldest first: (step, data step that it reads) of each."""
         self._jumps: list[tuple[int, int]] = []
         self.count = 0  # roll backs of the run, those too whose jump is void by now
         for step, data_step in rollbacks:
             self.add(step, data_step)
 
     def add(self, step: int, data_step: int) -> None:
-        """Make `step` read the data of `data_step`, drop earlier jumps at `step` or later, and add 1 to `count`."""
+        """Make `step` read the data of `data_step` and later steps what follows it; add 1 to `count`.
+
+        Drops earlier jumps at `step` or later.
+        """
         self.count += 1
         self._jumps = [jump for jump in self._jumps if jump[0] < step] + [(step, data_step)]
 
@@ -234,7 +242,10 @@ class Guard:
         return {**self.watch.state(), "names_gradients": self.gradients.is_watching}
 
     def resume(self, step: int) -> None:
-        """Restore watch and loss scale from the loaded checkpoint and jumps from events.jsonl. Collective."""
+        """Restore watch and loss scale from the loaded checkpoint and jumps from events.jsonl. Collective.
+
+        `step` is the number of finished steps.
+        """
         self.jumps = Jumps(self._restore(step))
 
     def _restore(self, step: int) -> list[tuple[int, int]]:
@@ -258,14 +269,18 @@ class Guard:
         return self.jumps.data_step(step)
 
     def read(self, data_step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses."""
+        """Return an iterator over this rank's micro-batches of a data step; forget the last step's losses.
+
+        The stopwatch counts the wait for the first.
+        """
         self._micro_losses.clear()
         return self.stopwatch.reading(self.s.batches.read(data_step))
 
     def weight(self, summed: torch.Tensor, loss: torch.Tensor, scale: float, supervised: int) -> torch.Tensor:
         """Return the factor of a micro-step's summed loss: `scale`, or NaN if the step must be skipped (Watch.weight).
 
-        Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
+        `summed` is this micro-step's loss, `loss` this rank's sum so far, `supervised` the labels of the step on all
+        ranks. Keeps `summed`, to name the worst documents later. All ranks must call it in the same order.
         """
         self._micro_losses.append(summed.detach())
         last = len(self._micro_losses) == self.s.plan.gradient_accumulation_steps
@@ -315,7 +330,7 @@ class Guard:
     def _record_incident(self, step: int, data_step: int, incident: Incident, is_applied: bool) -> None:
         """Record an incident in events.jsonl; with incident.blame, also the documents of the highest loss. Collective.
 
-        If the step was skipped, the detail also names the gradients that were not finite.
+        If the step was skipped (not `is_applied`), the detail also names the gradients that were not finite.
         """
         names = "" if is_applied or "began in" in incident.detail else self.gradients.name_bad()
         documents, where = self._name_worst_documents(data_step) if incident.blame else ([], "")
@@ -324,7 +339,7 @@ class Guard:
         self.s.events.record("incident", step=step, what=incident.what, detail=detail, **more)
 
     def _name_worst_documents(self, data_step: int) -> tuple[list[NamedDocument], str]:
-        """Return the documents of the micro-batch with the highest mean loss, and a clause about it. Collective.
+        """Return (documents of the micro-batch with the highest mean loss, clause about it). Collective.
 
         A loss that is not finite is the highest. At most NAMED_DOCUMENTS are returned; ranks other than 0 return ([],
         "").

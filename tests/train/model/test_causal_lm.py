@@ -18,7 +18,7 @@ from finlm.plan.plan import Plan
 from finlm.recipe import cluster, recipe, shape
 from finlm.recipe.schema import Recipe
 from finlm.train.model import causal_lm, lora
-from finlm.train.post import grpo
+from finlm.train.post import start
 
 from helpers import QUICKSTART, TINY
 
@@ -101,7 +101,7 @@ def test_a_model_of_the_hub_keeps_its_context(tmp_path: Path, monkeypatch: pytes
     loaded, plan = planned("batch.sequence_length=16")
     hub = loaded.model.model_copy(update={"init_from": "owner/name", "revision": commit})
     assert causal_lm.context_length(loaded.model_copy(update={"stage": "sft", "model": hub}), plan) == 131072
-    assert grpo._start_path(hub) == str(cached), "trl would read the reference's newest revision"
+    assert start.start_path(hub) == str(cached), "trl would read the reference's newest revision"
 
 
 def test_another_rope_base_is_refused_unless_the_recipe_says_that_it_knows(

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from trl.trainer import grpo_trainer
 
 import vocabularies
 from finlm.base.errors import UserError
@@ -19,7 +20,7 @@ from finlm.recipe import shape, weights
 from finlm.recipe.models import config_json, traits
 from finlm.recipe.schema import Model
 from finlm.train.model import causal_lm
-from finlm.train.post import grpo
+from finlm.train.post import start
 
 VOCAB = 512
 TEXT = {
@@ -100,10 +101,10 @@ def test_transformers_own_class_reads_the_same_decoder_where_it_reads_one(tmp_pa
 
 
 def test_a_reference_of_grpo_is_the_text_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpo.grpo_trainer, "create_model_from_path", None)  # put back afterwards
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", None)  # put back afterwards
     make("gemma3", tmp_path)
-    grpo.refer_to_text(Model.model_construct(init_from=str(tmp_path), revision=None))
-    reference = grpo.grpo_trainer.create_model_from_path(str(tmp_path), dtype=torch.bfloat16)
+    start.refer_to_text(Model.model_construct(init_from=str(tmp_path), revision=None))
+    reference = grpo_trainer.create_model_from_path(str(tmp_path), dtype=torch.bfloat16)
     assert type(reference).__name__ == "Gemma3ForCausalLM" and reference.dtype == torch.bfloat16
 
 

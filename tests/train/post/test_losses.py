@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from finlm.recipe.schema_train import Ppo
-from finlm.train.post import grpo, ppo, rollouts
+from finlm.train.post import grpo, ppo, rollouts, start
 
 ROWS, PROMPT, ANSWER, VOCAB = 6, 5, 7, 40
 
@@ -110,7 +110,7 @@ def test_the_head_scores_the_tokens_of_answers_alone(
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Counting)
     monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)  # restored after the test
     everything = made._compute_loss(made.model, dict(rows))
-    grpo.score_answers_alone()
+    start.score_answers_alone()
     alone = made._compute_loss(made.model, dict(rows))
     assert scored == [ROWS * (PROMPT + ANSWER - 1), int(rows["completion_mask"].sum())]
     torch.testing.assert_close(alone, everything)

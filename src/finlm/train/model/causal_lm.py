@@ -81,7 +81,7 @@ def load(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig
     Under ZeRO-3 it is partitioned already. `config` is model_config(); `tokenizer` is the tokenizer file of the shards,
     which tells what an extended vocabulary was extended from. Raises UserError when the weights of init_from cannot be
     read or lack some, when it has another shape, or when the tokenizer was extended from another; OSError when its
-    config.json cannot be read. For a new model raises RuntimeError as initialize() does.
+    config.json cannot be read. For a new model raises RuntimeError if its class draws vectors (see initialize()).
     """
     if recipe.model.init_from is None:
         return _from_scratch(recipe, plan, ds_config, config)
@@ -89,9 +89,9 @@ def load(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig
 
 
 def start_config(source: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """Return the configuration of a model directory or Hub model; of more than text, that of its text decoder.
+    """Return transformers' configuration of a model directory or Hub model, or of its text decoder if it reads more.
 
-    Raises UserError when there is none, and what the configuration's class raises.
+    Raises UserError when there is no readable config.json, and what the configuration's class raises.
     """
     config: PreTrainedConfig = AutoConfig.for_model(
         **config_json.read_config(config_json.config_path(str(source), revision))
@@ -100,7 +100,10 @@ def start_config(source: str | Path, revision: str | None = None) -> PreTrainedC
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' causal model class for a configuration; raises KeyError if there is none."""
+    """Return transformers' causal model class for a configuration. Raises KeyError if there is none.
+
+    Also makes its linear attention run on CPUs (delta_net.choose_by_device).
+    """
     kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     delta_net.choose_by_device(kind)
     return kind
@@ -109,11 +112,11 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _from_scratch(recipe: Settings, plan: Plan, ds_config: Path, config: PreTrainedConfig) -> Any:
     """Return a new model with padded vocabulary on the plan's device, its weights drawn from the run's seed.
 
-    Raises RuntimeError as initialize() does.
+    Partitioned under ZeRO-3. Raises RuntimeError if its class draws vectors (see initialize()).
     """
     device = torch.device(plan.device)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[plan.precision])
+    torch.set_default_dtype(DTYPES[plan.precision])  # in which transformers makes the parameters
     try:
         with deepspeed.zero.Init(config_dict_or_path=str(ds_config)) if plan.zero_stage == 3 else nullcontext(), device:
             padded = type(config)(**config.to_dict() | {"vocab_size": plan.padded_vocab_size})
@@ -199,17 +202,17 @@ def initialize(model: torch.nn.Module, seed: int, std: float, vocab_size: int) -
 
 
 def _generator(parameter: torch.Tensor, seed: int, name: str) -> torch.Generator:
-    """Return the random generator of a parameter, on its device."""
+    """Return a random generator on the parameter's device, seeded by a hash of (seed, name)."""
     generator = torch.Generator(parameter.device)
     return generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: Settings) -> PreTrainedConfig:
-    """Return a copy of init_from's configuration `start` for the run, without dropout, cache and auto_map.
+    """Return a copy of `start`, init_from's configuration, changed for the run: no dropout, no cache, no auto_map.
 
-    Takes max_position_embeddings from `decided`, and its bos and eos ids unless they are among those of `start`. Takes
-    the recipe's RoPE base if the recipe changes it. auto_map names code in the start's directory, which no export
-    brings along.
+    Takes max_position_embeddings from `decided` (model_config()), and bos and eos ids unless `start` has these among
+    its own. Takes the recipe's RoPE base if the recipe changes it. auto_map names code in the start's directory, which
+    no export brings along.
     """
     values = {k: v for k, v in traits.without_dropout(start.to_dict()).items() if k != "auto_map"} | {
         "use_cache": False
@@ -225,10 +228,10 @@ def _config_of_run(start: PreTrainedConfig, decided: PreTrainedConfig, recipe: S
 
 
 def _differences(recipe: Settings, config: PreTrainedConfig, start: PreTrainedConfig) -> list[str]:
-    """Return a line for each difference in shape between init_from's configuration `start` and the recipe's.
+    """Return a line for each difference in shape between `start`, init_from's configuration, and the recipe's `config`.
 
     Empty if there is none. A vocabulary size that pretraining extends is not compared. If shapes agree, also compares
-    model.config with config.json.
+    model.config with config.json; UserError if that cannot be read.
     """
     # Pretraining that goes on from an extended model finds it as large as it is wanted.
     compared = [name for name in SHAPE if not (_is_extending(recipe, start) and name == "vocab_size")]
@@ -299,9 +302,9 @@ def base_model(model: Any) -> Any:
 def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (), **given: Any) -> Any:
     """Return kind.from_pretrained(source, **given), after checking that all weights were loaded.
 
-    Of a model of more than text, with the text decoder's configuration as `config`, loads that alone. Names in
+    Of a model of more than text, loads the text decoder alone if its configuration is given as `config`. Names in
     `may_lack` may be missing from the files. Raises UserError with `fix` when the files cannot be read, or when another
-    weight is missing or has another shape.
+    weight is missing or has another shape. Also makes linear attention run on CPUs.
     """
     try:
         # As a warning a shape comes back with its name; as an error it only stands in the log.
@@ -325,8 +328,8 @@ def load_weights(kind: Any, source: Any, fix: str, may_lack: Collection[str] = (
 def spellings(tokenizer: Path) -> tuple[int, list[list[int]]]:
     """Return (number of ids before the extension, the old ids that spell each new piece) of an extended tokenizer.
 
-    `tokenizer` is a tokenizer.model, or a tokenizer.json with extension.json beside it. The list is empty, and the
-    number may be 0, when the tokenizer was not extended.
+    `tokenizer` is a tokenizer.model, or a tokenizer.json with extension.json beside it. If it was not extended, the
+    list is empty and the number may be 0.
     """
     if tokenizer.suffix == ".json":
         return _json_spellings(tokenizer)

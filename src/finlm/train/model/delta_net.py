@@ -39,28 +39,35 @@ def choose_by_device(kind: type) -> None:
 
 
 def _choose(function: Any, first: torch.Tensor, *rest: Any, **given: Any) -> Any:
+    """Return function(...) if `first` is on a GPU, else the torch implementation's result."""
     return (function if first.is_cuda else in_torch(function))(first, *rest, **given)
 
 
 def in_torch(function: Any) -> Any:
-    """Return the torch implementation of a function of OF_PACKAGES, whether choose_by_device() replaced it or not."""
+    """Return the torch implementation behind `function`, of OF_PACKAGES, which choose_by_device() may have replaced."""
     return inspect.unwrap(function.args[0] if isinstance(function, functools.partial) else function)
 
 
 def mixers(decoder: Any) -> Iterator[Any]:
-    """Yield the linear-attention module of each layer of a decoder that has one. The decoder may be of any class."""
+    """Yield the linear-attention module of each layer that has one, known by its A_log.
+
+    Any class of decoder will do.
+    """
     yield from (module for layer in decoder.layers for module in layer.children() if hasattr(module, "A_log"))
 
 
 class RowStates:
-    """Mixin of the cache of a layer of rows that are generated: what transformers' class asks of a layer's state."""
+    """Mixin for a layer's cache, with a row for each answer: what transformers' class asks of a layer's state."""
 
     def __init__(self, rows: int) -> None:
         """Make the states of so many rows; write_state() makes their tensors."""
         self.count, self.states = rows, dict[str, torch.Tensor]()
 
     def write_state(self, name: str, new: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """Copy the states of prompts, [prompts, ...], to `rows`; `sources` has the index of each row's prompt."""
+        """Copy a state of prompts, `new` [prompts, ...], to `rows`; `sources` has the index of each row's prompt.
+
+        The first call makes the state's tensor. `name` is "convolution" or "rule".
+        """
         if name not in self.states:
             self.states[name] = new.new_zeros(self.count, *new.shape[1:])
         self.states[name][rows] = new[sources]
@@ -84,7 +91,7 @@ class RowStates:
 
 @dataclass
 class PromptStates:
-    """Mixin of the cache of prompts that are computed, all of the same length; copies their states to the rows."""
+    """Mixin for the cache while prompts of equal length are computed; copies their states to the caches of rows."""
 
     layers: Sequence[Any]  # a RowStates each
     rows: torch.Tensor
@@ -97,32 +104,40 @@ class PromptStates:
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Copy the last inputs of a layer's convolution, [prompts, channels, tokens], to the rows; return all."""
+        """Copy the last conv_kernel_size inputs of layer `layer`'s convolution to the rows; return `new` unchanged.
+
+        `new` is [prompts, channels, tokens].
+        """
         last = functional.pad(new, (conv_kernel_size, 0))[..., -conv_kernel_size:]
         self._write(layer, "convolution", last)
         return new
 
     def update_recurrent_state(self, new: torch.Tensor, layer: int) -> None:
-        """Copy a layer's states after the prompts to the rows."""
+        """Copy the states `new` [prompts, ...] after the prompts of layer `layer` to the rows."""
         self._write(layer, "rule", new)
 
     def _write(self, layer: int, name: str, new: torch.Tensor) -> None:
+        """Write `new`, or zeros for empty prompts, as state `name` of layer `layer` to the rows."""
         new = torch.zeros_like(new) if self.is_empty else new
         self.layers[layer].write_state(name, new, self.rows, self.sources)
 
 
 class ConvolvesWithin(torch.nn.Module):
-    """Mixin, put before the class of such a layer's convolution."""
+    """Mixin, put before the class of a Gated DeltaNet layer's convolution: it does not cross the ends of documents."""
 
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Return what convolve() does with the layer's weight."""
+        """Return convolve(x, the layer's weight, positions)."""
         return convolve(x, self.weight[:, 0], positions)
 
 
 class WithinDocuments(torch.nn.Module):
-    """Mixin, put before the class of a Gated DeltaNet layer, for rows of documents that do not know each other."""
+    """Mixin, put before the class of a Gated DeltaNet layer, that begins anew at each document of a row.
+
+    document_bounds is as batches.document_bounds makes it, document_positions [batch, sequence]; None: a row is a
+    document.
+    """
 
     document_bounds: torch.Tensor | None = None
     document_positions: torch.Tensor | None = None
@@ -163,6 +178,7 @@ class WithinDocuments(torch.nn.Module):
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
+        """The sizes of a query, key and value head."""
         mixer: Any = self
         return mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
 
@@ -188,12 +204,12 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor | No
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the gated delta rule within documents, [tokens, value heads, size]; what the backward pass needs).
+    """Return (output, inverse): the gated delta rule within documents, and what its backward pass needs.
 
-    q and k are [tokens, key heads, size] and are scaled to length 1 here; v is [tokens, value heads, size]. `decay`,
-    the logarithm of what is left of the state, and `beta`, the share that is written, are [tokens, value heads].
-    `bounds` has the index at which each document begins and, at its end once or more, the number of tokens. The second
-    output, [tokens, value heads, DELTA_CHUNK], is left empty without flash-linear-attention.
+    q and k are [tokens, key heads, size] and are scaled to length 1 here; v and the output are [tokens, value heads,
+    size]. `decay`, the logarithm of what is left of the state, and `beta`, the share that is written, are [tokens,
+    value heads]. `bounds` has the index at which each document begins and, at its end once or more, the number of
+    tokens. inverse, [tokens, value heads, DELTA_CHUNK], has no values without flash-linear-attention.
     """
     if not _uses_kernels(q):
         return _by_document(q, k, v, decay, beta, bounds).to(q.dtype), _wanted(q, v)
@@ -223,7 +239,7 @@ def _delta_rule_backward(
     bounds: torch.Tensor,
     inverse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients by q, k, v, decay and beta, given that by the output; `inverse` is the second output."""
+    """Return the gradients of q, k, v, decay and beta. `gradient` is that of the output; `inverse` is delta_rule's."""
     if not _uses_kernels(q):
         # Autograd itself is off inside of an operator.
         differentiate: Any = torch.func.vjp(functools.partial(_by_document, bounds=bounds), q, k, v, decay, beta)[1]
@@ -260,21 +276,27 @@ delta_rule.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 def _wanted(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor in the form of delta_rule's second output."""
     return q.new_empty(*v.shape[:2], DELTA_CHUNK)
 
 
 @functools.cache
 def _has_kernels() -> bool:
+    """Return whether flash-linear-attention is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
 def _uses_kernels(q: torch.Tensor) -> bool:
+    """Return whether q is on a GPU and flash-linear-attention is installed."""
     return q.is_cuda and _has_kernels()
 
 
 @functools.cache
 def _kernels() -> Any:
-    """Return flash-linear-attention's module of the rule, with query_key_gradients put into it where it is needed."""
+    """Return flash-linear-attention's module of the rule. ImportError without the package.
+
+    Where its kernel of query and key gradients refuses to run, replaces it by query_key_gradients().
+    """
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
     from fla.ops.gated_delta_rule import chunk  # type: ignore[import-not-found]
 
@@ -285,7 +307,7 @@ def _kernels() -> Any:
 
 
 def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
-    """Return flash-linear-attention's arguments of documents, which it would otherwise read from the GPU.
+    """Return flash-linear-attention's keyword arguments for documents, computed on the device: it reads nothing back.
 
     cu_seqlens is `bounds` with a last document that is empty. chunk_indices has (document, chunk of it) of every chunk,
     [most chunks of so many documents, 2]; rows that are left over name the empty one, of which kernels write nothing.
@@ -304,7 +326,7 @@ def _chunks(bounds: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
 def _by_document(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rule's output, [tokens, value heads, size], by transformers' code in torch, a document at a time."""
+    """Return delta_rule's output, computed by transformers' code in torch, a document at a time. Waits for `bounds`."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     rule = in_torch(modeling_qwen3_next.torch_chunk_gated_delta_rule)
@@ -332,11 +354,11 @@ def query_key_gradients(
     chunk_indices: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients by q, k, w and g as flash-linear-attention's chunk_bwd_dqkwg does, in torch.
+    """Return the gradients (dq, dk, dw, dg) as flash-linear-attention's chunk_bwd_dqkwg does, in torch.
 
-    q and k are [1, tokens, key heads, size]; v, do and dv [1, tokens, value heads, size]; h and dh, the states before
-    each chunk and their gradients, [1, chunks, value heads, size, size]; g, the decay added up within a chunk as a
-    logarithm to base 2, [1, tokens, value heads].
+    q and k are [1, tokens, key heads, size]. v, do and dv are [1, tokens, value heads, size]. h and dh, the states
+    before each chunk and their gradients, are [1, chunks, value heads, size, size]. g, [1, tokens, value heads], is the
+    decay added up within a chunk, as a logarithm to base 2. cu_seqlens and chunk_indices are those of _chunks().
     """
     tokens, heads, times = q.shape[1], v.shape[2], v.shape[2] // q.shape[2]
     document, chunk = chunk_indices.unbind(1)
@@ -344,22 +366,24 @@ def query_key_gradients(
     is_real = places < cu_seqlens[document + 1][:, None]
     last = (is_real.sum(1) - 1).clamp(min=0)
 
-    def cut(whole: torch.Tensor) -> torch.Tensor:
+    def split_chunks(whole: torch.Tensor) -> torch.Tensor:
+        """Return `whole` [1, tokens, heads, ...] as [chunks, heads, tokens of a chunk, ...], 0 past a document."""
         part = whole[0][places.clamp(max=tokens - 1)]
         part = part * is_real.view(*is_real.shape, *[1] * (part.dim() - 2))
         return part.repeat_interleave(heads // part.shape[2], dim=2).transpose(1, 2)  # [chunks, heads, tokens, size]
 
-    def put(parts: torch.Tensor) -> torch.Tensor:
+    def join_chunks(parts: torch.Tensor) -> torch.Tensor:
+        """Return `parts` [chunks, heads, tokens of a chunk, ...] as [1, tokens, heads, ...]: split_chunks() undone."""
         whole = parts.new_empty(tokens + 1, *parts.shape[1:2], *parts.shape[3:])
         whole[torch.where(is_real, places, tokens)] = parts.transpose(1, 2)
         return whole[None, :-1]
 
-    q, k, v, do, dv = map(cut, (q, k, v, do, dv))
+    q, k, v, do, dv = map(split_chunks, (q, k, v, do, dv))
     before, after = h[0], dh[0].to(h.dtype)
-    decay = cut(g[..., None])[..., 0].float()
+    decay = split_chunks(g[..., None])[..., 0].float()
     end = decay.gather(2, last[:, None, None].expand(-1, heads, 1))
     by_end = (before.float() * after.float()).sum((2, 3)) * end[..., 0].exp2()
-    dw = put(-(dv.to(h.dtype) @ before.transpose(2, 3)))
+    dw = join_chunks(-(dv.to(h.dtype) @ before.transpose(2, 3)))
     from_scores = (do @ v.transpose(2, 3)).float() * (decay[..., :, None] - decay[..., None, :]).tril().exp2() * scale
     is_scored = is_real[:, None, :, None] & is_real[:, None, None, :]
     from_scores = torch.where(is_scored, from_scores, 0).tril().to(k.dtype)
@@ -369,5 +393,5 @@ def query_key_gradients(
     dq, dk = dq + from_scores @ k, dk + from_scores.transpose(2, 3) @ q
     dg = (dq * q).sum(3) - (dk * k).sum(3)
     dg = dg + by_end[..., None] * functional.one_hot(last, DELTA_CHUNK)[:, None]
-    dq, dk = (put(part.to(q.dtype)).view(1, tokens, -1, times, part.shape[-1]).sum(3) for part in (dq, dk))
-    return dq, dk, dw, put(dg)
+    dq, dk = (join_chunks(part.to(q.dtype)).view(1, tokens, -1, times, part.shape[-1]).sum(3) for part in (dq, dk))
+    return dq, dk, dw, join_chunks(dg)

@@ -40,7 +40,7 @@ WIDEST_HEAD = 256  # numbers of a head that the kernel takes
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn: temperature, and top_p of nucleus sampling (1 = off)."""
+    """How tokens are drawn: the temperature, and top_p of nucleus sampling (1 = off)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -92,7 +92,7 @@ def generate(
 
 
 class _LayerCache(delta_net.RowStates):
-    """Keys and values of a layer, or what it makes them from: [rows, heads, room, head size], made at the first use."""
+    """A layer's keys and values, or what it makes them from: [rows, heads, room, head size], made at the first use."""
 
     def __init__(self, batch: _Batch) -> None:
         super().__init__(len(batch.rows))
@@ -196,7 +196,7 @@ class _Batch:
         return [answers[place] for place in range(len(self.prompts))]
 
     def close(self) -> None:
-        """Free the graph and the caches now: they are in reference cycles, which Python would collect much later."""
+        """Free the graph and the caches now: Python would collect their reference cycles much later."""
         self.graph = None
         self.caches.clear()
 
@@ -210,7 +210,7 @@ class _Batch:
     def _admit(self, new: Mapping[int, int]) -> None:
         """Give rows to new prompts: compute each distinct prompt once, and set what the rows' first step reads.
 
-        `new` has the index of the prompt by row.
+        `new` maps rows to indices of prompts.
         """
         sharing = defaultdict[tuple[int, ...], list[int]](list)
         for row, place in new.items():
@@ -250,7 +250,7 @@ class _Batch:
     def _step(self) -> None:
         """Generate a token of each row.
 
-        If is_static, the first call captures the CUDA graph that later calls replay.
+        If is_static, the first call also captures the CUDA graph that later calls replay.
         """
         if self.graph is not None:
             self.graph.replay()
@@ -278,7 +278,7 @@ class _Batch:
         self.lengths.copy_(torch.where(self.is_live, reach, self.limits.room - 1))
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, bounds: Bounds) -> Any:
-        """Return the logits of the last token of each row of `ids`, after setting what _attend reads to `bounds`."""
+        """Set _attend's `bounds`; return the logits of each row's last token: [rows, 1, vocabulary]."""
         for module in attention_modules(self.decoder):  # not as an argument: some types do not hand further ones down
             module.generation_bounds = bounds
         given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
@@ -402,9 +402,9 @@ def _visible(
 def choose(
     logits: torch.Tensor, keys: torch.Tensor | None, tokens: torch.Tensor, drawing: Drawing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, their log-probabilities before top_p) of each row: drawn by `keys`, or the likeliest without keys.
+    """Return (ids, their log-probabilities before top_p), each [rows]: drawn by `keys`, or the likeliest without keys.
 
-    `logits` is [rows, vocabulary]; `keys` is int64 [rows]; `tokens`, int64 [rows], is the index of the token in its
+    `logits` is [rows, vocabulary]; `keys` is int64 [rows]; `tokens`, int64 [rows], is the index of each token in its
     answer.
     """
     scores = plain = logits.float() / drawing.temperature

@@ -53,7 +53,7 @@ class RecomputedMlp(torch.nn.Module):
     draws: bool
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Run the block on x [batch, sequence, hidden]; its backward pass computes everything inside again."""
+        """Return the block's output for x [batch, sequence, hidden]; the backward pass computes all inside again."""
         return _recompute(self.draws, super().forward, x)
 
 
@@ -70,7 +70,7 @@ class LeanMlp(torch.nn.Module):
     act_fn: torch.nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block on x [batch, sequence, hidden]; its backward pass forms silu(gate) * up again."""
+        """Return the block's output for x [batch, sequence, hidden]; its backward pass forms silu(gate) * up again."""
         return _recompute(self.draws, self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
 
     def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -82,17 +82,17 @@ LEAN = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # modules of a block tha
 
 @functools.cache
 def _mix_class(mixin: Any, kind: Any) -> Any:
-    """Return a class with both bases, the same object for the same bases, so that layers share a compiled function."""
+    """Return a subclass of `mixin` and `kind`, cached by them: layers of one class then share a compiled function."""
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
 
 
 @contextmanager
 def attention_backends(plan: Plan) -> Iterator[None]:
-    """Within the block, let scaled_dot_product_attention take the plan's backends first, and its math kernel last.
+    """Within the block, make scaled_dot_product_attention prefer the plan's backends and take its math kernel last.
 
     The math kernel keeps every score for the backward pass: 400 MiB a layer instead of 20 (2 rows of 1,024, 32 heads of
-    128). Also decides where transformers repeats the keys of grouped heads. Does nothing when plan.attention is
-    "default".
+    128). Also patches transformers' choice to repeat the keys of grouped heads; undone after the block. Does nothing
+    when plan.attention is "default". Raises KeyError for an unknown one.
     """
     if plan.attention == "default":
         yield
@@ -100,10 +100,7 @@ def attention_backends(plan: Plan) -> Iterator[None]:
     grouped = sdpa_attention.use_gqa_in_sdpa
 
     def shares(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether SDPA gets grouped keys unrepeated.
-
-        Only flash and cuDNN take them, on Ada up to head size 192.
-        """
+        """Return whether SDPA gets grouped keys unrepeated: flash and cuDNN take them, on Ada up to size 192."""
         return plan.attention != "efficient" and key.shape[-1] <= 192 and bool(grouped(mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
@@ -134,7 +131,7 @@ def attention_kernel(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, m
 
 
 def head_sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return (size of a query or key head, size of a value head) of a model configuration."""
+    """Return (size of a query or key head, size of a value head); they differ in latent attention only."""
     if getattr(config, "kv_lora_rank", None):  # whose head_dim is of RoPE alone
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -156,7 +153,7 @@ def swap(model: Any, plan: Plan, draws: bool = False) -> None:
 
     `draws` tells whether layers will draw random numbers (adapters with dropout), which recomputation must draw again.
     For compiled layers also sets global options of torch's compiler, and under ZeRO-3 makes the embedding's output need
-    gradients. Raises UserError as config_json.check_kernels() does.
+    gradients. Raises UserError if kernels that the model's linear attention needs are missing.
     """
     config_json.check_kernels(model.config.to_dict(), plan.device)
     swap_loss(model, plan.vocab_size)
@@ -208,9 +205,9 @@ def swap_loss(model: Any, vocab_size: int, by_row: bool = False) -> None:
 
 
 def patch_masks(model: Any) -> None:
-    """Wrap the mask functions in the module of the model's class so that plain_positions() never wait for the GPU.
+    """Wrap the mask functions of the model's module in transformers so that plain_positions() never make the host wait.
 
-    Does nothing to functions that are wrapped already. All models of the class are affected.
+    Affects all models of the class. Functions that are wrapped already stay.
     """
     module = sys.modules[type(model.model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
@@ -249,7 +246,7 @@ def attention_modules(decoder: Any) -> Iterator[Any]:
 
 @contextmanager
 def _masks_by(positions: torch.Tensor) -> Iterator[None]:
-    """Within the block, give these position ids to the mask functions that a model calls without any."""
+    """Within the block, let the mask functions that a model calls without position ids use these."""
     _positions.append(positions)
     try:
         yield
@@ -258,7 +255,7 @@ def _masks_by(positions: torch.Tensor) -> Iterator[None]:
 
 
 def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return the mask that `make` makes, with position_ids of _masks_by() if there are none.
+    """Return make(...), a transformers mask function, with the position_ids of _masks_by() where none are given.
 
     Those of plain_positions() become None: reading them would wait for the GPU.
     """
@@ -272,6 +269,7 @@ def _make_mask(make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
 def _head_loss(
     head: torch.nn.Linear, vocab_size: int, by_row: bool, form: Form, hidden: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return linear_cross_entropy()'s loss, or (loss, row losses) with `by_row`. Replaces the head's forward."""
     loss, rows = linear_cross_entropy(hidden, head.weight, labels, vocab_size, form)
     return (loss, rows) if by_row else loss
 
@@ -285,9 +283,9 @@ def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any)
 
 
 def _recompute(draws: Any, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return forward(...); in the backward pass compute its intermediate results again instead of keeping them.
+    """Return forward(...); the backward pass computes it again, in the same random state if it `draws`.
 
-    `draws` tells whether to restore the random state for that. Without gradients, just runs forward.
+    Without gradients, just runs forward.
     """
     if not torch.is_grad_enabled():  # nothing is kept anyway
         return forward(*arguments, **named)
@@ -405,15 +403,13 @@ def _shrinkage(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _times(gradient: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return gradient * scale in the gradient's dtype."""
     return (gradient * scale).to(gradient.dtype)
 
 
 @functools.cache
 def _compile(function: Any) -> Any:
-    """Return torch.compile(function), the same object each time.
-
-    Not at import: it loads torch's compiler, a second that a CPU run has no use for.
-    """
+    """Return torch.compile(function), cached. Not at import: it loads torch's compiler, a second wasted on a CPU."""
     return torch.compile(function, dynamic=False)
 
 

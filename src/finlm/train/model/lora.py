@@ -31,7 +31,8 @@ from finlm.train.model import causal_lm, kernels
 def build(recipe: Recipe, plan: Plan, ds_config: Path, config: PreTrainedConfig, tokenizer: Path) -> Any:
     """Load the recipe's model, pack it in 4 bits if lora.quantize asks for it, swap its kernels, and return it.
 
-    It has no adapters yet: peft adds them later. Raises UserError as causal_lm.load does.
+    It has no adapters yet: peft adds them later. `config` is model_config(), `tokenizer` the tokenizer file of the
+    shards. Raises UserError if the start's weights cannot be loaded or do not fit the recipe.
     """
     model = causal_lm.load(recipe, plan, ds_config, config, tokenizer)
     if is_quantized(recipe):
@@ -59,8 +60,8 @@ def lora_config(recipe: Recipe) -> Any:
 def merge_adapters(weights: dict[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
     """Return the weights by the plain model's names, with alpha / rank * B A of each adapter added in fp32.
 
-    `weights` has peft's names; dtypes stay, and so do weights without adapters. The recipe must have lora:. Raises
-    RuntimeError when an adapter belongs to no weight.
+    `weights` has peft's names and stays as it is. Dtypes stay, and so do weights without adapters. The recipe must have
+    lora:. Raises RuntimeError when an adapter belongs to no weight.
     """
     assert recipe.lora is not None
     scale = recipe.lora.alpha / recipe.lora.rank
@@ -102,7 +103,10 @@ class Nf4Linear(torch.nn.Linear):
 
 
 def pack_nf4(matrix: torch.Tensor) -> Any:
-    """Return the matrix as torchao's NF4Tensor, on its device. Its number of elements must be a multiple of 64."""
+    """Return the matrix as torchao's NF4Tensor, on its device.
+
+    Fails unless its number of elements is a multiple of 64.
+    """
     blocks = matrix.numel() // BLOCK
     return to_nf4(matrix.detach().contiguous(), BLOCK, math.gcd(blocks, SCALES))
 

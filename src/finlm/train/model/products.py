@@ -27,6 +27,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left [m, k] @ right [k, n] to `total` [m, n] in place."""
     total.addmm_(left, right)
 
 
@@ -49,7 +50,7 @@ class SumsWithinProducts(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Replace each sum of two products, or of a replaced sum and a product, by an addition within the product.
 
-        Edits the graph in place. The terms must have the same shape and dtype, and no other user.
+        Edits the graph in place. The terms must have the same shape and dtype, and no other user; other sums stay.
         """
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             roots = [root for term in node.args if (root := _root(term)) is not None]
@@ -68,7 +69,7 @@ class SumsWithinProducts(CustomGraphPass):
 def _root(term: Any) -> Node | None:
     """Return the node of the product, or of the replaced sum, that `term` is or is a view of.
 
-    None for any other node, and when anything else uses the term.
+    Return None for any other node, and when anything else uses the term.
     """
     while isinstance(term, Node) and len(term.users) == 1:
         if _is_product(term) or _is_joined(term):
@@ -80,19 +81,22 @@ def _root(term: Any) -> Node | None:
 
 
 def _is_product(node: Any) -> bool:
+    """Return whether the node multiplies two matrices (aten.mm)."""
     return node.target is aten.mm.default
 
 
 def _is_joined(node: Node) -> bool:
+    """Return whether the node is the result of an add_product that _join() put into the graph."""
     return node.target is operator.getitem and add_product.default in node.args[0].args  # type: ignore[union-attr]
 
 
 def _kind(node: Any) -> tuple[torch.Size, torch.dtype]:
+    """Return (shape, dtype) of the node's result."""
     return node.meta["val"].shape, node.meta["val"].dtype
 
 
 def _join(graph: Graph, node: Node, total: Node, product: Node) -> None:
-    """Replace the sum `node` of the graph by an operator that adds `product` to `total`."""
+    """Replace the sum `node` in the graph by an operator that adds `product` to `total`."""
     left, right = product.args
     with graph.inserting_before(node):
         both = _call(graph, auto_functionalized, add_product.default, total=total, left=left, right=right)
@@ -116,11 +120,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return x [..., n] times weight [m, n] transposed; `total` is [m, n]."""
         ctx.save_for_backward(x, weight, total)
         return linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        """Return the gradient of x; add the weight's to `total` in place and return None for it."""
         x, weight, total = ctx.saved_tensors
         add_product(total, upstream[0].flatten(0, -2).t(), x.flatten(0, -2))
         return upstream[0] @ weight, None, None
@@ -153,6 +159,7 @@ def swap_summing(model: torch.nn.Module, layers: torch.nn.Module, plan: Plan, is
         module.__class__ = SummingLinear
 
     def choose(*_: Any) -> None:
+        """Set each layer's `total` to its weight's gradient, or None when the micro-step does not sum."""
         sums = torch.is_grad_enabled() and not is_last()
         for module in linears:
             module.total = module.weight.grad if sums else None  # none yet in the first micro-step

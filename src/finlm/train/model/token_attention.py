@@ -40,8 +40,9 @@ def _read(
 ):
     """Return the softmax `state` (maximum, sum, output) of queries q, continued over keys [begin, end) of a cache row.
 
-    q is [queries, D], the cache [row, kv head, room, size], and D is `size` filled up. `head` is a kv head; B keys are
-    read at a time. A `cap` above 0 soft-caps the scores.
+    q is [queries, D], the cache [row, kv head, room, size], and D is `size` filled up to a power of two. `row` and
+    `head` choose a row of the cache and its kv head; B keys are read at a time. `scale` multiplies the scores; a `cap`
+    above 0 soft-caps them.
     """
     most, total, out = state
     width = tl.arange(0, D)
@@ -91,9 +92,9 @@ def _attend(
 ):
     """Write the attention of query heads that share a key head. Grid: rows, key heads, parts of the keys.
 
-    With one part writes final outputs; with several, each part's sums, softmax maximum (`most`) and softmax sum
-    (`total`), which _merge joins. attend() describes the other arguments; its `bounds` are `reach`, `prompts` and
-    `sources`.
+    With one part (SPLITS 1), writes final outputs. With several, writes for each part the sums, the softmax maximum
+    (`most`) and the softmax sum (`total`), which _merge joins. `reach`, `prompts` and `sources` are the `bounds` of
+    attend(), which describes the other arguments; G is `groups` filled up, `span` the keys of a part.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, width = tl.arange(0, G), tl.arange(0, D)

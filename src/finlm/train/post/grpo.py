@@ -18,28 +18,23 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from huggingface_hub import snapshot_download
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
-from trl.trainer import grpo_trainer
-from trl.trainer import utils as trl_utils
 
-from finlm.recipe import weights
-from finlm.recipe.schema import Model, Recipe
+from finlm.recipe.schema import Recipe
 from finlm.recipe.schema_train import Grpo, Term
 from finlm.recipe.shape import is_quantized
 from finlm.rows.shards import Order
 from finlm.train.batches import Numbers
 from finlm.train.entry import Rank
-from finlm.train.model import causal_lm, kernels, lora
+from finlm.train.model import kernels, lora
 from finlm.train.model.generation import Drawing, Limits, generate, row_keys
-from finlm.train.post import rollouts, trainers
+from finlm.train.post import rollouts, start, trainers
 from finlm.train.post.rollouts import Prompt, Rewards, read_prompts
 from finlm.train.post.start import load_start, padding_tokenizer
 from finlm.train.post.trainers import Recorded, arguments
@@ -86,14 +81,19 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return Order(len(self.prompts), self.rank.recipe.train.seed)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens of answers, tokens of answers and prompts) of the last generation, over all ranks."""
+        """Return (tokens of answers, tokens of answers and prompts) of the last generation, over all ranks.
+
+        Ignores `step`.
+        """
         return self.generated
 
     def metrics_of_step(self) -> Numbers:
-        """Return trl's metrics, and measures of new answers, for the `step` event. Collective.
+        """Return fields of the `step` event: trl's metrics, mismatch and, after a generation, its rewards and measures.
 
-        Records incidents of answers. After a generation, rank 0 writes some of its answers to rollouts.jsonl.
+        Empties trl's metrics and records incidents of answers. After a generation, rank 0 appends some of its answers
+        to rollouts.jsonl. Collective.
         """
+        # The terms from a copy, and first: draining removes all of trl's metrics.
         terms = {name: f"rewards/{name}/mean" for name in self.reward_func_names}
         means = trainers.drain_metrics({key: self._metrics["train"][key] for key in terms.values()}, terms)
         tokens = self.accelerator.reduce(torch.stack(self.tokens_learnt)).tolist()
@@ -115,7 +115,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _recorded_answers(self) -> Iterator[rollouts.Answer]:
         """Yield the answers of the last generation, of all ranks, from trl's logs; does not communicate.
 
-        Each has the reward of every term, None where a term gave none, and the weighted sum, in which None counts as 0.
+        An answer's `rewards` has None where a term gave none; its `reward` is the weighted sum, in which None counts as
+        0.
         """
         logs, weights = self._logs, self.reward_weights.tolist()
         given = zip(logs["prompt"], logs["completion"], logs["advantages"], self.numbers, strict=True)
@@ -127,12 +128,18 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             yield rollouts.Answer(prompt, self.prompts[number]["answer"], text, earned, reward, advantage)
 
     def state_for_checkpoint(self) -> State:
-        """Return Recorded's state, that of the watch over answers, and the rewards of held-out answers at step 0."""
+        """Return Recorded's state and two more: `rollouts`, the watch over answers.
+
+        `drawn_first`, rewards at step 0.
+        """
         saved: State = super().state_for_checkpoint()
         return saved | {"rollouts": self.gaming.state(), "drawn_first": list(self.drawn_first.items())}
 
     def restore(self, saved: State) -> None:
-        """Restore a value of state_for_checkpoint(); rank 0 drops the rows of rollouts.jsonl after the run's step."""
+        """Restore a value of state_for_checkpoint(), {} at the first step.
+
+        Rank 0 rewrites rollouts.jsonl up to the run's step.
+        """
         super().restore(saved)
         self.gaming = rollouts.Watch(self.rank.recipe.incidents.rollouts, saved.get("rollouts"))
         self.drawn_first = dict(saved.get("drawn_first", ()))
@@ -140,11 +147,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
             rollouts.drop_rows_after(self.rank.run, self.state.global_step)
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return the mean rewards of answers to held-out prompts, by source and in all; None when none are held out.
+        """Return the mean rewards of answers to held-out prompts, in all and, as `sources`, of each source. Collective.
 
-        `reward` is of the likeliest answers. `sampled` is of grpo.held_out_answers answers drawn as in training, and
-        `rise` its gain since step 0, at which its values are remembered; both are left out without such answers.
-        Collective.
+        `reward` is of the likeliest answers. `sampled` is of grpo.held_out_answers answers drawn as in training; it is
+        left out when that number is 0. `rise` is the gain of `sampled` since step 0, where self.drawn_first is set.
+        Returns None when no prompts are held out. Puts the model into train mode.
         """
         if not self.held_out:
             return None
@@ -158,15 +165,19 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return self._means(torch.cat(list(likeliest.values()))) | self._rise(drawn, list(drawn)) | {"sources": sources}
 
     def _means(self, values: torch.Tensor) -> dict[str, float | Numbers]:
-        """Return mean reward, number of prompts and mean of each term, from values [prompts, terms]; leaves out NaN."""
+        """Return {reward, prompts, rewards}: mean weighted reward, number of prompts, mean of each term by name.
+
+        `values` is [prompts, terms]; NaN counts as 0 in the weighted reward and is left out of a term's mean.
+        """
         rewards = (values * self.reward_weights).nansum(dim=1)
         terms = dict(zip(self.reward_func_names, values.nanmean(dim=0).tolist(), strict=True))
         return {"reward": float(rewards.mean()), "prompts": len(values), "rewards": terms}
 
     def _rise(self, drawn: dict[str, torch.Tensor], names: list[str]) -> dict[str, float | list[float]]:
-        """Return {"sampled"} of these sources and, if the evaluation at step 0 is known, `rise` and `rise_interval`.
+        """Return {"sampled"}, the mean of drawn answers of these sources, with `rise` and `rise_interval` since step 0.
 
-        `drawn` has the rewards [prompts] of each source. Returns {} when nothing was drawn.
+        `drawn` has the rewards [prompts] of each source. Without as many values from step 0, returns only `sampled`;
+        when nothing was drawn, {}.
         """
         now = torch.cat([drawn[name] for name in names])
         first = [value for name in names for value in self.drawn_first.get(name, ())]
@@ -191,8 +202,8 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return (log-probabilities, entropies or None, None) of the last tokens: fp32 [rows, logits_to_keep].
 
-        Sets self.kept to the values of self.besides for these tokens. While a loss is computed, corrects its advantages
-        (Mismatch.correct).
+        Runs `batch_size` rows at a time, all at once if None. Sets self.kept to the values of self.besides for these
+        tokens. While a loss is computed, corrects its advantages (Mismatch.correct).
 
         Prompts are padded on their left. Here the padding moves behind the answers, where no token that counts looks:
         attention needs no mask then, and flash attention takes none.
@@ -202,7 +213,7 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         labels = ids.masked_fill((real == 0) | (order < input_ids.shape[1] - logits_to_keep), -100)
         before = order.argsort(dim=1)[:, -logits_to_keep:] - 1  # where a kept token's log-probability stands
         size, parts_of_rows = batch_size or len(ids), []
-        for rows in (slice(start, start + size) for start in range(0, len(ids), size)):
+        for rows in (slice(first, first + size) for first in range(0, len(ids), size)):
             given = {"input_ids": ids[rows], "position_ids": kernels.plain_positions(ids), "labels": labels[rows]}
             with self.accelerator.autocast():
                 out = model(**given, fused_lm_head=True)
@@ -216,9 +227,9 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return logps, rest[0] if compute_entropy else None, None
 
     def _compute_loss(self, model: Any, inputs: Rows) -> torch.Tensor:
-        """Return trl's loss, its advantages weighted (Mismatch.correct).
+        """Return trl's loss, its advantages weighted by Mismatch.correct. Leaves `inputs` as it is.
 
-        Does not change `inputs`, and counts their tokens.
+        Adds the number of the answers' tokens to tokens_learnt.
         """
         self.learnt_from = dict(inputs)  # a copy: with grpo.iterations the same rows come again
         self.tokens_learnt.append(inputs["completion_mask"].sum())
@@ -229,7 +240,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *more: Any) -> tuple[Answers, LogProbs]:
-        """Return (ids, log-probabilities) of an answer to each prompt; record `generated` and set it. Collective."""
+        """Return (ids, log-probabilities) of an answer to each prompt. Collective.
+
+        Records the event `generated`; sets is_generated and self.generated, the tokens over all ranks. `more` is only
+        passed to trl, which generates with vLLM.
+        """
         self.is_generated, begun = True, time.monotonic()
         if self.use_vllm:
             answers, log_probs = super()._generate_single_turn(prompt_ids, *more)
@@ -243,11 +258,11 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return answers, log_probs
 
     def _tokenize_prompts(self, prompts: list[str]) -> Any:
-        """Return the ids of the prompts that _read() yielded last; several ids may have the same text."""
+        """Return (ids of the prompts that _read() yielded last, None, {}); several ids may have the same text."""
         return self.asked, None, {}
 
     def _read(self, step: int) -> Iterator[list[Prompt]]:
-        """Yield this rank's prompts of a step at each micro-step: the same list each time, a prompt per answer.
+        """Yield this rank's prompts of a step (0-based), a prompt per answer: the same list at each micro-step.
 
         Seeds torch, adds the prompts to the checksum, and sets what generating reads (numbers, keys, asked, longest).
         """
@@ -271,9 +286,10 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
     def _generate_answers(
         self, prompts: list[list[int]], keys: torch.Tensor | None, longest: int
     ) -> tuple[Answers, LogProbs]:
-        """Return (ids with the end token, log-probabilities) of an answer to each prompt; the likeliest without keys.
+        """Return (ids with the end token, log-probabilities) of an answer to each prompt. All ranks must call it.
 
-        All ranks must call it. `longest` is the tokens of the longest prompt that any rank generates for.
+        `keys` has a row of noise for each prompt; without keys, returns the likeliest answers. `longest` is the tokens
+        of the longest prompt that any rank generates for. Empties CUDA's cache at the end.
         """
         plan, grpo, gathers = self.rank.plan, self.grpo, self.args.ds3_gather_for_generation
         limits = Limits(
@@ -316,11 +332,14 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
         return earned
 
     def _reward_answers(self, prompts: list[Prompt], keys: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rewards of answers, drawn with `keys`: [prompts, terms], NaN for None. Collective."""
+        """Return the rewards of an answer to each prompt: fp32 [prompts, terms] on the CPU, NaN for None. Collective.
+
+        The answers are drawn with the noise `keys`, a row a prompt; without keys they are the likeliest.
+        """
         longest = max(len(prompt["prompt_ids"]) for prompt in prompts)
 
         def reward(numbers: list[int]) -> torch.Tensor:
-            """Return the rewards of answers to the prompts with these indices: [indices, terms]."""
+            """Return the rewards of answers to the prompts with these indices: [indices, terms], on the device."""
             batch = [prompts[number] for number in numbers]
             noise = None if keys is None else keys[numbers]
             ids, _ = self._generate_answers([prompt["prompt_ids"] for prompt in batch], noise, longest)
@@ -339,15 +358,16 @@ class GroupTrainer(Recorded, GRPOTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank[Recipe]) -> GroupTrainer:
-    """Return the trainer of a rank's run, with its model, rewards and tokenizer loaded.
+    """Return the trainer of a rank's run (ValueTrainer for PPO, else GroupTrainer), with model, rewards and tokenizer.
 
-    Raises UserError as load_start and rollouts.make_rewards do. Changes trl (score_answers_alone, refer_to_text).
+    Raises UserError if the start or a reward model cannot be loaded, or a reward function is not as it was. Patches trl
+    for the process (start.score_answers_alone, start.refer_to_text).
     """
-    score_answers_alone()
-    refer_to_text(r.recipe.model)
+    start.score_answers_alone()
+    start.refer_to_text(r.recipe.model)
     tokenizer = padding_tokenizer(r)
     model = load_start(r)
-    model.config._name_or_path = _start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
+    model.config._name_or_path = start.start_path(r.recipe.model)  # where trl finds the reference, for beta above 0
     model.generation_config.eos_token_id = r.shards.manifest["end_of_turn_id"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(r.shards.manifest["end_of_turn_id"])
     return trainer_of(settings_of(r).form)(
@@ -360,20 +380,6 @@ def make(r: Rank[Recipe]) -> GroupTrainer:
         train_dataset=Dataset.from_list([{"prompt": "-", "answer": "A"}]),
         peft_config=lora.lora_config(r.recipe),
     )
-
-
-def score_answers_alone() -> None:
-    """Make trl's head skip the tokens of prompts on CPUs too: _use_triton decides nothing else there (trl 1.16)."""
-    trl_utils._use_triton = lambda device: True
-
-
-def refer_to_text(start: Model) -> None:
-    """Make trl load the text decoder as the reference if the start reads more than text: it would load the whole."""
-    if any(weights.text_alone(start)):
-        config = causal_lm.start_config(str(start.init_from), start.revision)
-        how: dict[str, Any] = {"kind": causal_lm.causal_class(config), "config": config}
-        how["fix"] = "put the model of model.init_from back"
-        grpo_trainer.create_model_from_path = lambda path, **given: causal_lm.load_weights(source=path, **how, **given)
 
 
 FORMS = {  # of trl's losses
@@ -401,19 +407,8 @@ def trainer_of(form: str) -> type[GroupTrainer]:
     return ValueTrainer
 
 
-def _start_path(start: Model) -> str:
-    """Return the directory of the start model.
-
-    For a Hub id this is its revision in the cache; trl would take the newest.
-    """
-    source = str(start.init_from)
-    if Path(source).is_dir():
-        return source
-    return snapshot_download(source, revision=start.revision, local_files_only=True)  # it has just been loaded
-
-
 def settings_of(r: Rank[Recipe]) -> Grpo:
-    """Return the section grpo of the run's recipe, which must have it."""
+    """Return the section grpo of the run's recipe. AssertionError without it."""
     assert r.recipe.grpo is not None
     return r.recipe.grpo
 

@@ -43,15 +43,15 @@ class ValueTrainer(GroupTrainer):
         body.model.register_forward_hook(self._compute_values)
 
     def _compute_values(self, body: Any, given: Any, out: Any) -> None:
-        """Set self.besides to the value of each token but the last, [rows, tokens - 1]. A forward hook.
+        """Set self.besides to (values,): the value of each token but the last, [rows, tokens - 1].
 
-        Does nothing unless tokens are scored.
+        A forward hook of the body. Does nothing unless is_scoring.
         """
         if self.is_scoring:
             self.besides = (getattr(causal_lm.base_model(self.model), HEAD)(out.last_hidden_state)[:, :-1, 0],)
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        """Return GroupTrainer's result, and set self.kept to the values of the tokens."""
+        """Return GroupTrainer's result, and set self.kept to (values of the last tokens,)."""
         self.is_scoring = True
         try:
             return super()._get_per_token_logps_and_entropies(*given, **named)
@@ -59,9 +59,10 @@ class ValueTrainer(GroupTrainer):
             self.is_scoring = False
 
     def _generate_and_score_completions(self, inputs: Any) -> Rows:
-        """Return trl's rows with `advantages`, `returns` and `old_values` for each token, and old_per_token_logps.
+        """Return trl's rows for the prompts, with `advantages`, `returns`, `old_values` and `old_per_token_logps`.
 
-        Notes the mean divergence from the start as metric kl if grpo.beta is set. Collective.
+        All four are [answers, tokens]. Appends the mean divergence from the start to trl's metric kl if grpo.beta is
+        set. Collective.
         """
         rows: Rows = super()._generate_and_score_completions(inputs)
         mask = rows["completion_mask"]
@@ -92,6 +93,7 @@ class ValueTrainer(GroupTrainer):
             self.beta = beta
         (values,), mask = self.kept, inputs["completion_mask"]
         missed = value_losses(values, inputs["old_values"], inputs["returns"], self.ppo.value_clip) * mask
+        # The tokens of all ranks, as trl divides its loss; the mean over ranks, which comes later, is taken back here.
         value_loss = missed.sum() / (inputs["num_items_in_batch"] / self.accelerator.num_processes)
         self._record(values.detach(), missed.detach(), inputs["returns"], mask)
         total: torch.Tensor = loss + self.ppo.value_weight * value_loss
@@ -114,10 +116,10 @@ class ValueTrainer(GroupTrainer):
         return whitened.float()
 
     def _record(self, values: torch.Tensor, missed: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add to trl's metrics the mean value loss of a token, and the explained share of the returns' variance.
+        """Append to trl's metrics the mean value_loss of a token and value_explained, a share of the returns' variance.
 
-        `values`, `missed` (the losses), `returns` and `mask` are [answers, tokens]. Without variance, leaves the share
-        out. Collective.
+        `values`, `missed` (the losses), `returns` and `mask` are [answers, tokens]. Without variance, leaves
+        value_explained out. Collective.
         """
         wide = returns.double() * mask
         sums = torch.stack((missed.double().sum(), (values - returns).double().square().mul(mask).sum(), mask.sum()))
@@ -159,9 +161,9 @@ def estimate(
 
 
 def value_losses(values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
-    """Return half the squared error of each token: the larger of the values' and of that clipped around `before`.
+    """Return each token's loss: half the larger squared error against `returns` of the value and of the clipped value.
 
-    Values may move by `clip` from `before`. All tensors have the same shape.
+    The clipped value stays within `clip` of `before`, the value at generation. All tensors have the same shape.
     """
     near = before + (values - before).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())

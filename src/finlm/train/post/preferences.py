@@ -46,6 +46,7 @@ class PairTrainer(Recorded):
     names: dict[str, str]  # of trl's metrics, by their name in the row of a step
 
     def __init__(self, r: Rank[Recipe], model: torch.nn.Module, **given: Any) -> None:
+        """Read the run's training pairs into memory, make trl's trainer of `model` and `given`, and attach the run."""
         self.rank = r
         self.pairs = list(dialogues.read_pairs(r.shards.split("train")))
         super().__init__(model=model, **given)
@@ -62,16 +63,22 @@ class PairTrainer(Recorded):
         return np.array([_tokens(pair) for pair in self.pairs])
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (tokens, the same tokens) of all sequences of a step over all ranks: all of them are read."""
+        """Return (tokens, tokens): all tokens of a step's sequences over all ranks, as labels and as tokens read.
+
+        `step` is 0-based.
+        """
         tokens = int(self.tokens[self._numbers(step)].sum())
         return tokens, tokens
 
     def metrics_of_step(self: Any) -> Numbers:
-        """Return trl's metrics by the names in `names`, each the mean over micro-steps, and remove trl's values."""
+        """Return trl's metrics by the keys of `names`, each the mean over micro-steps. Remove all of trl's metrics."""
         return drain_metrics(self._metrics["train"], self.names)
 
     def evaluate_held_out(self: Any) -> Numbers | None:
-        """Return summary() of the rewards of held-out pairs, in all and by source, or None without any; collective."""
+        """Return summary() of the rewards of all held-out pairs, with `sources`: summary() of each source.
+
+        Return None when nothing is held out. Puts the model into train mode. Collective.
+        """
         if not self.held_out:
             return None
         self.model.eval()
@@ -81,7 +88,10 @@ class PairTrainer(Recorded):
         return summary(torch.cat(list(rewards_of.values()))) | {"sources": sources}
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)]. Subclasses define it."""
+        """Return the rewards of a batch on this rank: [pairs, (chosen, rejected)].
+
+        Raises NotImplementedError; subclasses define it.
+        """
         raise NotImplementedError
 
     def batch(self, pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
@@ -100,7 +110,10 @@ class PairTrainer(Recorded):
         return padding_id(self.rank.shards)
 
     def _score_pairs(self, pairs: Sequence[Pair], scores: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Return scores(batch) of all pairs on the CPU: [pairs, (chosen, rejected)]. Collective."""
+        """Return scores(batch) of all pairs, fp32 on the CPU: [pairs, (chosen, rejected)]. The ranks share the work.
+
+        Collective.
+        """
         size = self.rank.plan.micro_batch
         return spread(self.rank, len(pairs), size, lambda numbers: scores(self.batch([pairs[n] for n in numbers])))
 
@@ -122,11 +135,12 @@ class PairTrainer(Recorded):
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of trl's collator for the pairs: int64 [2 * pairs, longest], chosen sequences first.
+    """Return trl's tensors for the pairs: input_ids, attention_mask and completion_mask, int64 [2 * pairs, longest].
 
-    They are input_ids, attention_mask and completion_mask; reference log-probabilities, if pairs have them, are
+    The chosen sequences come first, then the rejected. Reference log-probabilities, if the pairs have them, are
     [pairs].
     """
+    # Token ids are arrays, which trl's collator does not take; reference log-probabilities are floats.
     lists = [{name: getattr(value, "tolist", lambda v=value: v)() for name, value in pair.items()} for pair in pairs]
     batch: dict[str, torch.Tensor] = DataCollatorForPreference(pad_token_id=pad_id)(lists)
     return batch
@@ -151,6 +165,7 @@ def summary(rewards: torch.Tensor) -> dict[str, float]:
 
 
 def _tokens(pair: Pair) -> int:
+    """Return the number of tokens of the pair's two sequences, each with the prompt."""
     return 2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"])
 
 
@@ -188,15 +203,17 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Add the start's log-probabilities to every pair, train and held-out, in place; return the data set as it is.
+        """Add the start's log-probabilities to every pair, train and held-out, in place; return `dataset` unchanged.
 
-        Collective. Writes no file, as trl would. Also puts the head that is trained into the model (start.swap_head).
+        First puts the head that is trained into the model (start.swap_head). Adapters are off meanwhile. Writes no
+        file, as trl would. Collective.
         """
         start.swap_head(causal_lm.base_model(self.model), self.rank.plan.vocab_size)
+        # There is no engine yet; only ZeRO-3's parts need one to be gathered.
         is_partitioned = self.rank.plan.zero_stage == 3
         model = prepare_deepspeed(self.model, self.accelerator) if is_partitioned else self.model
         model.eval()
-        adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)
+        adapters = getattr(self.model, "disable_adapter", contextlib.nullcontext)  # without them it is the start
         with adapters():
             for pairs in (self.pairs, *self.held_out.values()):
                 logps = self._score_pairs(pairs, partial(self._logps, model))
@@ -206,7 +223,7 @@ class PreferenceTrainer(PairTrainer, DPOTrainer):  # type: ignore[misc]
         return dataset
 
     def _logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probability of the answers: fp32 [pairs, (chosen, rejected)]."""
+        """Return the summed log-probability of each answer's tokens: fp32 [pairs, (chosen, rejected)]."""
         ids, mask = batch["input_ids"], batch["completion_mask"]
         labels = ids.masked_fill(mask == 0, -100)
         asked = {"input_ids": ids, "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -222,14 +239,17 @@ class OddsTrainer(PreferenceTrainer):
     """
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-odds of the answers, [pairs, (chosen, rejected)].
+        """Return the log-odds of the answers on this rank, [pairs, (chosen, rejected)].
 
-        With them, the loss of held-out pairs is equation 7 of the paper.
+        summary() then gives equation 7 of the paper as the loss of held-out pairs.
         """
         return log_odds(self._means(self.model_wrapped, batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:
-        """Return the mean ORPO loss of this rank's pairs and note metrics of all ranks' pairs. Collective."""
+        """Return the mean ORPO loss of this rank's pairs. Append metrics of all ranks' pairs to trl's metrics.
+
+        Collective. `return_outputs` is ignored: the loss alone is returned.
+        """
         means = self._means(model, inputs)
         odds = log_odds(means)
         chosen, rejected = self.accelerator.gather(odds.detach()).unbind(1)
@@ -272,7 +292,7 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
     }
 
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the model's rewards, [pairs, (chosen, rejected)]; takes `margin` out of the batch."""
+        """Return the model's rewards, [pairs, (chosen, rejected)]; removes `margin` from the batch."""
         batch.pop("margin", None)
         rewards = self.model_wrapped(**batch, use_cache=False).logits.squeeze(-1)
         return torch.stack(rewards.chunk(2), dim=1)
@@ -297,13 +317,13 @@ class JudgeTrainer(PairTrainer, RewardTrainer):  # type: ignore[misc]
 
 
 def make_reward_model(model: Any, pad_id: int) -> Any:
-    """Return a reward model with the causal model's body, which both share, and a new head with a single output.
+    """Return a reward model: the body of the causal `model` itself, not a copy, and a new head with a single output.
 
-    The head is drawn from torch's generator. The model's forward passes no attention mask. `pad_id` becomes its padding
+    Draws the head from torch's generator. Its forward passes no attention mask. `pad_id` becomes the config's padding
     id.
     """
     config = model.config.__class__(**model.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
-    with torch.device("meta"):
+    with torch.device("meta"):  # its body is replaced at once
         reward_model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config)
     weight = model.lm_head.weight
     reward_model.model = model.model
@@ -315,9 +335,10 @@ def make_reward_model(model: Any, pad_id: int) -> Any:
 
 
 def make(r: Rank[Recipe]) -> PairTrainer:
-    """Return the trainer of a rank's run, of stage dpo or reward, with its model loaded.
+    """Return the trainer of a rank's run, with its model loaded.
 
-    Raises UserError as lora.build does.
+    It is PreferenceTrainer for stage dpo, OddsTrainer for dpo.loss orpo, JudgeTrainer for stage reward. Raises
+    UserError if the start's weights cannot be loaded.
     """
     first = next(dialogues.read_pairs(r.shards.split("train")))
     model: Any = load_start(r)

@@ -46,7 +46,10 @@ WORSE = 0.1  # by which a share must exceed that of the first steps
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a step as rollouts.jsonl has it: its text `said`, the `right` answer, rewards by term and in all."""
+    """An answer of a step as rollouts.jsonl has it: its text `said`, the `right` answer, rewards by term and in all.
+
+    A term's reward is None where it gave none; `advantage` is what training multiplied the answer by.
+    """
 
     prompt: str
     right: str
@@ -57,7 +60,10 @@ class Answer:
 
 
 class Prompt(TypedDict):
-    """A prompt as trl's rewards read it. `asked` is the text without what the template writes behind a question."""
+    """A prompt as trl's rewards read it: its text, its ids, and the right answer, "" if unknown.
+
+    `asked` is the text without what the template writes behind a question.
+    """
 
     prompt: str
     asked: str
@@ -86,9 +92,10 @@ def read_prompts(shards: Shards, parts: list[Shard], tokenizer: Any) -> list[Pro
 
 
 def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
-    """Return the mean share of repeated text in `texts` as `repetition` and, with `checked`, `unanswered`.
+    """Return {"repetition": mean share of repeated text in `texts`} and, if `checked` names rules, `unanswered`.
 
-    `unanswered` is the share of texts in which no rule of `checked` finds an answer. `texts` must not be empty.
+    `unanswered` is the share of texts in which no rule of `checked` finds an answer. Raises StatisticsError for no
+    texts.
     """
     shares = {"repetition": statistics.fmean(map(scoring.repetition, texts))}
     if checked:
@@ -98,7 +105,10 @@ def measure(texts: Sequence[str], checked: Sequence[str]) -> dict[str, float]:
 
 
 def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
-    """Return the mean of the prompts' gains as `rise` and, for two or more, its 95 % interval as `rise_interval`."""
+    """Return {"rise": mean of the gains} and, for two or more, its 95 % interval as `rise_interval`.
+
+    Raises StatisticsError for no gains.
+    """
     mean = statistics.fmean(gains)
     if len(gains) < 2:
         return {"rise": mean}
@@ -107,9 +117,10 @@ def rise(gains: Sequence[float]) -> dict[str, float | list[float]]:
 
 
 def sure_errors(freedom: int) -> float:
-    """Return how many standard errors to either side of a mean hold 95 %, by Student's t with `freedom` degrees.
+    """Return the number of standard errors to either side of a mean that hold 95 %, by Student's t.
 
-    Computed by its expansion around SURE: within 1 % from 3 degrees of freedom on, a quarter short with 1.
+    `freedom` is the degrees of freedom, at least 1. Computed by an expansion around SURE: within 1 % from 3 degrees of
+    freedom on, a quarter short with 1.
     """
     z = SURE
     terms = (
@@ -138,11 +149,11 @@ ROUNDING = 0.001  # nats a token that products of other sizes may move a log-pro
 
 
 class Mismatch:
-    """Compares the log-probabilities of the same tokens in generation and in training.
+    """Compares the log-probabilities of the same tokens in generation and in training; sums the differences of a step.
 
-    A token's advantage is multiplied by exp(training - generation), at most `cap` (truncated importance sampling),
-    where they differ by more than rounding. With `cap` 0 they are only compared. Keeps the mean and largest difference
-    of a step.
+    correct() multiplies a token's advantage by exp(training - generation), at most `cap` (truncated importance
+    sampling), where they differ by more than rounding. With `cap` 0 they are only compared. `device` is that of the
+    sums.
     """
 
     def __init__(self, cap: float, device: torch.device) -> None:
@@ -153,8 +164,8 @@ class Mismatch:
     def correct(self, rows: dict[str, torch.Tensor], log_probs: torch.Tensor) -> None:
         """Add a micro-step's differences; with a cap, replace rows["advantages"] by weighted ones [rows, tokens].
 
-        `log_probs` is training's, [rows, tokens]. If `rows` has old_per_token_logps, of before they were learnt from,
-        these are compared instead.
+        `log_probs` are training's, [rows, tokens]. If `rows` has old_per_token_logps (of before the rows were learnt
+        from), these are compared instead. `rows` needs sampling_per_token_logps and completion_mask.
         """
         before = rows.get("old_per_token_logps")
         apart = (log_probs if before is None else before) - rows["sampling_per_token_logps"]
@@ -167,9 +178,9 @@ class Mismatch:
             rows["advantages"] = (advantages if advantages.dim() == 2 else advantages[:, None]) * weights.float()
 
     def take(self) -> dict[str, float]:
-        """Return the step's mean and largest difference over all ranks, and begin anew.
+        """Return {mismatch, mismatch_largest} of the step over all ranks, in nats a token, and set the sums to 0.
 
-        The keys are `mismatch` and `mismatch_largest`, in nats a token. All ranks must call it.
+        All ranks must call it.
         """
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
@@ -181,10 +192,10 @@ class Mismatch:
 
 
 class Watch:
-    """Judges the measures of the steps, one after the other; every rank passes the same values."""
+    """Judges the measures of each step against those of the first steps; every rank must pass the same values."""
 
     def __init__(self, settings: Rollouts, state: Mapping[str, Any] | None = None) -> None:
-        """Begin with the state of a checkpoint, as state() gave it, or without any when it is None."""
+        """Begin with what state() returned at a checkpoint, or with nothing seen when `state` is None."""
         self.settings = settings
         self._first: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("first", ())}
         self._last: dict[str, list[float]] = {key: list(values) for key, values in (state or {}).get("last", ())}
@@ -195,9 +206,9 @@ class Watch:
         return {"first": list(self._first.items()), "last": list(self._last.items()), "told": sorted(self._told)}
 
     def judge(self, row: Mapping[str, Any]) -> Iterator[Incident]:
-        """Remember a step's measures, the fields of its `step` event, and yield the incidents that begin with it.
+        """Remember the measures in `row`, the fields of a `step` event, and yield the incidents that begin with it.
 
-        Read all that it yields: the later kinds of incident are judged only then.
+        Read all that it yields: the later kinds of incident are judged only then. Absent measures are not judged.
         """
         for key in ("answer_tokens", "entropy", "repetition", "unanswered", "reward", "equal_groups"):
             if isinstance(row.get(key), (int, float)):
@@ -222,17 +233,21 @@ class Watch:
         yield from self._tell(Incident("rollout and trainer part", detail), apart > self.settings.mismatch)
 
     def _exceeds(self, key: str, limit: float) -> bool:
+        """Return whether the last steps' median is above `limit` and more than WORSE above that of the first steps."""
         first, last = self._medians(key)
         return last > limit and last > first + WORSE
 
     def _tell(self, incident: Incident, is_bad: bool) -> Iterator[Incident]:
-        """Yield the incident if it `is_bad` now and was not before; note whether it goes on."""
+        """Yield the incident if `is_bad` and it was not so at the last step; remember `is_bad` for the next."""
         if is_bad and incident.what not in self._told:
             yield incident
         (self._told.add if is_bad else self._told.discard)(incident.what)
 
     def _medians(self, key: str) -> tuple[float, float]:
-        """Return (median of the first steps, median of the last STEPS), equal before there are so many."""
+        """Return (median of the first steps, median of the last STEPS), equal before there are STEPS of them.
+
+        0 without any.
+        """
         first, last = self._first.get(key, [0.0]), self._last.get(key, [0.0])
         begin = statistics.median(first)
         return begin, statistics.median(last) if len(last) == STEPS else begin
@@ -250,9 +265,9 @@ Rewards = Callable[..., list[float | None]]
 
 
 def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
-    """Return a reward function for each term of grpo.reward: models, the user's files, rules.
+    """Return a reward function for each term of grpo.reward: a model, a function of the user's file, or a rule.
 
-    Raises UserError as load_reward_model and read_function do.
+    Raises UserError if a model cannot be loaded or cannot judge, or a file is not as it was.
     """
     grpo = r.recipe.grpo
     assert grpo is not None
@@ -270,10 +285,10 @@ def make_rewards(r: Rank[Recipe]) -> list[Rewards]:
 def score_by_rule(
     term: Term, most_tokens: int, asked: list[str], completions: list[str], answer: list[str], **more: Any
 ) -> list[float | None]:
-    """Return the value of each answer by the term's rule, which needs no model; None where no right answer fits it.
+    """Return the value of each answer by the term's rule, which needs no model.
 
-    `asked`, `completions` and `answer` are texts of prompts, answers and right answers; more["completion_ids"] has the
-    answers' ids. `most_tokens` is the tokens that an answer may have.
+    None where no right answer fits the rule. `asked`, `completions` and `answer` are texts of prompts, answers and
+    right answers. more["completion_ids"] has the answers' ids. `most_tokens` is the longest answer allowed.
     """
     given = zip(asked, completions, answer, more["completion_ids"], strict=True)
     return [
@@ -299,12 +314,15 @@ def read_function(run: RunDir, term: Term) -> scoring.Function:
 def score_by_function(
     function: scoring.Function, name: str, prompts: list[str], completions: list[str], answer: list[str], **_: Any
 ) -> list[float | None]:
-    """Return the user's function's values, a float or None for each answer. Raises UserError for others."""
+    """Return the values of the user's function, a float or None for each answer.
+
+    `name` is the function's, for messages. Raises UserError if the function fails or returns anything else.
+    """
     return scoring.call_function(function, name, prompts, completions, answer)
 
 
 def load_reward_model(path: str, r: Rank[Recipe]) -> Rewards:
-    """Load a trained reward model on the rank's device and return its reward function.
+    """Load a trained reward model from the directory `path` onto the rank's device and return its reward function.
 
     The model is bf16 on a GPU, else as saved. Raises UserError when it cannot be loaded, has not exactly one output, or
     has another vocabulary size than the plan.

@@ -36,7 +36,7 @@ from finlm.train.post.trainers import Recorded, arguments
 
 
 class MicroBatch(TypedDict, total=False):
-    """What compute_loss takes: the model's arguments, the factor of the loss, and the index of each row's source."""
+    """What compute_loss takes: the model's arguments, the loss's factor `scale`, the rows' source indices."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -76,7 +76,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
         """Return the micro-batch's summed loss times its `scale`: its part of the step's mean over all ranks.
 
-        Adds it to the sums by source. Takes `scale` and `sources` out of `inputs`.
+        Adds the rows' losses to the sums by source. Removes `scale` and `sources` from `inputs`.
         """
         scale, sources = inputs.pop("scale"), inputs.pop("sources")
         loss, rows = model(**inputs)
@@ -84,7 +84,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return loss * scale  # type: ignore[no-any-return]
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (labels that count, tokens read) of a step over all ranks."""
+        """Return (labels that count, tokens read) of a step over all ranks. `step` is 0-based."""
         return self.batches.supervised(step), self.batches.tokens_read(step)
 
     def read_ahead(self, step: int) -> None:
@@ -92,11 +92,17 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         self.batches.read_ahead(step)
 
     def metrics_of_step(self) -> Numbers:
-        """Return {"sources": loss and number of labels of each source in the step}, and begin new sums; collective."""
+        """Return {"sources": {name: {loss, tokens}}} of the step, tokens being labels; set the sums to 0.
+
+        Collective.
+        """
         return {"sources": self.by_source.take()}
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return batches.evaluate's losses of held-out dialogues, None when none are held out; collective."""
+        """Return batches.evaluate's losses of held-out dialogues; None when none are held out. Collective.
+
+        Puts the model into train mode.
+        """
         r = self.rank
         if not r.shards.split("held_out"):
             return None
@@ -113,6 +119,7 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
         return {"loss": batches.loss_of(ids, self._sum_loss, shape, self.rank.recipe, self.rank.device)}
 
     def _sum_loss(self, inputs: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the summed loss of a batch's labels, by the model that DeepSpeed wraps."""
         loss: torch.Tensor = self.model_wrapped(input_ids=inputs, labels=labels, bounds=bounds)[0]
         return loss
 
@@ -132,9 +139,9 @@ class DialogueTrainer(Recorded, SFTTrainer):  # type: ignore[misc]
 
 
 def make(r: Rank[Recipe]) -> DialogueTrainer:
-    """Return the trainer of a rank's run, with its rows and model loaded; builds a missing index of the rows.
+    """Return the trainer of a rank's run, with its rows and model loaded. Writes the rows' index if it is missing.
 
-    Raises UserError as lora.build does, or when data.mixture names a source without rows.
+    Raises UserError if the start's weights cannot be loaded, or data.mixture names a source without rows.
     """
     recipe, plan = r.recipe, r.plan
     assert recipe.sft is not None
@@ -164,6 +171,7 @@ def make(r: Rank[Recipe]) -> DialogueTrainer:
 
 
 def _yield_row(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    """Yield the row once, as trl's data set."""
     yield row
 
 
@@ -173,7 +181,10 @@ def _refuse_collator(rows: Any) -> Any:
 
 
 class BySource:
-    """Sums the losses and labels of each source over the micro-batches of a step. Sources without rows are left out."""
+    """Sums the losses and labels of each source over a step's micro-batches. `ranges` has each source's row ids.
+
+    Sources without rows are left out.
+    """
 
     def __init__(self, ranges: Mapping[str, range], device: torch.device) -> None:
         self.names = [name for name, rows in ranges.items() if rows]
@@ -181,7 +192,7 @@ class BySource:
         self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)  # losses, labels
 
     def numbers(self, row_ids: npt.NDArray[Any]) -> torch.Tensor:
-        """Return the index of each row's source in self.names, int64 [rows], on the CPU."""
+        """Return each row's index in self.names, the source it is of: int64 [rows], on the CPU."""
         return torch.from_numpy(np.searchsorted(self._ends, row_ids, side="right"))
 
     def add(self, numbers: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor) -> None:
@@ -191,9 +202,9 @@ class BySource:
         self._sums[1].index_add_(0, where, (labels != IGNORED).sum(1).double())
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return {source: {loss, tokens}} of the step over all ranks, and begin new sums; collective.
+        """Return {source: {loss, tokens}} of the step over all ranks, and set the sums to 0. Collective.
 
-        loss is the mean over the source's labels. Sources without labels in the step are left out.
+        loss is the mean over the source's labels, tokens their number. Sources without labels in the step are left out.
         """
         if distributed.is_initialized():
             distributed.all_reduce(self._sums)
@@ -207,24 +218,28 @@ class BySource:
 
 
 def hide_end_tokens(model: Any, eos_id: int) -> None:
-    """Replace the model's forward so that no position sees an `eos_id`, as in the released code (dataset.py)."""
+    """Replace the model's forward so that no position attends to an `eos_id`, as in the released code (dataset.py)."""
     model.forward = partial(_summed_loss, model, eos_id)
 
 
 def _summed_loss(
     model: Any, eos_id: int, input_ids: torch.Tensor, labels: torch.Tensor, bounds: torch.Tensor | None = None, **_: Any
 ) -> Any:
-    """Return the swapped head's loss with every eos hidden from attention (sft.hide_eos); in place of forward."""
+    """Return the output of the swapped head, with every eos hidden from attention; takes the place of forward.
+
+    `bounds` is ignored.
+    """
     hidden = model.model(input_ids=input_ids, attention_mask=input_ids.ne(eos_id), use_cache=False).last_hidden_state
     return model.lm_head(hidden, labels)
 
 
 class Sampler:
-    """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by its seed.
+    """The order of the released code's fine-tuning: torch's DistributedSampler, a permutation an epoch by the seed.
 
-    A step reads the same rows at any number of ranks, if it has the same number of rows over all ranks. Only an epoch's
-    end differs: it repeats the epoch's first rows until the ranks divide it. (The released pretraining shuffles with
-    seed 42 before; two permutations are one, which needs both seeds to be had again.)
+    `count` is the number of rows. A step reads the same rows at any number of ranks, if it has the same number of rows
+    over all ranks. Only an epoch's end differs: it repeats the epoch's first rows until the ranks divide it. (The
+    released pretraining shuffles with seed 42 before; two permutations are one, which needs both seeds to be had
+    again.)
     """
 
     def __init__(self, count: int, seed: int, plan: Plan) -> None:
@@ -233,7 +248,10 @@ class Sampler:
         self._epochs: dict[int, Ids] = {}
 
     def __getitem__(self, positions: npt.NDArray[Any]) -> Ids:
-        """Return the row ids, int64, of the positions, cut into micro-steps, then ranks, as the plan says."""
+        """Return the row ids, int64, at `positions` of the run, in their shape.
+
+        A run is cut into micro-steps, then ranks.
+        """
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sizes = self.plan.rank_micro_batches
         ends = np.cumsum(sizes)
@@ -248,7 +266,10 @@ class Sampler:
         return row_ids.reshape(np.shape(positions))
 
     def _epoch(self, number: int) -> Ids:
-        """Return the row ids of epoch `number`, followed by the first ones again until the ranks divide them."""
+        """Return the row ids of epoch `number`, followed by the first ones again until the ranks divide them.
+
+        Cached.
+        """
         if number not in self._epochs:
             generator = torch.Generator()
             generator.manual_seed(self.seed + number)

@@ -1,4 +1,4 @@
-"""Load what a stage after pretraining starts with: the model, heads that compare answers, the tokenizer of its data.
+"""Load what a stage after pretraining starts with: the model, heads that compare answers, the tokenizer, the reference.
 
 The tokenizer gives the ids that the data was encoded with. AutoTokenizer would not: it leaves out tokenizer.json's own
 normalizer (transformers 5), so with Llama-2's files every message begins with another token. The heads need no mask:
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 
+from finlm.recipe import weights
 from finlm.recipe.models import traits
-from finlm.recipe.schema import Recipe
+from finlm.recipe.schema import Model, Recipe
 from finlm.rows.shards import IGNORED, Shards
 from finlm.train.entry import Rank
-from finlm.train.model import kernels, lora
+from finlm.train.model import causal_lm, kernels, lora
 from finlm.train.model.causal_lm import model_config
 from finlm.train.model.kernels import PLAIN, Form, Head, shape_logits, slices
 
@@ -41,9 +43,10 @@ def run_tokenizer(shards: Shards, add_bos: bool, sequence_length: int) -> Any:
 
 
 def dialogue_tokenizer(shards: Shards) -> Any:
-    """Return the tokenizer that dialogues were encoded with: tokenizer.json word for word, or tokenizer.model.
+    """Return the transformers tokenizer that dialogues were encoded with, read from the shards' directory tokenizer/.
 
-    Its bos and eos tokens are those of the shards, None for an id of -1.
+    It is LlamaTokenizer if the manifest's encoder is sentencepiece, else PreTrainedTokenizerFast of tokenizer.json as
+    it stands. Its bos and eos tokens are those of the shards, None for an id of -1.
     """
     directory = shards.directory / "tokenizer"
     if shards.manifest["encoder"] == "sentencepiece":
@@ -73,9 +76,10 @@ def piece_tokenizer(model_file: Path, add_bos: bool, sequence_length: int) -> An
 
 
 def padding_id(shards: Shards) -> int:
-    """Return the id that fills up rows: the tokenizer's padding, <unk> or <s>, if it ends no turn or text, else </s>.
+    """Return the id that fills up rows: the first that exists of padding, <unk> and <s> and ends no turn or text.
 
-    A reward is read at the last token that is not padding; with </s> it would be read before the end of the turn.
+    Without such a token, return the eos id. A reward is read at the last token that is not padding; with </s> as
+    padding it would be read before the end of the turn.
     """
     tokenizer = dialogue_tokenizer(shards)
     ends = (shards.eos_id, shards.manifest["end_of_turn_id"])
@@ -84,9 +88,10 @@ def padding_id(shards: Shards) -> int:
 
 
 def load_start(r: Rank[Recipe]) -> Any:
-    """Return the model that the stage starts from, on the rank's device. Raises UserError as lora.build() does.
+    """Return the model that the stage starts from, on the rank's device; packed in 4 bits for QLoRA.
 
-    The model and its head have transformers' own forward again, because trl puts a head of its own there.
+    It has no adapters yet. The model and its head get transformers' own forward back, because trl puts a head of its
+    own there. Raises UserError if the weights cannot be loaded.
     """
     config = model_config(r.recipe, r.plan, r.shards.bos_id, r.shards.eos_id)
     model = lora.build(r.recipe, r.plan, r.run.ds_config, config, r.shards.tokenizer)
@@ -106,22 +111,26 @@ class RewardHead(torch.nn.Linear):
     """A reward model's head, whose rewards are fp32: in bf16, with 8 bits, two answers would often get the same."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rewards, fp32 [..., 1], of hidden [..., hidden_size]."""
+        """Return the rewards, fp32 [..., 1], of `hidden` [..., hidden_size]; computed in fp32."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float())
 
 
 def swap_head(model: Any, vocab_size: int) -> None:
     """Make model(...).log_probs those of the labels, as trl's own head gives them; call it after trl has set its head.
 
-    Replaces the forward of `model` and of its lm_head in place. On CPUs trl's head scores every position, prompts too,
-    in slices of 32,768 tokens: ten times the work here.
+    Replaces the forward of `model` and of its lm_head in place. trl's head is slow on CPUs: it scores every position,
+    prompts too, in slices of 32,768 tokens, which is ten times the work here.
     """
     model.lm_head.forward = partial(_head_log_probs, model.lm_head, vocab_size, traits.head_of(model.config.to_dict()))
     model.forward = partial(_forward_log_probs, model)
 
 
 def _forward_log_probs(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
-    """Run the model on rows padded on the right; return the labels' log_probs, fp32 [batch, sequence - 1], as trl."""
+    """Run the model on rows padded on the right; return fields as trl's head: log_probs, entropy, mean_logits, is_top1.
+
+    `input_ids` and `labels` are [batch, sequence]. The fields are [batch, sequence - 1]: log_probs of the labels, fp32,
+    0 at ignored labels. The other three are zeros: only metrics that finlm drops read them.
+    """
     hidden = model.model(input_ids, position_ids=kernels.plain_positions(input_ids), use_cache=False).last_hidden_state
     log_probs: torch.Tensor = model.lm_head(hidden[:, :-1], labels[:, 1:])  # a module's call: ZeRO-3 gathers its weight
     nothing = torch.zeros_like(log_probs)
@@ -194,6 +203,45 @@ def linear_log_probs(
 
 
 def forward_without_mask(model: Any, input_ids: torch.Tensor, **_: Any) -> Any:
-    """Return the model's own forward without a mask: rows are padded on the right, where no text's last token looks."""
+    """Return the output of the model's class's own forward, without a mask and cache.
+
+    Rows of `input_ids` [rows, tokens] are padded on the right, where no text's last token looks.
+    """
     position_ids = kernels.plain_positions(input_ids)
     return type(model).forward(model, input_ids=input_ids, position_ids=position_ids, use_cache=False)
+
+
+def score_answers_alone() -> None:
+    """Patch trl, for the process, so that its head skips the tokens of prompts on CPUs too.
+
+    _use_triton decides nothing else there (trl 1.16).
+    """
+    from trl.trainer import utils as trl_utils
+
+    trl_utils._use_triton = lambda device: True
+
+
+def refer_to_text(model: Model) -> None:
+    """Patch trl to load only the text decoder as the reference model, where it would load the whole start.
+
+    Does nothing if `model`, the recipe's section, starts from a model that reads nothing but text.
+    """
+    from trl.trainer import grpo_trainer  # takes seconds, and only GRPO needs it
+
+    if any(weights.text_alone(model)):
+        config = causal_lm.start_config(str(model.init_from), model.revision)
+        how: dict[str, Any] = {"kind": causal_lm.causal_class(config), "config": config}
+        how["fix"] = "put the model of model.init_from back"
+        grpo_trainer.create_model_from_path = lambda path, **given: causal_lm.load_weights(source=path, **how, **given)
+
+
+def start_path(model: Model) -> str:
+    """Return the directory of the start model: model.init_from itself, or for a Hub id its revision in the local cache.
+
+    trl would take the newest revision. Downloads nothing; raises huggingface_hub's LocalEntryNotFoundError if the cache
+    lacks it.
+    """
+    source = str(model.init_from)
+    if Path(source).is_dir():
+        return source
+    return snapshot_download(source, revision=model.revision, local_files_only=True)  # it has just been loaded

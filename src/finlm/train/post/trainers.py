@@ -36,9 +36,9 @@ from finlm.train.zero.storage import State
 def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -> int:
     """Train the run to its last step with the trainer that make(rank) returns; return the process's exit code.
 
-    Every rank calls it, with the run's recipe. The code is 0, 1 after a loss or too many gradients that are not finite,
-    128 + signal after a signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of
-    those that the run had.
+    Every rank calls it. The code is 0 at the end, 1 after a loss or too many gradients that are not finite, 128 +
+    signal after a signal. Raises UserError as open_rank and `make` do, or when no whole checkpoint is left of those
+    that the run had. Other errors of training pass through.
     """
     r = open_rank(run_path, recipe)
     with kernels.attention_backends(
@@ -48,7 +48,10 @@ def train(run_path: Path, recipe: Recipe, make: Callable[[Rank[Recipe]], Any]) -
 
 
 def arguments(kind: Any, r: Rank[Recipe], **more: Any) -> Any:
-    """Return trl's arguments as a `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe; `more` overrides them."""
+    """Return trl's arguments, an instance of the class `kind` (SFTConfig, DPOConfig, ...), set by plan and recipe.
+
+    `more` overrides these values. Raises TypeError for an argument that `kind` does not have.
+    """
     plan, optim = r.plan, r.recipe.optim
     common = {
         "output_dir": str(r.run.path / "trainer"),  # nothing is written there
@@ -89,7 +92,10 @@ class Recorded:
     """Mixin, before trl's class, for a trainer that resumes, records and stops as `finlm train` does."""
 
     def __init__(self: Any, *, model: Any, **given: Any) -> None:
-        """Make trl's trainer of the model; keep the model's config as it is, where trl writes its router's keys."""
+        """Make trl's trainer of `model` and `given`.
+
+        Undo what trl writes into the router's keys of the model's config.
+        """
         config = model.config.get_text_config()
         keys = ("output_router_logits", "router_aux_loss_coef")
         before = {key: getattr(config, key) for key in keys if hasattr(config, key)}
@@ -112,7 +118,7 @@ class Recorded:
         return {"skipped": list(self.skipped.steps)}
 
     def restore(self: Any, saved: State) -> None:
-        """Restore a value of state_for_checkpoint(); {} at the first step."""
+        """Restore the count of skipped steps from a value of state_for_checkpoint(); {} at the first step."""
         self.skipped = Skipped(saved.get("skipped", ()))
 
     def get_train_dataloader(self: Any) -> Steps:
@@ -120,18 +126,27 @@ class Recorded:
         return Steps(self)
 
     def tokens_of_step(self, step: int) -> tuple[int, int]:
-        """Return (labels that count in the loss, tokens read) of a step over all ranks. `step` is 0-based."""
+        """Return (labels that count in the loss, tokens read) of a step over all ranks. `step` is 0-based.
+
+        Raises NotImplementedError; subclasses define it.
+        """
         raise NotImplementedError
 
     def metrics_of_step(self) -> Numbers:
-        """Return further fields for the `step` event of the last step, over all ranks. Collective."""
+        """Return {}; subclasses return further fields for the `step` event of the last step, over all ranks.
+
+        Collective.
+        """
         return {}
 
     def read_ahead(self, step: int) -> None:
         """Do nothing; subclasses start to read the rows of a step (0-based) while the device works on the last step."""
 
     def evaluate_held_out(self) -> Numbers | None:
-        """Return the fields of the `eval` event except the step; None when nothing is held out. Collective."""
+        """Return None; subclasses return the fields of the `eval` event except the step, None when nothing is held out.
+
+        Collective.
+        """
         return None
 
     def proof(self: Any, ids: list[int]) -> dict[str, float]:
@@ -141,7 +156,10 @@ class Recorded:
         return {"loss": float(torch.nn.functional.cross_entropy(logits, read[0, 1:]))}
 
     def run(self: Any) -> int:
-        """Train from the newest checkpoint to the last step, finish the last save, return the exit code. Collective."""
+        """Train from the newest checkpoint to the last step, close the checkpoints, record `end`, return the exit code.
+
+        Collective. The code is that of train(); see there.
+        """
         self.train()
         step, r = self.state.global_step, self.rank
         status = "failed" if self.exit_code == 1 else "finished" if step >= r.plan.steps else "interrupted"
@@ -152,15 +170,18 @@ class Recorded:
         """Send nothing: it would wait for a network that clusters do not have."""
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """Return a placeholder for DeepSpeed's optimizer, in groups of bounded memory; or one set before."""
+        """Return a placeholder for DeepSpeed's optimizer, in parameter groups of bounded memory.
+
+        Returns self.optimizer as it is, if that is no placeholder. Sets self.optimizer.
+        """
         if isinstance(self.optimizer, DummyOptim):
             self.optimizer = DummyOptim(engine.parameter_groups(self.model, self.rank.plan))
         return self.optimizer
 
     def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
-        """Prepare the engine with our optimizer, make the checkpoints, and resume from the newest.
+        """Prepare the engine with our optimizer, make self.checkpoints, and resume from the newest checkpoint, if any.
 
-        Returns what trl returns. Raises UserError as Checkpoints.resume does.
+        Returns what trl returns. Raises UserError when no whole checkpoint is left of those that the run had.
         """
         r = self.rank
         with engine.use_optimizer(r.plan):
@@ -183,6 +204,7 @@ class _Record(TrainerCallback):  # type: ignore[misc]
     """The callback that records events, evaluates, saves checkpoints, and stops at the plan's last step."""
 
     def __init__(self, trainer: Any) -> None:
+        """Keep the trainer, which attach() has prepared."""
         self.trainer = trainer
         self.r: Rank[Recipe] = trainer.rank
         self.begun = 0.0
@@ -202,10 +224,11 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.lr = self.trainer.deepspeed.get_lr()[0]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the step, then evaluate, record the proof, save or stop where that is due.
+        """Record the step, then evaluate, record the proof, save or stop where that is due. All ranks call it.
 
-        Sets the trainer's exit_code (1 for a loss that is not finite, 128 + signal after a signal) and
-        control.should_training_stop. Records an incident for a loss that is not finite. All ranks call it.
+        Sets the trainer's exit_code (1 for a loss that is not finite or too many skipped steps, 128 + signal after a
+        signal) and control.should_training_stop. Records an incident for a loss that is not finite. A failed step is
+        not saved.
         """
         r, step = self.r, state.global_step
         self.trainer.read_ahead(step)
@@ -229,9 +252,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         self.begun = time.monotonic()
 
     def _log(self, step: int) -> tuple[float, int]:
-        """Record the event `step`, and an incident if the step was skipped; return (mean loss, signal received or 0).
+        """Record the event `step`, and an incident if the step was skipped; return (mean loss, signal number or 0).
 
-        The loss is the mean over all ranks. Collective; waits for the device.
+        The loss is the mean over all ranks, the signal any that a rank received. Collective; waits for the device.
         """
         r, trainer = self.r, self.trainer
         measured = entry.measure_step(r.plan, float(trainer.loss_of_step), trainer.checksum.take(), self.begun)
@@ -244,10 +267,9 @@ class _Record(TrainerCallback):  # type: ignore[misc]
         return loss, measured.signal
 
     def _note_skipped(self, step: int) -> None:
-        """Record the incident of a skipped step.
+        """Record the incident of a skipped step; set exit_code 1 if there are too many.
 
-        Except under a dynamic loss scale, sets exit_code 1 when more than incidents.stop_after of the last 100 steps
-        were skipped.
+        That is more than incidents.stop_after of the last 100 steps, except under a dynamic loss scale (fp16).
         """
         r = self.r
         detail = "gradient overflow; loss scale lowered"
@@ -276,7 +298,10 @@ class _Record(TrainerCallback):  # type: ignore[misc]
 
 
 class Steps:
-    """The trainer's data loader: iterates over a rank's micro-batches from the run's current step to the last."""
+    """A trainer's data loader: iterates over this rank's micro-batches from the run's current step to the last.
+
+    Its length is the number of micro-steps of the whole run.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.plan = trainer, trainer.rank.plan
@@ -292,9 +317,9 @@ class Steps:
 def spread(r: Rank[Recipe], count: int, size: int, compute: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
     """Return compute(indices) for the indices 0 to count - 1, shared among the ranks: fp32 [count, ...], on the CPU.
 
-    compute gets `size` indices a call, and its result has `size` as first dimension; indices past the end are the last
-    one again. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective; runs
-    without gradients.
+    compute gets `size` indices a call and returns a tensor whose first dimension is `size`; the last index is repeated
+    to fill calls up. Every rank makes as many calls, because ZeRO-3 gathers parameters in each of them. Collective;
+    runs without gradients.
     """
     ranks, results = r.plan.world_size, []
     for first in range(r.rank * size, -(-count // (ranks * size)) * ranks * size, ranks * size):
@@ -311,7 +336,7 @@ def drain_metrics(
 ) -> dict[str, float]:
     """Return the means of trl's metrics by our names, without those that have no values; empty `metrics`.
 
-    `names` has trl's name by ours, `tokens` the number of tokens of each micro-step: metrics with a value a micro-step
+    `names` maps our names to trl's. `tokens` has the number of tokens of each micro-step: metrics with as many values
     are weighted by it. All of trl's metrics are removed, also those that `names` lacks. Raises KeyError for a name that
     `metrics` lacks, unless it is a defaultdict, as trl's is.
     """

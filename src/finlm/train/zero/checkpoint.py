@@ -145,10 +145,9 @@ class Checkpoints:
             self.finish()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint and return its step, 0 without any.
+        """Load the newest whole checkpoint and return its step, 0 without any. May record `resharded`.
 
-        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step. May record `resharded`
-        (_load).
+        Raises UserError as _find_newest does, and if the launcher's FINLM_STEP is another step.
         """
         checkpoint = self._find_newest()
         step = checkpoint[1].step if checkpoint else 0
@@ -167,7 +166,7 @@ class Checkpoints:
         """Load the newest whole scheduled checkpoint of step `at_most` or before; return its step, None without any.
 
         Leaves out those that signals asked for, so that a run ends as one without signals. Finishes the last save, and
-        then removes checkpoints of later steps. Raises UserError when only some ranks have any, and as _load does.
+        then removes checkpoints of later steps. Raises UserError when only some ranks have any.
         """
         self.finish()
         checkpoint = self._find_newest(at_most)
@@ -212,7 +211,7 @@ class Checkpoints:
         return None
 
     def _find_common(self, at_most: int | None) -> dict[int, Path]:
-        """Return {step: directory} of all ranks' checkpoints to `at_most`. UserError if only some ranks have any."""
+        """Return {step: directory} of what _find_newest(at_most) may take. UserError if only some ranks have any."""
         # Of one step both are there when another plan cuts the shards anew: only the first has the parts of all hosts.
         here = dict((*self.run.complete_checkpoints(), *self.run.continued_checkpoints()))
         every = entry.gather_values((host_name(), disk.identities(here.items())))
@@ -261,7 +260,7 @@ class Checkpoints:
             self.store.given = {disk.MANIFEST: self.store.load(name)}
         else:
             shard = Path(engine._get_zero_ckpt_name(folder, tag)).name
-            states = storage.cut_anew(engine, storage.Shards(directory, manifest), self.rank, self.world_size)
+            states = storage.reshard(engine, storage.Shards(directory, manifest), self.rank, self.world_size)
             self.store.given = dict(zip((disk.MANIFEST, shard), states, strict=True))
             self.events.record("resharded", step=manifest.step, saved=list(manifest.layout), loaded=list(self.layout))
         if self.plan.offload_optimizer == "none":
@@ -289,19 +288,19 @@ class Checkpoints:
                 self._publish_written()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, publish it, and wait until old ones are removed."""
+        """Wait until the checkpoint that is being written is published and old ones are removed. Collective."""
         if self.saving is not None:
             self._publish_written()
         self.pool.submit(lambda: None).result()  # and for the removal of old ones
 
     def close(self) -> None:
-        """Finish, and free the memory that a checkpoint on disk has made useless; to be called at the end."""
+        """Finish, then free the memory that a checkpoint on disk made useless; call it at the end. Collective."""
         self.finish()
         if self.memory is not None:
             self.memory.close()
 
     def gather_problems(self, problem: str | Exception) -> list[str]:
-        """Return the problems of all ranks, "" being none. Raises the first that is an exception. Collective."""
+        """Return the problems of all ranks but "". Raises the first that is an exception. Collective."""
         problems = [each for each in entry.gather_values(problem) if each]
         if error := next((each for each in problems if isinstance(each, Exception)), None):
             raise error
@@ -326,7 +325,7 @@ class Checkpoints:
         return [step for step, directory in self.run.complete_checkpoints() if not directory.is_symlink()]
 
     def _unscheduled_steps(self) -> list[int]:
-        """Return steps of checkpoints outside the schedule if the run may roll back and has scheduled ones, else []."""
+        """Return checkpoints outside the schedule, [] unless the run may roll back and has scheduled ones."""
         steps = self._steps_on_disk() if self.rolls_back else []
         extra = [step for step in steps if not is_due(step, self.keep.every_steps) and step != self.plan.steps]
         return extra if len(extra) < len(steps) else []
@@ -357,7 +356,7 @@ class Checkpoints:
             self.buffers.reserve(large)
 
     def _make_room(self, step: int) -> str:
-        """Return why this directory's disk has no room for a checkpoint, or ""; the leader removes unscheduled ones."""
+        """Return why this directory's disk has no room, or "". The leader removes unscheduled ones first."""
         if not self.leads:
             return ""
         shutil.rmtree(disk.temporary_path(self.run.checkpoint(step)), ignore_errors=True)

@@ -56,7 +56,7 @@ def adamw(
     numbers: torch.Tensor,
     constants: AdamConstants,
 ) -> None:
-    """Take an AdamW step: change `master`, `mean` and `square` in place.
+    """Take an AdamW step: change `master`, `mean` and `square`, fp32, in place by `gradient`, of any dtype.
 
     `numbers` is fp32 [4]: factor of the gradient, factor that weight decay leaves of a weight, rate (with the first
     bias correction), divisor of the root (the second).
@@ -72,7 +72,7 @@ def adamw(
 class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's optimizer of stages 1 and 2, stepped by AdamW in one compiled pass over the 16-bit gradients.
 
-    In place of the fp32 gradient, DeepSpeed gets a single zero in the shape of a group.
+    In place of the fp32 gradient, DeepSpeed gets a single zero, expanded to the shape of a group.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -80,7 +80,10 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def _get_preflattened_grad_partition(self, group_no: int) -> torch.Tensor:
-        """Keep a group's gradients for its step, and return zeros in their shape for DeepSpeed to copy and to scale."""
+        """Keep group `group_no`'s gradients for its step.
+
+        Return zeros in their shape for DeepSpeed to copy and scale.
+        """
         flat = super()._get_preflattened_grad_partition(group_no)
         self._gradient = self.flatten(self.averaged_gradients[group_no]) if flat is None else flat
         return torch.zeros(1, device=self.device).expand(int(self.partition_size[group_no]))
@@ -97,13 +100,16 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._factor = (1 / (excess * self.loss_scale)).to(self.device, non_blocking=True)
 
     def _optimizer_step(self, group_no: int) -> None:
-        """Step a group by the kept gradients and factor, in place; forget the gradients."""
+        """Step group `group_no` by the kept gradients and factor, in place; forget the gradients."""
         self._step_flat(group_no, self._gradient)
         del self._gradient
         self._lazy_init_hp_params_optimizer_state()
 
     def _step_flat(self, group_no: int, gradient: torch.Tensor) -> None:
-        """Step a group's flat weights and moments in place; they may be longer than `gradient`, by padding."""
+        """Step the flat weights and moments of group `group_no` in place by its `gradient`.
+
+        Weights and moments may be longer than the gradient, by padding. The first call makes the moments.
+        """
         group, master = self.optimizer.param_groups[group_no], self.single_partition_of_fp32_groups[group_no]
         state = self.optimizer.state[master]
         if not state:
@@ -129,7 +135,7 @@ OWN_PAGES_BYTES = 64 << 20  # glibc gives pages of their own to tensors from 32 
 
 
 def lock_pages(memory: torch.Tensor) -> torch.Tensor:
-    """Pin host memory for fast copies to the GPU and return the pinned tensor; raises RuntimeError if CUDA refuses.
+    """Pin host memory for fast copies to the GPU and return the pinned tensor. Raises RuntimeError if CUDA refuses.
 
     Tensors of at least OWN_PAGES_BYTES are pinned in place and must never be freed; write to them first, so that their
     pages exist. Smaller ones share pages, which CUDA does not pin twice: for them, returns a pinned copy. torch's
@@ -176,7 +182,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Do nothing: DeepSpeed's zero gradients of all groups would be the peak of the whole run."""
 
     def state_dict(self) -> Any:
-        """Wait for the copies of the last step, and return DeepSpeed's state."""
+        """Wait for the copies of the last step, then return DeepSpeed's state."""
         self.backend.synchronize()
         return super().state_dict()
 
@@ -195,10 +201,10 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return norm.cpu()
 
     def step(self, closure: Any = None) -> None:
-        """Take DeepSpeed's step; during it, a number on the GPU, expanded, stands in for each master tensor.
+        """Take DeepSpeed's step, each group in parts that pass through the GPU. `closure` goes to DeepSpeed.
 
-        The master weights are put back afterwards, also after an error. Allocates the GPU buffers that parts pass
-        through.
+        Allocates the GPU buffers for the parts. During the step, a number on the GPU, expanded, stands in for each
+        master tensor; the master weights are put back afterwards, also after an error.
         """
         self.masters = [master.data for master in self.single_partition_of_fp32_groups]
         counts = [-(-len(master) // STREAM_GROUP) for master in self.masters]
@@ -250,7 +256,7 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super()._optimizer_step(group_no)
 
     def _give_back(self, last: int) -> None:
-        """Free the GPU buffers. The copies of the last part, in the buffers with index `last`, may still run."""
+        """Free the GPU buffers. The copies of the last part, in the set of buffers with index `last`, may still run."""
         for number, (places, saved) in enumerate(zip(self.staged, self.saved, strict=True)):
             if number == last and self.backend is torch.cuda:
                 for place in places:
@@ -260,7 +266,10 @@ class StreamedZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.staged = []
 
     def _copy(self, stream: Any, before: Any, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Enqueue copies of `sources` to `targets` on `stream` after event `before`; return the event at their end."""
+        """Enqueue copies of `sources` to `targets` on `stream` after the event `before`.
+
+        Return the event at their end.
+        """
         with self.backend.stream(stream):
             stream.wait_event(before)
             for target, source in zip(targets, sources, strict=True):
@@ -282,10 +291,12 @@ class StreamedOnePassZero(StreamedZero, OnePassZero):
     """StreamedZero whose parts are stepped in one pass."""
 
     def _optimizer_step(self, group_no: int) -> None:
+        """Step group `group_no` as StreamedZero does; forget its kept gradients."""
         super()._optimizer_step(group_no)
         del self._gradient
 
     def _step_part(self, group_no: int, start: int) -> None:
+        """Step the part that begins at element `start` of group `group_no`, by its kept gradients in one pass."""
         self._step_flat(group_no, self._gradient[start : start + STREAM_GROUP])
 
 
@@ -296,7 +307,8 @@ OPTIMIZERS = {("none", True): OnePassZero, ("stream", True): StreamedOnePassZero
 def initialize(model: Any, plan: Plan, ds_config: Path) -> Any:
     """Make and return the DeepSpeed engine of `model`, with the plan's optimizer; the process group must exist.
 
-    Replaces slow parts of the optimizer (tune), and may change the classes of linear layers (products.swap_summing).
+    `ds_config` is the file of DeepSpeed's settings. Replaces slow parts of the optimizer (tune), and may change the
+    classes of linear layers (products.swap_summing).
     """
     with use_optimizer(plan):
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -323,7 +335,7 @@ def tune(optimizer: Any, plan: Plan) -> None:
 
     At stage 0 in fp32, only makes it skip steps whose gradient is not finite (skip_non_finite). At stages 1 and 2,
     unless the host's cores step: takes the norm from global_norm(), and leaves out the separate look for gradients that
-    are not finite and the average over one rank.
+    are not finite and, on one rank, the average over it. Else does nothing.
     """
     if plan.zero_stage == 0 and plan.precision == "fp32":
         skip_non_finite(optimizer)
@@ -339,8 +351,8 @@ def tune(optimizer: Any, plan: Plan) -> None:
 def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
     """Make a plain optimizer skip a step when a gradient is not finite, as ZeRO's and the 16-bit optimizers do.
 
-    Replaces optimizer.step, which sets optimizer.overflow for the engine. The gradients are averaged over the ranks by
-    then, so all ranks decide alike.
+    Replaces optimizer.step; the new one sets optimizer.overflow for the engine. The gradients are averaged over the
+    ranks by then, so all ranks decide alike.
     """
     take_step = optimizer.step
 
@@ -356,10 +368,11 @@ def skip_non_finite(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[torch.nn.Parameter]]]:
-    """Return the trained parameters in groups of at most optimizer_group() elements, or of a single larger parameter.
+    """Return the trained parameters as torch's groups ({"params": [...]}), each of at most optimizer_group() elements.
 
-    Outside ZeRO-1 and 2 returns one group. Those stages step group by group and hold the fp32 gradient of a group at a
-    time; in a single group it would be of all parameters, and set the peak of the whole step.
+    A larger parameter is a group by itself. Outside ZeRO-1 and 2 returns one group. Those stages step group by group
+    and hold the fp32 gradient of a group at a time; in a single group it would be of all parameters, and set the peak
+    of the whole step.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.device == "cuda" and any(parameter.dim() == 3 for parameter in trained):
@@ -372,10 +385,10 @@ def parameter_groups(model: torch.nn.Module, plan: Plan) -> list[dict[str, list[
 
 
 def global_norm(optimizer: Any, gradients: list[torch.Tensor], *_: Any) -> torch.Tensor:
-    """Return the 2-norm of a group's gradients over all ranks, fp32; -1, DeepSpeed's sign, when it is not finite.
+    """Return the 2-norm of `gradients` over all ranks, fp32; -1, DeepSpeed's sign, when it is not finite. Collective.
 
-    Collective. DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on
-    one H200. The reduction in fp32, straight from the 16-bit gradients, takes 4.
+    DeepSpeed 0.19.8 copies every gradient to fp64 first: 41 ms of XuanYuan-6B's 180 ms optimizer step on one H200. The
+    reduction in fp32, straight from the 16-bit gradients, takes 4.
     """
     parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]

@@ -97,14 +97,17 @@ class InMemory:
                     shutil.rmtree(path, ignore_errors=True)
 
     def measure(self, sizes: Sequence[int]) -> None:
-        """Set bytes_here, the bytes of a checkpoint in this host's memory; `sizes` has those of each rank's files."""
+        """Set bytes_here, the bytes of a checkpoint in this host's memory.
+
+        `sizes` has the bytes of each rank's files.
+        """
         here = [*self.members]
         for member, sources in enumerate(entry.gather_values(self.sources)):
             here += sources if member in self.members else []
         self.bytes_here = sum(sizes[rank] for rank in here)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is to be kept after `step`; to be asked after every step, alike on all ranks.
+        """Return whether a checkpoint is to be kept after `step`. Ask after every step: all ranks get the same answer.
 
         False before measure() and after a problem. The first call schedules the first checkpoint FIRST_STEPS later.
         """
@@ -125,9 +128,9 @@ class InMemory:
     def schedule(self, step: int, stall: float, seconds: float) -> None:
         """Set the step of the next checkpoint, and every_seconds, the seconds between two.
 
-        `stall` is the seconds that training waited for the last checkpoint, `seconds` those until it was published. The
-        recipe's minutes count, or with auto the interval that loses the least time at the measured stall and the rate
-        of failures.
+        `stall` is the seconds that training waited for the last checkpoint, `seconds` those until it was published; the
+        ranks' medians count. The distance is the recipe's minutes, or with auto the interval that loses the least time
+        at this stall and the rate of failures.
         """
         now, (since, began) = time.monotonic(), self._since or (step - 1, time.monotonic())
         measured = entry.gather_values((stall, seconds, (now - began) / max(1, step - since)))
@@ -143,9 +146,9 @@ class InMemory:
     def write(self, step: int, write: Callable[[Path], dict[str, Part]], names: Sequence[str]) -> dict[str, Part]:
         """Write this rank's files of a step's checkpoint and exchange them with the neighbours.
 
-        Runs in the saving thread. `write` writes them to a directory and returns their Parts; `names` has the files
-        that no other rank writes. Returns the Parts of this rank's files and of those that it received. Raises OSError
-        when either fails; after a failed write, the neighbours receive no files.
+        Return the Parts by name. Runs in the saving thread. write(directory) writes them and returns their Parts;
+        `names` has the files that no other rank writes. The result also has the Parts of the files that it received.
+        Raises OSError when either fails; after a failed write, the neighbours receive no files.
         """
         target = disk.temporary_path(self.directory / f"step-{step}")
         failure: OSError | None = None
@@ -169,8 +172,9 @@ class InMemory:
     def _exchange(self, directory: Path, mine: Mapping[str, Part]) -> dict[str, Part]:
         """Send these files to the next host, write those of the previous host into `directory`, and return their Parts.
 
-        Sends are begun before anything is waited for, so no order of hosts can block. Raises RuntimeError when the
-        connection fails, OSError when a file cannot be written or is not what was sent.
+        `mine` has the Parts of the files to send, which lie in `directory`. Sends are begun before anything is waited
+        for, so no order of hosts can block. Raises RuntimeError when the connection fails, OSError when a file cannot
+        be written or is not what was sent.
         """
         listed = json.dumps({name: asdict(part) for name, part in mine.items()}).encode()
         header = torch.frombuffer(bytearray(listed), dtype=torch.uint8)
@@ -197,12 +201,19 @@ class InMemory:
         return received
 
     def _receive(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill the tensor with the next message of rank `source` and return it."""
+        """Fill the tensor with the next message of rank `source` and return it.
+
+        Raises RuntimeError when the connection fails.
+        """
         distributed.recv(tensor, source, group=self.group)
         return tensor
 
     def _receive_file(self, source: int, path: Path, size: int) -> list[str]:
-        """Write a file from rank `source`, or at least receive all of it; return why it could not be written, or []."""
+        """Write a file of `size` bytes from rank `source` to `path`.
+
+        Return the reasons why it could not be written, or []. Receives all of it even then, so that the next message is
+        the next file.
+        """
         problems = list[str]()
         buffer = torch.empty(min(size, BLOCK_BYTES), dtype=torch.uint8)
         try:
@@ -222,9 +233,9 @@ class InMemory:
         return problems
 
     def publish(self, manifest: Manifest) -> None:
-        """Publish the checkpoint of this host and link it into the run's checkpoints. Only the leader calls it.
+        """Publish this host's checkpoint (manifest last) and link it into the run's checkpoints.
 
-        Raises OSError.
+        Only the leader calls it. Raises OSError.
         """
         directory = self.directory / f"step-{manifest.step}"
         disk.publish_linked(directory, self.run.checkpoint(manifest.step), manifest)
@@ -249,7 +260,7 @@ class InMemory:
     def close(self) -> None:
         """Remove this host's checkpoints in memory if the newest checkpoint is on disk; to be called at the end."""
         steps = {step: path.is_symlink() for step, path in self.run.complete_checkpoints()}
-        if self.leads and steps and not steps[max(steps)]:
+        if self.leads and steps and not steps[max(steps)]:  # no link: the newest is on disk, so all here may go
             self.keep_only(max(steps))
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -274,7 +285,10 @@ def _group_ranks(leaders: Sequence[int]) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock (flock) in the block, in which no other rank or run makes or removes what is below it."""
+    """Hold a directory's lock (flock) in the block: no other rank or run then makes or removes what is below it.
+
+    Waits for the lock.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -284,7 +298,10 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make_directory(directory: Path, run: RunDir) -> str:
-    """Make the run's directory, and its parent for this user alone; return why it cannot be used, or ""."""
+    """Make the run's directory, and its parent for this user alone; return why it cannot be used, or "".
+
+    Writes the path of the run directory into its file RUN.
+    """
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.lstat().st_uid != os.getuid():  # anybody may make a name in /dev/shm first
@@ -298,7 +315,7 @@ def _make_directory(directory: Path, run: RunDir) -> str:
 
 
 def _is_superseded(path: Path, run: RunDir) -> bool:
-    """Return whether the checkpoints in `path`, the directory of a run, can be removed.
+    """Return whether the checkpoints in memory below `path`, of another run, can be removed.
 
     That is so if its run directory is gone, or if it is a run of this recipe beside `run` and no rank of it is on this
     host. False if this cannot be told.
@@ -319,5 +336,5 @@ def _is_superseded(path: Path, run: RunDir) -> bool:
 
 
 def _recipe_name(run: RunDir) -> str:
-    """Return the recipe's name in the name of a run directory, <name>-<day>-<time>."""
+    """Return the recipe's name from the name of a run directory, <name>-<day>-<time>."""
     return run.path.name.rsplit("-", 2)[0]

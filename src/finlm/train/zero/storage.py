@@ -71,9 +71,10 @@ def write(state: State, path: Path) -> None:
 
 
 def write_files(directory: Path, states: dict[str, State], rank: int, threads: int) -> dict[str, Part]:
-    """Write a rank's states to files in the directory, which it makes, and return the Part of each file by name.
+    """Write a rank's states, by file name, into `directory`, which it makes; return the Part of each file.
 
-    `threads` hash the files. On failure removes them and raises OSError with the host, the reason and the free space.
+    `threads` hash the files. On OSError or RuntimeError removes the files and raises OSError with the host, the reason
+    and the free space.
     """
     paths = [directory / name for name in states]
     try:
@@ -94,7 +95,8 @@ def write_files(directory: Path, states: dict[str, State], rank: int, threads: i
 class Store(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine: save() collects copies of states by file name, load() reads files safely.
 
-    `place` copies a tensor. `given` has states by file name, which load() returns instead of reading a file.
+    `place` copies a tensor. `given` has states by file name, which load() returns instead of reading a file. With
+    `mmap` load() maps tensors into memory.
     """
 
     def __init__(self) -> None:
@@ -133,7 +135,7 @@ class Store(CheckpointEngine):  # type: ignore[misc]
 def copy_tensors(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of nested containers with each tensor replaced by place(tensor), called once for the same tensor.
 
-    An Enum becomes its value; all else is copied deeply.
+    An Enum becomes its value; all else is copied deeply. Containers are dicts, lists and tuples.
     """
     seen: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -194,7 +196,7 @@ class Buffers:
         self.next = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to the next buffer, allocating it if there is none; return the copy.
+        """Copy the tensor to the next buffer, allocating it if there is none, and return the copy.
 
         From a GPU it is complete after torch.cuda.synchronize(). Tensors below SMALL_BYTES get memory of their own.
         Raises RuntimeError when the next buffer has another size than the tensor.
@@ -217,6 +219,7 @@ def sizes_of(states: dict[str, State]) -> tuple[list[int], int]:
     large, total = [], 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
+        """Count the tensor's bytes and return it."""
         nonlocal total
         size = tensor.numel() * tensor.element_size()
         total += size
@@ -243,10 +246,13 @@ class Piece:
 
 
 class Shards:
-    """All shards of a checkpoint of ZeRO stages 1 to 3 as one set of whole parameters."""
+    """All shards of a checkpoint of ZeRO stages 1 to 3 as one set of whole parameters, read when asked for."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Map a checkpoint's shards and model states into memory. Raises FileNotFoundError for a missing shard."""
+        """Map a checkpoint's shards and model states into memory.
+
+        Raises FileNotFoundError for a missing file, and UserError for one that holds code.
+        """
         names = {int(match[1]): name for name in manifest.files if (match := _SHARD.fullmatch(name))}
         missing = sorted(set(range(manifest.world_size)) - set(names))
         if missing:
@@ -264,17 +270,17 @@ class Shards:
         self.flat = [_flat_tensors(state) for state in self.optimizer]
         for shard, state in enumerate(self.optimizer):
             if three:
-                self._index_three(shard, manifest.world_size)
+                self._index_stage_3(shard, manifest.world_size)
             else:
-                self._index_one(shard, state["param_slice_mappings"])
+                self._index_stage_1_or_2(shard, state["param_slice_mappings"])
 
-    def _index_one(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
+    def _index_stage_1_or_2(self, shard: int, mappings: list[dict[str, fragment_address]]) -> None:
         """Add the pieces of parameters in this shard of stages 1 and 2 to self.pieces."""
         for group, fragments in enumerate(mappings):
             for name, fragment in fragments.items():
                 self.pieces.setdefault(name, []).append(Piece(shard, group, fragment.start, fragment.numel))
 
-    def _index_three(self, shard: int, ranks: int) -> None:
+    def _index_stage_3(self, shard: int, ranks: int) -> None:
         """Add each parameter's piece in this shard of stage 3 to self.pieces."""
         for group, shapes in enumerate(self.model["param_shapes"]):
             start = 0
@@ -285,7 +291,10 @@ class Shards:
                 start += share
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of a flattened parameter's `key` of KEYS: fp32, CPU."""
+        """Return elements [start, start + numel) of the flattened parameter `name`: fp32, CPU.
+
+        `key` is of KEYS. Raises KeyError for a name that is not trained.
+        """
         out = torch.empty(numel, dtype=torch.float32)
         at = 0  # of the parameter
         for piece in self.pieces[name]:
@@ -302,7 +311,7 @@ class Shards:
         return self.read(name, "fp32", 0, shape.numel()).view(shape)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all weights by name, tied ones under both names: trained ones in fp32, frozen ones as saved."""
+        """Return all weights by name, tied ones under both: trained ones in fp32, frozen and buffers as saved."""
         weights = {name: self.weight(name) for name in self.shapes} | self._untrained_tensors()
         return weights | {name: weights[stored] for name, stored in self.same.items()}
 
@@ -317,12 +326,12 @@ class Shards:
         return frozen | {name: self.model["module"][name] for name in self.model["buffer_names"]}
 
     def step(self) -> float:
-        """Return the optimizer's step count."""
+        """Return the optimizer's step count, that of group 0."""
         return float(_base_state(self.optimizer[0])["state"][0]["step"])
 
 
 def _base_state(state: State) -> State:
-    """Return the torch optimizer's part of a shard's state."""
+    """Return the torch optimizer's part of a shard's state, of any stage."""
     base: State = state.get("base_optimizer_state") or state["optimizer_state_dict"]
     return base
 
@@ -334,13 +343,13 @@ def _flat_tensors(state: State) -> dict[str, list[torch.Tensor]]:
     return {"fp32": list(masters)} | {key: [moments[i][key] for i in range(len(masters))] for key in KEYS[1:]}
 
 
-def cut_anew(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[State, State]:
-    """Return (model states, shard) with the saved values, as this rank would have saved them in the engine's layout."""
+def reshard(engine: Any, shards: Shards, rank: int, world_size: int) -> tuple[State, State]:
+    """Return (model states, shard) as this rank would have saved them in the engine's layout, with the saved values."""
     return _model_state(engine, shards, world_size), _optimizer_state(engine, shards, rank, world_size)
 
 
 def _model_state(engine: Any, shards: Shards, world_size: int) -> State:
-    """Return this rank's model states in the engine's layout: weights of `shards`, under ZeRO-3 the engine's."""
+    """Return this rank's model states in the engine's layout: weights of `shards`; under ZeRO-3 only place holders."""
     state = {**shards.model, "dp_world_size": world_size}
     if engine.zero_optimization_stage() == 3:  # the weights come from the shards; here are only place holders
         return state | {"module": engine.module.state_dict()}
@@ -357,12 +366,12 @@ def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) ->
     state: State = optimizer.state_dict()
     state |= {key: old[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
     if engine.zero_optimization_stage() == 3:
-        flat = [_cut_three(group, shards, rank, world_size) for group in optimizer.fp16_groups]
+        flat = [_reshard_stage_3(group, shards, rank, world_size) for group in optimizer.fp16_groups]
         state["fp32_flat_groups"], base = [group["fp32"] for group in flat], "optimizer_state_dict"
     else:
         sizes = [partition.numel() for partition in optimizer.single_partition_of_fp32_groups]
         groups = zip(optimizer.bit16_groups, sizes, strict=True)
-        flat = [_cut_one(optimizer, group, size, shards) for group, size in groups]
+        flat = [_reshard_partition(optimizer, group, size, shards) for group, size in groups]
         state["single_partition_of_fp32_groups"], base = [group["fp32"] for group in flat], "base_optimizer_state"
     is_torch = type(optimizer.optimizer).__module__.startswith("torch.")  # DeepSpeed's CPU Adam counts in integers
     moments: list[State] = [{key: group[key] for key in KEYS[1:]} for group in flat]
@@ -379,8 +388,8 @@ def _optimizer_state(engine: Any, shards: Shards, rank: int, world_size: int) ->
     return {"optimizer_state_dict": state}
 
 
-def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -> dict[str, torch.Tensor]:
-    """Return this rank's zero-padded partition of a group at stages 1 and 2: a flat fp32 tensor by KEYS."""
+def _reshard_partition(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -> dict[str, torch.Tensor]:
+    """Return this rank's partition of a group at stages 1 and 2 by KEYS, flat fp32 [size], padded by zeros."""
     flat = {key: torch.zeros(size, dtype=torch.float32) for key in KEYS}
     for parameter in parameters:
         if parameter._hp_mapping is None:  # none of it is on this rank
@@ -392,7 +401,7 @@ def _cut_one(optimizer: Any, parameters: list[Any], size: int, shards: Shards) -
     return flat
 
 
-def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def _reshard_stage_3(parameters: list[Any], shards: Shards, rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """Return this rank's partition of a sub-group at stage 3: a flat fp32 tensor by KEYS; padding is zero."""
     cut: dict[str, list[torch.Tensor]] = {key: [] for key in KEYS}
     for parameter in parameters:
@@ -406,16 +415,16 @@ def _cut_three(parameters: list[Any], shards: Shards, rank: int, world_size: int
 
 
 def has_groups(engine: Any, model_states: Path) -> bool:
-    """Return whether a file of model states has the engine's parameter groups; other versions form others."""
+    """Return whether the file `model_states` has the engine's parameter groups; other versions of finlm form others."""
     saved = load(model_states, mmap=True)["param_shapes"]
     return [list(group) for group in engine._get_zero_param_shapes()] == [list(group) for group in saved]
 
 
 def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop Adam's moments before a load: after a rollback, torch would build the loaded ones beside them.
+    """Drop Adam's moments from the optimizer and the views of them that DeepSpeed put on the model's parameters.
 
-    That would be 8 bytes a parameter of a rank's share, which no plan counts. Also clears the views that DeepSpeed's
-    parameters hold.
+    Called before a load: after a rollback, torch would build the loaded ones beside them. That would be 8 bytes a
+    parameter of a rank's share, which no plan counts.
     """
     for parameter in model.parameters():
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None and mapping.optim_fragment:
@@ -424,11 +433,11 @@ def free_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def replay_powers(optimizer: Any) -> None:
-    """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the checkpoint was written.
+    """Bring DeepSpeed's CPU Adam to the powers of its betas that it had when the loaded checkpoint was written.
 
     Does nothing for other optimizers. CPU Adam keeps the powers in C++ as products of one factor a step and, after a
-    load, computes the next ones by pow(): other last bits in every weight (cpu_adam.h, IncrementStep). Steps of a
-    single element go through the same products: 1 us each.
+    load, computes the next ones by pow(): other last bits in every weight (cpu_adam.h, IncrementStep). So as many steps
+    of a single element as were taken go through the same products: 1 us each.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
