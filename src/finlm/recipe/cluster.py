@@ -84,9 +84,9 @@ class Cluster:
         return dataclasses.replace(self, hosts=left, away=(*self.away, *gone))
 
     def leave(self, lost: Mapping[str, bool], spares: Iterable[Host]) -> tuple[Cluster, str]:
-        """Return the cluster with `spares` in the places of lost hosts, as far as they go, and that in words.
+        """Return (the cluster with `spares` in the places of lost hosts, that in words).
 
-        `lost` has the name of each lost host, and whether it may come back.
+        Without enough spares hosts are left out. `lost` maps the name of each lost host to whether it may come back.
         """
         hosts, words, left = self, list[str](), iter(spares)
         for name, may_return in lost.items():
@@ -127,7 +127,10 @@ def from_hardware(hardware: Hardware, gpu: str | None = None) -> Cluster:
 
 
 def _hosts(hardware: Hardware, gpu: str | None = None) -> Iterable[Host]:
-    """Yield the hosts of a recipe's hardware, of GPU kind `gpu` if given; a count above 1 gives name-1, name-2, ..."""
+    """Yield the hosts of a recipe's hardware, of GPU kind `gpu` if given, else of their own kind.
+
+    A count above 1 gives name-1, name-2, ...
+    """
     for host in hardware.hosts:
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
@@ -175,7 +178,7 @@ def load(
 
 
 def check_hardware(hosts: Cluster, hardware: Hardware) -> Cluster:
-    """Return the hosts unchanged. Raises UserError if `hardware` has GPUs but no entry for a host of unknown GPU kind.
+    """Return `hosts` unchanged. Raises UserError if `hardware` has GPUs but no entry for a host of unknown GPU kind.
 
     For callers that do not ask the hosts themselves: such a host would be planned with CPU ranks.
     """
@@ -239,13 +242,19 @@ def _read(path: Path) -> tuple[dict[str, int], set[str]]:
 
 
 def _advise_line(line: str) -> str:
-    """Return how a line of another program's hostfile is written here; "" for text of another form."""
+    """Return "; did you mean ...?" with this line of another program's hostfile in finlm's form.
+
+    "" for text of another form.
+    """
     match = _NEARLY.fullmatch(line)
     return f"; did you mean {match[1]} slots={match[2] or 'N'}?" if match else ""
 
 
 def _advise_access(text: str) -> str:
-    """Return a hint for `user@name:port` (write both into hosts:) or for Slurm's list of nodes; "" for other text."""
+    """Return a hint that ends an error: how to write `user@name:port` into hosts:, or to list Slurm's nodes.
+
+    "" otherwise.
+    """
     if re.fullmatch(r"[A-Za-z0-9.,-]*\[[0-9,-]+\]\S*", text):
         return f": `scontrol show hostnames '{text}'` lists the names, one a line"
     match = re.fullmatch(rf"(?:(\w+)@)?({_NAME.pattern})(?::(\d+))?", text)
@@ -301,7 +310,7 @@ def default_hostfile() -> Path | None:
 
 
 def local(cpu_ranks: int, hardware: Hardware | None = None) -> Cluster:
-    """Return this machine as a cluster: its visible GPUs, or else `cpu_ranks` CPU ranks.
+    """Return this machine as a cluster: its visible GPUs, or else `cpu_ranks` CPU ranks. Asks nvidia-smi.
 
     GPUs of several kinds all count as the kind with the least memory, and this is printed to stderr. With GPUs, the RAM
     that `hardware` gives for this machine replaces the measured one.
@@ -349,7 +358,7 @@ def visible_devices(uuids: Mapping[int, str], visible: str) -> Iterable[int]:
 def ask_gpus(*keys: str) -> list[dict[str, str]]:
     """Return {key: value} of each GPU by nvidia-smi --query-gpu, in its order; [] if that fails or takes over 30 s.
 
-    Lines that are not such a row, for example warnings, are left out.
+    `keys` are nvidia-smi's. Lines that are not such a row, for example warnings, are left out.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
     try:

@@ -39,7 +39,10 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 def new_path(name: str, file: str, recipes: Path) -> Path:
-    """Return recipes/NAME/FILE for a new recipe. Raises UserError for an invalid name, or when the file exists."""
+    """Return the path recipes/NAME/FILE for a new recipe, without making it; `recipes` is the folder of all recipes.
+
+    Raises UserError for an invalid name, or when the file exists.
+    """
     if not _NAME.fullmatch(name) or name.endswith((".yaml", ".yml")):  # recipes/NAME is a directory
         raise UserError(
             f"{name!r} is no name of a recipe", fix="small letters, digits, '.', '-' and '_', for example wider-2"
@@ -77,7 +80,7 @@ def fork(
     The new recipe inherits from the parent (`base:`). It copies the parent's text instead with `copy`, if the parent
     inherits itself, or if it lies outside the current directory. `overrides` are "key=value" strings as `--set` takes
     them, which are written into the new recipe. Raises UserError, and writes nothing, for an invalid or taken name, and
-    for a parent or override that cannot be used.
+    for a parent or override that cannot be used, or a parent whose text cannot be copied.
     """
     given, parent = parent, parents.find_shipped(parent)
     path = new_path(name, parent.name, recipes)
@@ -175,8 +178,8 @@ def _inherit_recipe(name: str, lineage: str, parent: Path, path: Path) -> str:
 def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -> str:
     """Return the parent's text as a recipe at `path`, with a new name, description and forked_from, and without expect.
 
-    Expects that keys of the top level start their line and that their values are indented below them. A `base:` is
-    rewritten to be relative to `path`.
+    `lineage` becomes forked_from. Expects that keys of the top level start their line and that their values are
+    indented below them. A `base:` is rewritten to be relative to `path`.
     """
     origin = lineage.partition("@")[0]
     head = f"# Made from {origin}; what differs was chosen by us.\nname: {name}\n"
@@ -189,6 +192,7 @@ def _copy_recipe(text: str, name: str, lineage: str, parent: Path, path: Path) -
         text = f"{head}\n{text}"
 
     def replace_base(entry: re.Match[str]) -> str:
+        """Return the entry `base:` as seen from `path`, its comment included."""
         target = (parent.parent / YAML(typ="safe", pure=True).load(entry[0])["base"]).resolve()
         base = Path(os.path.relpath(target, path.parent.resolve())).as_posix()
         return f"base: {base}{entry['comment'] or ''}\n"
@@ -258,10 +262,10 @@ _TEMPLATES = ("xuanyuan", "llm-code", "llama2")  # whose turns end with </s>, wh
 
 
 def load_toy(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe shrunk to toy scale, with `overrides` applied last.
+    """Load a recipe shrunk to toy scale, with `overrides` ("key=value") applied last.
 
     The toy's `expect` holds the losses of expect.toy, if the recipe has them and no override changes the training. Else
-    it is None. Raises UserError as recipe.load does.
+    it is None. A recipe named in model.init_from becomes a toy too. Raises UserError as recipe.load does.
     """
     written = recipe.load(path).recipe
     shrunk = (*_EVERY_STAGE, *(_PRETRAIN if written.stage == "pretrain" else _AFTER[written.stage]))
@@ -312,6 +316,7 @@ def for_publication(recipe: Recipe) -> Recipe:
     aliases: dict[str, str] = {}
 
     def alias(name: str) -> str:
+        """Return host1, host2, ... in the place of a host's name, the same for the same name."""
         return aliases.setdefault(name, f"host{len(aliases) + 1}")
 
     hosts = tuple(host.model_copy(update={"name": alias(host.name)}) for host in recipe.hardware.hosts)

@@ -54,7 +54,7 @@ class Parent:
 
     @property
     def config(self) -> traits.Config | None:
-        """The start's config.json; None for a recipe without model.config, which is a Llama."""
+        """The start's config.json as a dict; None for a recipe without model.config, which is a Llama."""
         config: traits.Config | None = self.model.get("config")
         return config
 
@@ -75,11 +75,11 @@ class Start:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Start:
-        """Return the start that a manifest records; unknown keys are ignored."""
+        """Return the start that a manifest records in `value`; unknown keys are ignored."""
         return Start(**{key: value[key] for key in Start.__dataclass_fields__ if key in value})
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the start as a dict for a run's manifest."""
+        """Return the start for a run's manifest: run, recipe, step and known settings, or model and revision."""
         if self.run is None:
             return {"model": self.model, "revision": self.revision}
         origin = {"run": self.run, "recipe": self.recipe, "step": self.step}
@@ -110,7 +110,7 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
     In a pretraining recipe fills in only model.config; in others also empty sections of the stage and
     data.document_masks. `load` loads a recipe named in model.init_from. With `of_run`, for a run's recipe, does not
     read the start, which may be gone, unless a tuning recipe lacks keys. Raises UserError for a needed start that
-    cannot be read, and for one that finlm cannot train.
+    cannot be read, and for a start that finlm cannot train.
     """
     model = values.get("model")
     if not isinstance(model, dict):
@@ -152,7 +152,7 @@ def inherit(values: Keys, load: Load, *, of_run: bool) -> tuple[list[tuple[str, 
 def _check_pretraining(model: Keys, load: Load) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Check a pretraining `model` section against its start's config.json, if that is here, and set model["config"].
 
-    Returns and raises as inherit does.
+    Returns and raises as inherit does; without a start, or if it is not here, ([], {}).
     """
     init_from, revision = model.get("init_from"), model.get("revision")
     parent = _parent(init_from, revision, load, is_needed=False) if isinstance(init_from, str) else None
@@ -199,7 +199,8 @@ def _config_mistakes(model: Keys, init_from: str, parent: Parent) -> Iterator[tu
 def settings_of(recipe: Recipe, start: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the values that decide the weights a recipe trains, as a JSON object: name and all keys but SAME_MODEL.
 
-    `start` has these values of the run that it starts from, if known, and replaces model.init_from.
+    `start` has these values of the run that it starts from, if known, and then replaces model.init_from. After
+    pretraining, of the model only init_from and revision stay.
     """
     values = recipe.model_dump(mode="json")
     for key in SAME_MODEL:
@@ -241,7 +242,10 @@ def start_of(recipe: Recipe) -> Start | None:
 
 
 def read_origin(directory: Path) -> Start | None:
-    """Return run, recipe and step of an export from finlm.json; None without it or a run in it. Raises NotJson."""
+    """Return run, recipe and step of the export in `directory`, from its finlm.json.
+
+    None if it names no run or is missing. Raises NotJson.
+    """
     path = directory / checkpoints.MODEL_MANIFEST
     said = files.read_json(path) if path.is_file() else {}
     return Start(said["run"], said["recipe"], said["step"]) if "run" in said else None
@@ -250,7 +254,7 @@ def read_origin(directory: Path) -> Start | None:
 def start_recorded(run: RunDir, recipe: Recipe) -> Start | None:
     """Return what a run of this recipe started from; None if from scratch. Raises NotJson as start_of does.
 
-    For a start whose run is not here or cannot be read, takes the record in the run's manifest, if any.
+    For a start whose own run is not here or cannot be read, returns the record in this run's manifest, if any.
     """
     start = start_of(recipe)
     if start is None or start.settings is not None or not run.manifest.exists():
@@ -300,8 +304,11 @@ def _parent(init_from: str, revision: str | None, load: Load, is_needed: bool) -
 
 
 def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float | bool]:
-    """Return {key of SHAPE: value} of a model directory or Hub model. UserError as from config_path and _of_config."""
-    model = _of_config(config_json.config_path(init_from, revision), init_from, "").model
+    """Return {key of SHAPE: value} of a model directory or Hub model; keys that its config.json lacks are left out.
+
+    Raises UserError if config.json cannot be had or finlm does not train the model.
+    """
+    model = _of_config(refusals.config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
 
@@ -328,7 +335,7 @@ def _tokenizer_of(directory: Path) -> str:
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path if it exists, else finlm's own file of that recipes/... name, else the path unchanged."""
+    """Return the path if it exists, else the file of this name (recipes/...) that came with finlm, else the path."""
     if path.exists() or path.is_absolute() or path.parts[:1] != ("recipes",):
         return path
     return shipped_file(path) or path
@@ -356,7 +363,10 @@ def shipped_file(path: Path) -> Path | None:
 
 
 def context_tokens(directory: Path) -> int:
-    """Return the context length in tokens by a model directory's config.json; 2**31 if missing or not said."""
+    """Return the context length in tokens by config.json in a model directory.
+
+    2**31 if the file or the value is missing.
+    """
     path = directory / "config.json"
     config = config_json.text_part(files.read_json(path)) if path.is_file() else {}
     return int(config.get("max_position_embeddings") or 2**31)

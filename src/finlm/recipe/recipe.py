@@ -45,7 +45,7 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid recipe and where each of its written values came from ("recipes/x.yaml:12" or "--set")."""
+    """A valid recipe, and where each written value came from, by dotted key ("recipes/x.yaml:12" or "--set")."""
 
     recipe: Recipe
     origins: Mapping[str, str]
@@ -119,7 +119,7 @@ def _mistakes(path: str | Path, problems: Sequence[str]) -> UserError:
 
 
 def changes_training(overrides: Sequence[str]) -> bool:
-    """Return whether an override may move the loss by more than rounding, so that `expect` does not hold."""
+    """Return whether an override "a.b=value" may move the loss by more than rounding, so that `expect` is void."""
     return not all(is_within(text.partition("=")[0], SAME_LOSS) for text in overrides)
 
 
@@ -217,7 +217,7 @@ def relative(path: Path) -> str:
 def _plain(node: Any, location: Location, file: str, lines: dict[Location, str]) -> Any:
     """Return ruamel's round-trip nodes as dict / list / scalars; add {location: file:line} to `lines`.
 
-    A value with an unknown tag becomes the text "TAG value". Raises RecursionError for a list within itself.
+    `location` is the node's. A value with an unknown tag becomes "TAG value". RecursionError for a list within itself.
     """
     if isinstance(node, CommentedMap):
         result = {}

@@ -183,7 +183,7 @@ def warmup_problems(optim: Optim, steps: int) -> Iterator[tuple[str, str]]:
 def shorter_warmup(warmup: int, steps: int) -> tuple[int, str, str]:
     """Return (warm-up steps that fit a run of `steps`, their origin, a sentence); both texts are "" if unchanged.
 
-    Runs of one and two steps have no warm-up that fits and change nothing.
+    `warmup` is in steps too; the shorter one is a tenth of the run, at least 2. Runs under 3 steps change nothing.
     """
     if warmup < steps or steps < 3:
         return warmup, "", ""
@@ -402,9 +402,9 @@ SAME_RUN = (*SAME_MODEL, "incidents", "train.precision")
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str | None:
-    """Return where a key's value was written: by the key itself, else a key inside it or around it; None if by none.
+    """Return where a key's value was written: the key's own origin, else that of a key inside or around it.
 
-    `origins` has the origin of every written value by dotted key, as Loaded.origins.
+    None without any. `origins` has the origin of every written value by dotted key, as Loaded.origins.
     """
     if key in origins:
         return origins[key]
