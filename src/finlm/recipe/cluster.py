@@ -71,7 +71,10 @@ class Cluster:
         return sum(host.slots for host in self.hosts)
 
     def replace(self, lost: str, spare: Host, *, for_good: bool) -> Cluster:
-        """Return the cluster with `spare` in the place of `lost`, which becomes a spare unless gone `for_good`."""
+        """Return the cluster with `spare` in the place of `lost`, a host's name.
+
+        Unless gone `for_good`, that becomes a spare.
+        """
         hosts = tuple(spare if host.name == lost else host for host in self.hosts)
         gone = () if for_good else tuple(host for host in self.hosts if host.name == lost)
         spares = tuple(host for host in self.spares if host.name != spare.name)

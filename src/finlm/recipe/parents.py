@@ -308,7 +308,7 @@ def shape_of(init_from: str, revision: str | None) -> Mapping[str, int | float |
 
     Raises UserError if config.json cannot be had or finlm does not train the model.
     """
-    model = _of_config(refusals.config_path(init_from, revision), init_from, "").model
+    model = _of_config(config_json.config_path(init_from, revision), init_from, "").model
     return {key: model[key] for key in SHAPE if key in model}
 
 

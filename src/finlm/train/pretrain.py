@@ -53,7 +53,8 @@ class Setup(Rank[Settings]):
 def main(run_path: Path, recipe: Settings) -> int:
     """Train the run in `run_path` to its last step and return the process's exit code (see loop). Every rank calls it.
 
-    Raises what prepare() raises, and UserError when no whole checkpoint is left of those that the run had.
+    `recipe` is that of the run. Raises what prepare() raises, and UserError when no whole checkpoint is left of those
+    that the run had.
     """
     s = prepare(run_path, recipe)
     with kernels.attention_backends(s.plan):
