@@ -16,6 +16,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, problem: str, *, evidence: str = "", fix: str = "") -> None:
+        """Keep problem, evidence and fix; "" leaves the last two out."""
         super().__init__(problem)
         self.problem = problem
         self.evidence = evidence

@@ -43,6 +43,7 @@ def prove(directory: Path, parts: Mapping[str, Part], other: str, fix: str) -> N
         show: screen.Advance | None = None
 
         def advance() -> None:
+            """Count a hashed block; show the progress bar once proving takes longer than QUIET_SECONDS."""
             nonlocal done, show
             done += 1
             if show is not None:
@@ -108,7 +109,10 @@ _held: set[Path] = set()  # run directories that this process has locked
 
 
 def check_place(runs: Path) -> None:
-    """Raise UserError if no run can be made in the directory `runs`, which need not exist."""
+    """Raise UserError if no run can be made in the directory `runs`: it is a file or cannot be written.
+
+    It need not exist.
+    """
     place = runs
     while not place.exists():
         place = place.parent
@@ -120,7 +124,7 @@ def check_place(runs: Path) -> None:
 
 @contextmanager
 def reserve_run(runs: Path, stem: str) -> Iterator[Path]:
-    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on if it exists.
+    """Make and yield an empty directory runs/<stem>, or <stem>.2 and so on if it exists; makes `runs` too.
 
     When the block raises, removes the directory if it is empty. Raises OSError if it cannot be made.
     """
@@ -245,7 +249,7 @@ def complete_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def lock_run(run: RunDir) -> Iterator[None]:
-    """Lock the run (its file .lock) in the block, without waiting; a nested call in this process does nothing.
+    """Lock the run (its file .lock) in the block, without waiting; do nothing if this process holds the lock already.
 
     Writes this process's pid and host into .lock. Raises UserError with the pid of the process that holds the lock. The
     ranks hold another lock, .lock-<host> (see hold).
@@ -318,6 +322,7 @@ class RunFailed(UserError):
         host: str = "",
         is_final: bool = False,
     ) -> None:
+        """Make the error; `problem`, `evidence` and `fix` are those of UserError."""
         super().__init__(problem, evidence=evidence, fix=fix)
         self.exit_code, self.host, self.is_final = exit_code, host, is_final
 
@@ -364,7 +369,7 @@ def write_host_env(run: RunDir, host: str, env: Mapping[str, str]) -> None:
 def hold(run: RunDir) -> int | None:
     """Take a shared lock on this host's lock file until this process ends; return its descriptor.
 
-    Returns None if the lock cannot be taken. Child processes do not inherit the descriptor.
+    Returns None if the lock cannot be taken. Programs that this process executes do not inherit the descriptor.
     """
     try:
         lock = os.open(run.host_lock(host_name()), os.O_RDWR | os.O_CREAT, 0o644)

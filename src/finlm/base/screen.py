@@ -94,17 +94,20 @@ class _Stream:
     """Stdout (number 1) or stderr (2) as a file for rich, below any live display; a closed stream is ignored."""
 
     def __init__(self, number: int) -> None:
+        """Take sys.stdout or sys.stderr as it is now, or the stream below rich's own if a live display replaced it."""
         stream = _stream(number)
         self._number = number
         self._file: TextIO = getattr(stream, "rich_proxied_file", stream)
         self.encoding, self.isatty, self.fileno = self._file.encoding, self._file.isatty, self._file.fileno
 
     def write(self, text: str) -> int:
+        """Write the text and return its length; nothing is written to a closed stream."""
         with _ignore_closed(self._number):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream; do nothing if it is closed."""
         with _ignore_closed(self._number):
             self._file.flush()
 
@@ -241,6 +244,7 @@ def progress(description: str, total: float | None, unit: str = "") -> Iterator[
         task = bar.add_task(translate(description), total=total)
 
         def advance(amount: float, description: str | None = None) -> None:
+            """Move the bar on by `amount`, renamed if `description` is given."""
             bar.update(task, advance=amount, description=translate(description) if description else None)
 
         yield advance
@@ -265,6 +269,7 @@ def board(title: str, *, is_result: bool = False) -> Iterator[Board | None]:
     with Live(console=console(number), auto_refresh=False, transient=True) as live:
 
         def draw(done: float, rows: Sequence[tuple[str, str]]) -> None:
+            """Redraw the bar and the rows; the rows `incident` and `quiet` are red."""
             grid = Table.grid(padding=(0, 2))
             grid.add_column(style="bold")
             grid.add_row(f"{100 * done:.0f} %", ProgressBar(total=1.0, completed=done, width=40))
@@ -283,6 +288,7 @@ def _plain_progress(description: str, total: float | None, unit: str) -> Advance
     name = translate(description)
 
     def advance(amount: float, description: str | None = None) -> None:
+        """Add `amount`; print a line when another tenth of the total is done."""
         nonlocal done, shown
         done += amount
         tenths = int(10 * done / total) if total else 0

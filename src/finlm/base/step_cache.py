@@ -102,6 +102,7 @@ class Cache:
     """The steps in a cache directory. With build=False nothing is built, and a missing step raises NotPrepared."""
 
     def __init__(self, directory: Path, *, build: bool) -> None:
+        """Take the cache in `directory`, which need not exist; touch nothing yet."""
         self.directory = directory
         self.build = build
         self._fingerprints = directory / "fingerprints.json"

@@ -153,16 +153,19 @@ class Asked(dict[str, str]):
     """What a request asks for: its query parameters, the names in its path, and `lang`, "en" or "zh"."""
 
     def __init__(self, request: Request, lang: str) -> None:
+        """Take query and path parameters of the request, and the page's language."""
         super().__init__(request.query_params)
         self.update({name: str(value) for name, value in request.path_params.items()}, lang=lang)
         self.getlist = request.query_params.getlist
 
 
 def _run(board: pages.Board, ask: Asked) -> Page:
+    """Return the page of the run that the address names."""
     return pages.run(board, ask["name"], ask["lang"])
 
 
 def _compare(board: pages.Board, ask: Asked) -> Page:
+    """Return the page that compares the runs that the query names."""
     return pages.compare(board, ask.getlist("run"))
 
 
@@ -349,6 +352,7 @@ class _Site:
 
 
 def _static(request: Request) -> Response:
+    """Return a file of the pages' style and scripts. Raises HTTPException 404 for another name."""
     path = _STATIC.get(request.path_params["name"])
     if path is None:
         raise HTTPException(404, "no such file")
@@ -374,6 +378,7 @@ class Talk:
     """Answers chat requests, one at a time; keeps the last loaded model in memory."""
 
     def __init__(self) -> None:
+        """Begin without a model."""
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._talker: Talker | None = None

@@ -41,15 +41,19 @@ class _Help(argparse.HelpFormatter):
     """An argparse help formatter that translates help to the language of messages."""
 
     def _expand_help(self, action: argparse.Action) -> str:
+        """Return an option's help in the current language."""
         return language.translate(super()._expand_help(action))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
+        """Return the text folded to `width` columns, in which Chinese characters take two."""
         return screen.fold(" ".join(text.split()), width).split("\n")
 
     def add_text(self, text: str | None) -> None:
+        """Add a description or epilog in the current language."""
         super().add_text(text and language.translate(text))
 
     def start_section(self, heading: str | None) -> None:
+        """Begin a section of the help under its heading in the current language."""
         super().start_section(heading and language.translate(heading))
 
 
@@ -57,6 +61,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors end with the nearest known option or command."""
 
     def __init__(self, **settings: Any) -> None:
+        """Make argparse's parser of `settings`, with help in the current language."""
         super().__init__(formatter_class=_Help, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -191,6 +191,7 @@ def _drill(options: argparse.Namespace) -> int:
     wanted = drill.Drill(train, recipe.name, hosts, Path(options.runs), kinds, seconds, options.every, options.seed)
 
     def show(injuries: list[drill.Injury], share: float) -> None:
+        """Print the table of injuries, and with --json the document; `share` is the time that was training."""
         drill.show(injuries, share)
         _print_json(options, drill.to_json(injuries, share))
 

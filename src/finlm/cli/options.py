@@ -342,6 +342,7 @@ def _whole_number(least: int, most: int = 10**18) -> Callable[[str], int]:
     """Return an argparse type that reads a whole number from `least` to `most`, both included."""
 
     def read(text: str) -> int:
+        """Return the number of an option's text. Raises ArgumentTypeError if it is none or out of range."""
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
         if int(text) > most:
@@ -357,6 +358,7 @@ def _number(least: float = -math.inf, *, above: float = -math.inf, most: float =
     said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
 
     def read(text: str) -> float:
+        """Return the number of an option's text. Raises ArgumentTypeError if it is none or out of range."""
         try:
             value = float(text)
         except ValueError:

@@ -335,6 +335,7 @@ def _append(
 
 
 def _digest(data: bytes, size: int) -> bytes:
+    """Return the BLAKE2b hash of data in `size` bytes."""
     return hashlib.blake2b(data, digest_size=size).digest()
 
 

@@ -64,6 +64,7 @@ class Encoder:
     """Encodes dialogues as tokens by one set of rules. Raises UserError for a bad tokenizer or template."""
 
     def __init__(self, rules: Rules) -> None:
+        """Open tokenizer and template as the rules name them. Raises UserError when one cannot be used."""
         self.rules = rules
         self.tokenizer = pretrained.open_tokenizer(rules.tokenizer, rules.sft.tokenizer)
         source = templates.find_source(rules.chat.template, self.tokenizer.chat_template, rules.chat.system)

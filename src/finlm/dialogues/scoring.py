@@ -298,6 +298,7 @@ def _find_conclusions(patterns: _Patterns, text: str) -> list[re.Match[str]]:
 
 
 def _matched_letter(match: re.Match[str]) -> str:
+    """Return the letter in upper case that a match of an option's pattern holds."""
     return str(match["letter"] or match["other"]).upper()
 
 

@@ -52,6 +52,7 @@ class Tally:
     """The running counts of an input while its blocks come back in order."""
 
     def __init__(self, item: Input) -> None:
+        """Begin with counts of 0 for the input `item`."""
         self.item = item
         self.counts: Counter[str] = Counter()
         self.broken: Counter[str] = Counter()
@@ -80,6 +81,7 @@ class Spool:
     """
 
     def __init__(self, directory: Path, dtype: np.dtype[Any]) -> None:
+        """Create spool.bin, of ids of type `dtype`, and spool.mask in `directory`."""
         self._directory, self._dtype = directory, dtype
         self._ids, self._mask = (directory / "spool.bin").open("wb"), (directory / "spool.mask").open("wb")
         self._pieces: list[npt.NDArray[Any]] = [np.empty(0, dtype=PIECE)]

@@ -253,6 +253,7 @@ def precision_problem(precision: str, cluster: Cluster) -> tuple[str, str] | Non
 
 
 def _capability(host: str, gpu: str | None) -> str:
+    """Return text that says that a host's GPU kind is too old for bf16. UserError for an unknown kind."""
     kind = find(gpu or "")
     return f"host {host} has {kind.name}, compute capability {kind.compute_capability} < {BF16_CAPABILITY}"
 

@@ -109,6 +109,7 @@ def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
 
 
 def _without_rows(layout: Layout) -> Layout:
+    """Return the layout of the GPU memory that no row of a micro-batch or generation takes."""
     return dataclasses.replace(layout, micro_batch=0, accumulates=True, generation_rows=0)
 
 

@@ -346,6 +346,7 @@ def _with_generation_rows(
         return dataclasses.replace(layout, generation_rows=min(recipe.grpo.generation_rows, answers))
 
     def size(rows: int) -> int:
+        """Return the bytes of a GPU when so many answers are generated at once, without a spare cache."""
         items = memory.gpu_items(shape, dataclasses.replace(layout, generation_rows=rows))
         return sum(squeeze_cache(items, 0).values())
 

@@ -232,6 +232,7 @@ def _representative(group: list[Candidate]) -> Candidate:
 
 
 def _slowness(one: Candidate) -> tuple[float, tuple[int, ...]]:
+    """Return the key that sorts candidates from the fastest to the slowest; of equal speed, the simplest first."""
     return -(one.tokens_per_second or 0.0), one.complexity
 
 
@@ -288,6 +289,7 @@ class Consequence:
 
 
 def _offload(plan: Plan) -> str:
+    """Return in words where the plan keeps optimizer states and parameters."""
     return f"optimizer {plan.offload_optimizer}, parameters {plan.offload_param}"
 
 
@@ -362,6 +364,7 @@ def _cell(value: Any, origin: str, path: str) -> str:
 
 
 def _change(change: float | None) -> str:
+    """Return a relative change as text, 0.05 as "+5.0 %" and above 1 as a factor, "x 3"; "" for None."""
     if change is None:
         return ""
     return f"x {change + 1:.3g}" if change > 1 else f"{100 * change:+.1f} %"

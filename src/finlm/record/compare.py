@@ -243,6 +243,7 @@ def _recipe(run: RunDir) -> Mapping[str, Any]:
 
 
 def _file(item: Mapping[str, Any]) -> str:
+    """Return "file NAME of SOURCE" for an input of a manifest, "held-out file ..." for one that is held out."""
     kind = "held-out file" if item.get("split") == "held_out" else "file"
     return f"{kind} {item.get('file')} of {item.get('source')}"
 
@@ -275,6 +276,7 @@ def _hardware(manifest: Manifest) -> dict[str, Any]:
 
 
 def _environment(manifest: Manifest) -> dict[str, str]:
+    """Return the manifest's environment variables that can change a result (_ENVIRONMENT)."""
     return {name: value for name, value in manifest.environment.items() if name.startswith(_ENVIRONMENT)}
 
 
@@ -290,6 +292,7 @@ def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterat
 
 
 def _short(value: Any) -> str:
+    """Return a value as text of at most 60 characters; "absent" for None."""
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -202,6 +202,7 @@ def record_prediction(run: RunDir) -> None:
 
 
 def _error(planned: float | None, measured: float | None) -> float | None:
+    """Return planned / measured - 1, rounded to 4 digits; None where one of them is missing or 0."""
     return round(planned / measured - 1, 4) if planned and measured else None
 
 

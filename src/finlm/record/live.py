@@ -179,6 +179,7 @@ class View:
     """Shows a State: draws it on a board, or prints lines with `say` if there is no terminal (`draw` is None)."""
 
     def __init__(self, plan: Plan, draw: screen.Board | None, say: Callable[[str], None]) -> None:
+        """Begin before the first event; `draw` redraws a board on a terminal, None elsewhere; `say` prints a line."""
         self.state = State(plan)
         self._draw, self._say = draw, say
         self._tenths, self._said, self._drawn = 0, time.monotonic(), 0.0
@@ -206,6 +207,7 @@ class View:
             self._draw(self.state.step / self.state.plan.steps, self.state.board(time.time()))
 
     def _tenth(self) -> int:
+        """Return how many tenths of the plan's steps are done."""
         return 10 * self.state.step // self.state.plan.steps
 
     def _say_sometimes(self) -> None:

@@ -60,6 +60,7 @@ def open_tensorboard(run: RunDir, _: Recipe) -> Tracker:
     writer = EventFileWriter(str(directory), flush_secs=5)
 
     def log(step: int, when: float, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step to the event file, with their time in Unix seconds."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
 
@@ -94,9 +95,11 @@ def open_wandb(run: RunDir, wanted: Recipe) -> Tracker:
         ) from None
 
     def log(step: int, when: float, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step to W&B, with their time in Unix seconds."""
         opened.log({**metrics, "_timestamp": when}, step=step)  # metrics of a step that come apart are one row in W&B
 
     def close() -> None:
+        """End the W&B run and its service."""
         opened.finish()
         wandb.teardown()  # the service that writes the file outlives finish()
 
@@ -120,9 +123,11 @@ def open_trackio(run: RunDir, wanted: Recipe) -> Tracker:
         opened: Any = trackio.init(project, name=name, config=_config(run, wanted), **settings)
 
     def log(step: int, _: float, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step to trackio; the time is ignored."""
         opened.log(dict(metrics), step=step)  # trackio takes no time, it stamps its own
 
     def close() -> None:
+        """End the trackio run without printing what it says."""
         with contextlib.redirect_stdout(io.StringIO()):
             trackio.finish()
 
@@ -334,6 +339,7 @@ def main(arguments: Sequence[str]) -> int:
     run, name = open_run(arguments[0]), arguments[1]
 
     def parent_ended() -> bool:
+        """Wait up to POLL_SECONDS and return whether the pipe on stdin was closed, as at the parent's end."""
         readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
         return bool(readable)
 

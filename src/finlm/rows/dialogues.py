@@ -92,6 +92,10 @@ class DialogueRows(PackedRows):
     """
 
     def __init__(self, shards: Sequence[Shard], index: Index, padding: int | None = None) -> None:
+        """Take the shards and the index of their rows.
+
+        `padding` is the id that fills rows up, None as PackedRows does.
+        """
         super().__init__(shards, index)
         self.padding = padding
 
@@ -165,6 +169,7 @@ def held_out(recipe: Recipe) -> Callable[[Sequence[Shard], int], DialogueRows]:
     """
 
     def rows(shards: Sequence[Shard], sequence_length: int) -> DialogueRows:
+        """Return the rows of held-out shards, as long as `sequence_length`. Makes their index in memory."""
         return DialogueRows(shards, make_index(shards, packing_of(recipe), sequence_length))
 
     return rows
@@ -177,6 +182,7 @@ def is_dialogues(shards: Shards) -> bool:
 
 @lru_cache(maxsize=256)
 def _mask(path: Path) -> npt.NDArray[np.uint8]:
+    """Return the file's bytes as an array that is read from disk when used."""
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # slicing a memmap object takes microseconds more
 
 

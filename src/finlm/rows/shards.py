@@ -133,6 +133,7 @@ class Rows:
     """Rows of T = sequence_length tokens: row r of a shard is tokens r * T to r * T + T, labels are the next tokens."""
 
     def __init__(self, shards: Sequence[Shard], sequence_length: int) -> None:
+        """Count the rows of the shards, each `sequence_length` tokens long; read no ids yet."""
         self.shards = list(shards)
         self.sequence_length = sequence_length
         # A stream of n tokens has n - 1 (input, label) pairs.
@@ -227,6 +228,7 @@ class Order:
     ROUNDS = 8  # four make a bijection look random; small domains have short halves, and more rounds cost nothing here
 
     def __init__(self, count: int, seed: int) -> None:
+        """Make the order of `count` rows by `seed`. Raises ValueError for a count below 1."""
         if count < 1:
             raise ValueError(f"an order of {count} rows")
         self.count = count
@@ -255,6 +257,7 @@ class Order:
 
 
 def _splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return splitmix64's number for each uint64 state in `values`."""
     return mix(values + GOLDEN)
 
 

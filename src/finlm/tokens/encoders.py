@@ -105,6 +105,7 @@ class LineCuts(Cuts):
     """
 
     def __init__(self, model: Path) -> None:
+        """Load the tokenizer.json `model`, by which cuts are compared."""
         self._reference = Tokenizers(model)
 
     def _parts(self, text: bytes) -> Iterator[tuple[bytes, int, bool]]:
@@ -136,6 +137,7 @@ class Sentencepiece:
     name = "sentencepiece"
 
     def __init__(self, model: Path) -> None:
+        """Load the tokenizer.model file `model`."""
         self._processor = vocab.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
@@ -151,6 +153,7 @@ class Tokenizers:
     name = "tokenizers"
 
     def __init__(self, model: Path) -> None:
+        """Load the tokenizer.json file `model`."""
         self._tokenizer = tokenizer_json.load(model)
 
     def __call__(self, texts: Sequence[bytes]) -> Encoded:
@@ -221,6 +224,7 @@ class Gigatoken:
     name = "gigatoken"
 
     def __init__(self, model: Path) -> None:
+        """Load the tokenizer.json file `model` into gigatoken."""
         self._settings = _settings(model)
         self._build()
 
@@ -321,4 +325,5 @@ def _convert(model: Path, content: bytes) -> str:
 
 
 def _resident_bytes() -> int:
+    """Return the bytes of this process's memory that are in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

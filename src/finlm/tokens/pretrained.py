@@ -86,6 +86,7 @@ def fingerprint(directory: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _open_cached(directory: Path, name: str) -> Tokenizer:
+    """Return the tokenizer in file `name` of the directory. Cached, so callers must not change it."""
     about = _About.read(directory)
     return _Json(directory / name, about) if name == "tokenizer.json" else _Pieces(directory / name, about)
 
@@ -147,6 +148,7 @@ class _Json:
         self.chat_template = about.chat_template
 
     def _token_of(self, text: str | None) -> tuple[str, int] | None:
+        """Return (text, id) of a token; None for None or text that is no token."""
         number = self.id_of(text) if text else None
         return None if text is None or number is None else (text, number)
 

@@ -158,6 +158,7 @@ def check_unchanged(old: Path, new: Path, texts: Iterable[str]) -> int:
     tokens = (before.decode([number], skip_special_tokens=False) for number in range(before.get_vocab_size()))
 
     def encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Return the ids of text, without special tokens that the tokenizer adds."""
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

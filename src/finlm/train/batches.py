@@ -304,11 +304,13 @@ def _(gradient: torch.Tensor, q: Any, k: Any, v: Any, sinks: Any, *_: Any) -> tu
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save what the backward pass reads; torch calls it after the forward pass."""
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.limits = inputs[5:]
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of attend_with_sinks's arguments, None for those that are no floats."""
     gradients = _attend_with_sinks_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.limits)
     return *gradients, None, None, None, None
 

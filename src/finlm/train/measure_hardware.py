@@ -74,6 +74,7 @@ class Rank:
     """
 
     def __init__(self, request: dict[str, Any], local_rank: int) -> None:
+        """Take the request; connect nothing yet."""
         self.request = request
         self.rank = request["first_rank"] + local_rank
         self.local_rank = local_rank

@@ -189,6 +189,7 @@ def _lengths(lengths: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _row(name: str, row: Mapping[str, Any], shard: Mapping[str, Any], shown: list[tuple[str, str]]) -> list[Any]:
+    """Return the cells of a table's line about a source: its name, numbers, training tokens and bytes per token."""
     counts = (count(row.get(key)) for key in ("rows", *(key for _, key in shown)))
     return [name, *counts, count(shard.get("train_tokens")), digits(shard.get("bytes_per_token"), 2)]
 
@@ -226,6 +227,7 @@ def _recipe_values(run: RunDir, recipe: Mapping[str, Any]) -> dict[str, list[Any
 
 
 def _value(key: str, value: Any) -> str:
+    """Return a recipe's value as text for the page, without credentials."""
     shown = redact_key(key, value)
     return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
 
@@ -375,6 +377,7 @@ def environment(*folders: Path, lang: str = "en") -> Environment:
     pages.globals |= {"first_and_last": history.first_and_last, "fall": history.fall}
 
     def say(text: Any) -> Any:
+        """Return text in the page's language; other values, and unknown text, as they are."""
         return known.get(text) or language.translate(text, lang) if isinstance(text, str) else text
 
     pages.globals["_"] = say

@@ -265,10 +265,12 @@ def _(_: Any, q: torch.Tensor, k: Any, v: Any, decay: Any, beta: Any, *rest: Any
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save delta_rule's inputs and its second output for the backward pass; torch calls it after the forward pass."""
     ctx.save_for_backward(*inputs, output[1])
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of delta_rule's inputs, None for `bounds`."""
     return *_delta_rule_backward(gradient, *ctx.saved_tensors), None
 
 

@@ -74,6 +74,7 @@ class LeanMlp(torch.nn.Module):
         return _recompute(self.draws, self._down, self.gate_proj(x), self.up_proj(x))  # type: ignore[no-any-return]
 
     def _down(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return the block's output from the products of gate_proj and up_proj."""
         return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -275,10 +276,12 @@ def _head_loss(
 
 
 def _run_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Return the output of the forward of the layer's own class."""
     return type(layer).forward(layer, *arguments, **named)
 
 
 def _run_recomputed_layer(layer: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Return _run_layer(...); the backward pass computes the layer again."""
     return _recompute(layer.draws, type(layer).forward, layer, *arguments, **named)
 
 

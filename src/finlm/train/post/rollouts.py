@@ -157,6 +157,7 @@ class Mismatch:
     """
 
     def __init__(self, cap: float, device: torch.device) -> None:
+        """Begin with sums of 0 on `device`; a `cap` of 0 leaves advantages alone."""
         self.cap = cap
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of differences, of tokens
         self._largest = torch.zeros((), dtype=torch.float64, device=device)

@@ -187,6 +187,7 @@ class BySource:
     """
 
     def __init__(self, ranges: Mapping[str, range], device: torch.device) -> None:
+        """Begin with sums of 0 on `device` for each source of `ranges`, {source: its row ids}, that has rows."""
         self.names = [name for name, rows in ranges.items() if rows]
         self._ends = np.array([ranges[name].stop for name in self.names])
         self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)  # losses, labels
@@ -243,6 +244,7 @@ class Sampler:
     """
 
     def __init__(self, count: int, seed: int, plan: Plan) -> None:
+        """Take the number of rows, the seed and the plan's ranks; draw nothing yet."""
         self.seed, self.plan, self.count = seed, plan, count
         self.each = -(-count // plan.world_size)  # rows of a rank in an epoch
         self._epochs: dict[int, Ids] = {}

@@ -304,6 +304,7 @@ class Steps:
     """
 
     def __init__(self, trainer: Any) -> None:
+        """Keep the trainer, whose current step is read anew by each iterator."""
         self.trainer, self.plan = trainer, trainer.rank.plan
 
     def __len__(self) -> int:

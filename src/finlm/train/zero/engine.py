@@ -76,6 +76,7 @@ class OnePassZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Make DeepSpeed's optimizer of its arguments, to be stepped by compiled AdamW."""
         self._adamw: Any = torch.compile(adamw)
         super().__init__(*arguments, **named)
 
