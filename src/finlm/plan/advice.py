@@ -63,7 +63,7 @@ def of(
     price: float | None = None,
     now: datetime.datetime | None = None,
 ) -> Advice:
-    """Return the Advice about a plan.
+    """Return the Advice about a plan of `recipe`, whose model has `shape`.
 
     `epoch_tokens` are the tokens of one epoch of the prepared data, None if unknown. `price` is that of a GPU-hour,
     None for the recipe's. `now` is when the run starts, None for the current time.
@@ -303,8 +303,8 @@ def _more_hosts(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator[
     """
     free, hosts = search.relax_recipe(recipe), len(cluster.hosts)
     for factor in MORE_HOSTS:
-        if found := fitting(free, search.on_more_hosts(cluster, factor)):
-            keys, _ = nearest_settings(recipe, found)
+        if candidates := fitting(free, search.on_more_hosts(cluster, factor)):
+            keys, _ = nearest_settings(recipe, candidates)
             yield f"use {factor * hosts} such hosts instead of {hosts}" + (f" and set {keys}" if keys else "")
             return
 
@@ -325,21 +325,21 @@ def _larger_gpus(recipe: Recipe, cluster: Cluster, fitting: Fitting) -> Iterator
     It has more memory than all present GPUs and is at least as new.
     """
     kinds = [gpus.find(host.gpu) for host in cluster.hosts if host.gpu]
-    least, newest = (max((getattr(one, n) for one in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
-    known = (one for one in gpus.kinds().values() if one.compute_capability >= newest and one.memory_bytes > least > 0)
-    for kind in sorted(known, key=lambda one: one.memory_bytes):
+    least, newest = (max((getattr(gpu, n) for gpu in kinds), default=0) for n in ("memory_bytes", "compute_capability"))
+    known = (gpu for gpu in gpus.kinds().values() if gpu.compute_capability >= newest and gpu.memory_bytes > least > 0)
+    for kind in sorted(known, key=lambda gpu: gpu.memory_bytes):
         hosts = tuple(dataclasses.replace(host, gpu=kind.name) for host in cluster.hosts)
         if fitting(recipe, dataclasses.replace(cluster, hosts=hosts)):
             yield f"use GPUs such as {kind.name}"
             return
 
 
-def nearest_settings(recipe: Recipe, found: Sequence[Candidate]) -> tuple[str, Candidate]:
-    """Return (text of the keys to set, the candidate) of the candidate in `found` that asks for the fewest changes.
+def nearest_settings(recipe: Recipe, candidates: Sequence[Candidate]) -> tuple[str, Candidate]:
+    """Return (text of the keys to set, the candidate) of the candidate that asks for the fewest changes of the recipe.
 
     Keys that the recipe leaves to auto, or has at that value, need no change. Raises ValueError for no candidates.
     """
-    nearest = min(found, key=lambda one: (len(_to_change(recipe, one)), one.complexity))
+    nearest = min(candidates, key=lambda each: (len(_to_change(recipe, each)), each.complexity))
     return ", ".join(f"{key}: {value}" for key, value in _to_change(recipe, nearest).items()), nearest
 
 
@@ -366,7 +366,7 @@ Fastest = Callable[[Recipe, Cluster], Candidate | None]
 
 @dataclass(frozen=True)
 class Change:
-    """One change of recipe or cluster, the tokens/s with it, and how many times faster that is."""
+    """A single change of recipe or cluster in words, the tokens/s with it, and how many times faster that is."""
 
     what: str
     tokens_per_second: float
@@ -403,7 +403,7 @@ def faster_changes(recipe: Recipe, cluster: Cluster, chosen: Candidate, fastest:
 
 
 def settings(before: Candidate, after: Candidate) -> str:
-    """Return the recipe keys in which two candidates differ, with the values of the second, as text."""
+    """Return the planner's keys in which two candidates differ, with the values of `after`, as text; "" if in none."""
     names = [name for name in CHOICES if getattr(before.layout, name) != getattr(after.layout, name)]
     values = {name: getattr(after.layout, name) for name in names} | (
         {"micro_batch": "auto"} if after.is_unequal else {}

@@ -97,7 +97,7 @@ def kinds() -> dict[str, Gpu]:
 
 
 def _parse_kind(name: str, **row: Any) -> Gpu:
-    """Return the GPU kind of an entry of gpus.yaml."""
+    """Return the GPU kind of an entry of gpus.yaml; `row` has its keys. TypeError or KeyError for a wrong one."""
     peaks = {f"{kind}_flops": row.pop(kind) for kind in ("bf16", "fp16", "fp8", "fp32")}
     return Gpu(name=name, memory_bytes=row.pop("memory_mib") * 2**20, **peaks, **row)
 
@@ -217,7 +217,8 @@ def attention(
 ) -> Literal["default", "cudnn", "flash", "efficient"]:
     """Return the sdpa backend that is fastest on the cluster's oldest GPU; "default" on CPU.
 
-    It is "efficient" in fp32 and before Ampere. Raises PlanError for an unknown GPU kind.
+    It is "efficient" in fp32 and before Ampere, "cudnn" on Hopper and data-centre Blackwell unless `deterministic`,
+    else "flash". Raises PlanError for an unknown GPU kind.
     """
     if cluster.is_cpu:
         return "default"
@@ -430,7 +431,10 @@ def calibrate_gpu(row: Mapping[str, Any]) -> Gpu:
 
 
 def store(measured: list[Gpu]) -> None:
-    """Write these GPU kinds into the user's table; other kinds that it has stay. Replaces a damaged table."""
+    """Write these GPU kinds into the user's table; other kinds that it has stay. Replaces a damaged table.
+
+    Raises OSError.
+    """
     try:
         kept = _read_user_kinds()
     except Exception:  # damaged: declare_calibrated() says that measuring mends it

@@ -78,7 +78,10 @@ def nvme_bytes(shape: ModelShape, layout: Layout, slots: int) -> int:
 
 
 def offloaded_bytes(shape: ModelShape, layout: Layout) -> dict[str, int]:
-    """Return the bytes of host memory, item by item, that hold what ZeRO keeps off one rank's device."""
+    """Return the bytes of host memory, item by item, that hold what ZeRO keeps off one rank's device.
+
+    {} without offload.
+    """
     e = layout.element_bytes
     own = share(trained_parameters(shape, layout), layout, 1)
     pin: Callable[[int], int] = pinned_bytes if layout.device == "cuda" else int
@@ -121,7 +124,7 @@ def _in_groups(parameters: int, group: int, element_bytes: int, pin: Callable[[i
 
 
 def _rounding(shape: ModelShape, layout: Layout, ranks: int) -> float:
-    """Return allocated over requested bytes when every matrix is pinned by itself, divided into `ranks` pieces."""
+    """Return allocated over requested bytes when a rank pins its share of every matrix, one of `ranks`, by itself."""
     e = layout.element_bytes
     matrices = [math.prod(sizes) for _, sizes in shape.tensors if len(sizes) > 1]
     counts = [(shape.layers, size) for size in matrices] + [(2 - shape.tied, shape.hidden * shape.vocab)]

@@ -132,7 +132,7 @@ def bucket_sizes(stage: int, offload_optimizer: Offload, shape: ModelShape) -> B
 
 @cache
 def most_reduced(shape: ModelShape, group: int, world_size: int) -> int:
-    """Return the number of gradient elements that the fullest rank keeps after reduction at stages 1 and 2.
+    """Return the number of gradient elements that the fullest rank keeps after reduction at stages 1 and 2. Cached.
 
     Groups of matrices, `group` elements at most, are cut into equal shares; a rank keeps whole what its share touches.
     """
@@ -335,7 +335,7 @@ def trained_parameters(shape: ModelShape, layout: Layout) -> int:
 
 
 def share(parameters: int, layout: Layout, from_stage: int) -> int:
-    """Return how many of `parameters` a rank holds if they are partitioned from ZeRO stage `from_stage` on."""
+    """Return how many of `parameters` a rank holds, rounded up, if ZeRO partitions them from `from_stage` on."""
     return -(-parameters // (layout.world_size if layout.zero_stage >= from_stage else 1))
 
 

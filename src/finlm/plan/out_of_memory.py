@@ -84,8 +84,8 @@ def explain_failure(recipe: Recipe, plan: Plan, taken: Mapping[str, Taken], erro
 def next_plan(recipe: Recipe, cluster: Cluster, plan: Plan, taken: Mapping[str, Taken], former: int = 0) -> Plan | None:
     """Return the fastest plan that fits if predictions are off as much as this plan's; None when there is none.
 
-    `taken` are the figures of the ranks that failed, by host. `former` is how many plans of this run ran out of memory
-    before; with each the new plan leaves more room, if one can.
+    `plan` ran out of memory; `taken` has the figures of the ranks that failed, by host. `former` is how many plans of
+    this run ran out of memory before; with each the new plan leaves more room, if one can.
     """
     shape = shape_of(recipe, plan.vocab_size)
     recipe = search.as_planned(recipe, plan.asynchronous_checkpoints)

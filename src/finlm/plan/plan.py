@@ -111,7 +111,10 @@ class Plan:
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """Return the plan stored in a file. Raises UserError as from_json() does."""
+        """Return the plan stored in a file.
+
+        Raises UserError for another version's or damaged JSON, OSError without the file.
+        """
         return Plan.from_json(files.read_json(path))
 
 
@@ -121,7 +124,10 @@ def optimizer_group(offload_optimizer: Offload, world_size: int) -> int:
 
 
 def group_members(members: Iterable[Member], most: int, size: Callable[[Member], int]) -> list[list[Member]]:
-    """Return the members in order, in groups whose sizes sum to `most` at most; a larger member is a group itself."""
+    """Return the members in order, in groups whose sizes sum to `most` at most; a larger member is a group by itself.
+
+    size(member) gives the size of a member.
+    """
     groups: list[list[Member]] = []
     total = 0
     for member in members:
@@ -196,7 +202,8 @@ HOURS_BETWEEN_FAILURES_OF_A_GPU = 54 * 24 * 16384 / 419
 def seconds_between(ranks: int, failures: int = 0, seconds: float = 0.0) -> float:
     """Return the expected seconds between two failures of a run with `ranks` ranks.
 
-    The assumed rate counts as one failure in its time; `failures` that a run had in its `seconds` are added to it.
+    The assumed rate counts as one failure in its time. `failures` and `seconds` are those of the run so far, which are
+    added to it.
     """
     return (HOURS_BETWEEN_FAILURES_OF_A_GPU * 3600 / ranks + seconds) / (1 + failures)
 

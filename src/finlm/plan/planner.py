@@ -30,34 +30,38 @@ from finlm.recipe.shape import ModelShape
 FP16_SAFE_LR = 3e-4
 
 
-def explain_choices(recipe: Recipe, chosen: Candidate, found: list[Candidate]) -> Iterator[str]:
+def explain_choices(recipe: Recipe, chosen: Candidate, candidates: list[Candidate]) -> Iterator[str]:
     """Yield the reasons for stage, offload, recompute and micro-batch where the recipe leaves them to auto.
 
-    `found` are all candidates, fitting or not. Also yields a sentence on GRPO's answers.
+    `candidates` are all, fitting or not; `chosen` is one of them. Also yields a sentence on GRPO's answers.
     """
     layout, zero = chosen.layout, recipe.zero
     if zero.stage == "auto":
-        yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, found)}"
+        yield f"ZeRO stage {layout.zero_stage}: {_why_stage(chosen, candidates)}"
     if "auto" in (zero.offload_optimizer, zero.offload_param):
-        kept = [one for one in found if one.layout.offload_optimizer == "none" and one.layout.offload_param == "none"]
+        kept = [
+            each
+            for each in candidates
+            if each.layout.offload_optimizer == "none" and each.layout.offload_param == "none"
+        ]
         if layout.offload_optimizer == "none" and layout.offload_param == "none":
             yield "no offload: the states fit"
-        elif kept and not any(one.fits for one in kept):
-            yield f"offload: without it {_need(min(kept, key=lambda one: one.over))} at least"
+        elif kept and not any(each.fits for each in kept):
+            yield f"offload: without it {_need(min(kept, key=lambda each: each.over))} at least"
         elif kept:
-            speeds = [one.tokens_per_second or 0.0 for one in kept if one.fits]
+            speeds = [each.tokens_per_second or 0.0 for each in kept if each.fits]
             yield f"offload: {chosen.tokens_per_second or 0.0:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
     if recipe.train.recompute == "auto":
-        others = [one for one in found if one.layout.recompute == "none" and (one.is_roomy or not one.fits)]
+        others = [each for each in candidates if each.layout.recompute == "none" and (each.is_roomy or not each.fits)]
         if layout.recompute == "none":
             yield "no recompute: the activations fit"
-        elif speeds := [one.tokens_per_second for one in others if one.fits and one.tokens_per_second]:
+        elif speeds := [each.tokens_per_second for each in others if each.fits and each.tokens_per_second]:
             mine = chosen.tokens_per_second or 0.0
             yield f"recompute: {mine:,.0f} tokens/s, at most {max(speeds):,.0f} without it"
         elif others:
-            yield f"recompute: without it {_need(min(others, key=lambda one: one.over))} at least"
+            yield f"recompute: without it {_need(min(others, key=lambda each: each.over))} at least"
     if recipe.batch.micro_batch == "auto":
-        yield f"micro-batch {_rows(chosen)}: {_why_rows(chosen, found)}"
+        yield f"micro-batch {_rows(chosen)}: {_why_rows(chosen, candidates)}"
     if layout.generation_rows:
         yield _why_generation(chosen)
 
@@ -73,53 +77,60 @@ def _why_generation(chosen: Candidate) -> str:
     return f"{said}; their time is that of answers of {layout.answer_tokens} tokens in full rows"
 
 
-def _why_stage(chosen: Candidate, found: list[Candidate]) -> str:
+def _why_stage(chosen: Candidate, candidates: list[Candidate]) -> str:
     """Return why this ZeRO stage: lower ones do not fit, or the others are not faster."""
-    lower = [one for one in found if one.layout.zero_stage < chosen.layout.zero_stage]
-    if lower and not any(one.fits for one in lower):
-        return f"lower stages need {_need(min(lower, key=lambda one: one.over))} at least"
+    lower = [each for each in candidates if each.layout.zero_stage < chosen.layout.zero_stage]
+    if lower and not any(each.fits for each in lower):
+        return f"lower stages need {_need(min(lower, key=lambda each: each.over))} at least"
     if chosen.tokens_per_second is None:
         return "the simplest that fits; DeepSpeed reports no gradient norm at stage 0 in fp32"
     mine = chosen.layout.zero_stage
-    others = [one for one in found if one.layout.zero_stage != mine and one.fits and one.tokens_per_second]
+    others = [each for each in candidates if each.layout.zero_stage != mine and each.fits and each.tokens_per_second]
     if not others:
         return "the only one that fits"
-    best = max(others, key=lambda one: one.tokens_per_second or 0.0)
+    best = max(others, key=lambda each: each.tokens_per_second or 0.0)
     if (best.tokens_per_second or 0.0) >= (1 - search.NEARLY_EQUAL) * chosen.tokens_per_second:
         return f"as fast as stage {best.layout.zero_stage} and simpler"
     speeds = f"{chosen.tokens_per_second:,.0f} tokens/s, at most {best.tokens_per_second:,.0f} at stage"
     return f"{speeds} {best.layout.zero_stage}"
 
 
-def _why_rows(chosen: Candidate, found: list[Candidate]) -> str:
-    """Return why this micro-batch: larger ones do not fit, are hardly faster, or divide no rank's rows."""
+def _why_rows(chosen: Candidate, candidates: list[Candidate]) -> str:
+    """Return why this micro-batch: larger ones do not fit, are hardly faster, or divide no rank's rows.
+
+    Compares `chosen` with those of `candidates` that differ in nothing else.
+    """
     mine = _without_rows(chosen.layout)
-    same = [one for one in found if _without_rows(one.layout) == mine and not one.is_unequal]
+    same = [each for each in candidates if _without_rows(each.layout) == mine and not each.is_unequal]
     if chosen.is_unequal:
-        speeds = [one.tokens_per_second for one in same if one.fits and one.tokens_per_second]
+        speeds = [each.tokens_per_second for each in same if each.fits and each.tokens_per_second]
         equal = f"at most {max(speeds):,.0f} with equal ones" if speeds else "equal ones do not fit"
         return f"{chosen.tokens_per_second or 0.0:,.0f} tokens/s, {equal}"
-    larger = [one for one in same if one.layout.micro_batch > chosen.layout.micro_batch]
+    larger = [each for each in same if each.layout.micro_batch > chosen.layout.micro_batch]
     if not larger:
         return f"the most up to {search.MAX_MICRO_BATCH[chosen.layout.device]} that divides a rank's rows"
-    following = min(larger, key=lambda one: one.layout.micro_batch)
+    following = min(larger, key=lambda each: each.layout.micro_batch)
     if following.fits:
         return f"larger ones are less than {search.NEARLY_EQUAL:.0%} faster"
     return f"{following.layout.micro_batch} rows would need {_need(following)}"
 
 
 def _without_rows(layout: Layout) -> Layout:
-    """Return the layout of the GPU memory that no row of a micro-batch or generation takes."""
+    """Return the layout with no rows and with gradient sums, to tell whether two differ in their micro-batch only."""
     return dataclasses.replace(layout, micro_batch=0, accumulates=True, generation_rows=0)
 
 
-def _need(one: Candidate) -> str:
-    """Return the tighter of a candidate's device and host memory with its limit, in words."""
-    what = "GPU" if one.layout.device == "cuda" else "rank"
-    device = f"{format_bytes(one.gpu_bytes)} of {format_bytes(one.gpu_limit or 0)} a {what}"
-    if one.host_limit is None or one.gpu_bytes / (one.gpu_limit or one.gpu_bytes) >= one.host_bytes / one.host_limit:
+def _need(candidate: Candidate) -> str:
+    """Return in words how much of its device or host memory a candidate needs, whichever is tighter."""
+    what = "GPU" if candidate.layout.device == "cuda" else "rank"
+    device = f"{format_bytes(candidate.gpu_bytes)} of {format_bytes(candidate.gpu_limit or 0)} a {what}"
+    if (
+        candidate.host_limit is None
+        or candidate.gpu_bytes / (candidate.gpu_limit or candidate.gpu_bytes)
+        >= candidate.host_bytes / candidate.host_limit
+    ):
         return device
-    return f"{format_bytes(one.host_bytes)} of {format_bytes(one.host_limit)} usable host memory"
+    return f"{format_bytes(candidate.host_bytes)} of {format_bytes(candidate.host_limit)} usable host memory"
 
 
 def warnings(recipe: Recipe, cluster: Cluster, chosen: Candidate) -> Iterator[str]:
@@ -161,7 +172,7 @@ def _micro_step(cluster: Cluster, chosen: Candidate) -> str:
         for host, rows, seconds in zip(cluster.hosts, chosen.micro_batches, chosen.micro_step_seconds, strict=True)
     }
     parts = [f"{kind} {rows} in {seconds:.2g} s" for (kind, rows), seconds in each.items()]
-    slowest = max(each, key=lambda one: each[one])[0]
+    slowest = max(each, key=lambda kind: each[kind])[0]
     return f"{', '.join(parts)}; {slowest} sets the speed of all"
 
 
@@ -171,32 +182,32 @@ def why_waiting(recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: 
     `recipe` asks for asynchronous checkpoints. Raises ValueError if it has no candidates.
     """
     kept = search.candidates(recipe, cluster, shape, precision, rows_per_step)
-    need = _need(min(kept, key=lambda one: (one.gpu_bytes > (one.gpu_limit or one.gpu_bytes), one.over)))
+    need = _need(min(kept, key=lambda each: (each.gpu_bytes > (each.gpu_limit or each.gpu_bytes), each.over)))
     return (
         f"training waits for checkpoints (checkpoint.asynchronous: false): with a copy in host memory {need} at least"
     )
 
 
 def nothing_fits_error(
-    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, found: list[Candidate]
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, precision: str, rows_per_step: int, candidates: list[Candidate]
 ) -> PlanError:
-    """Return, without raising it, the PlanError for a recipe with the candidates `found`, none of which fits.
+    """Return, without raising it, the PlanError for a recipe, none of whose `candidates` fits.
 
-    It gives the smallest candidate's memory and the nearest change that would fit. If `found` is empty, it says that
-    DeepSpeed accepts no configuration of the recipe's zero: section.
+    It gives the smallest candidate's memory and the nearest change that would fit. If `candidates` is empty, it says
+    that DeepSpeed accepts no configuration of the recipe's zero: section. Plans again to find what would fit.
     """
     fitting, free = functools.partial(_fitting, shape, precision), search.relax_recipe(recipe)
     others = fitting(free, cluster)
     settings = f"set {advice.nearest_settings(recipe, others)[0]}" if others else ""
-    if not found:
+    if not candidates:
         return PlanError(
             "the recipe's zero: section leaves no configuration that DeepSpeed accepts",
             evidence="offload_param needs stage 3, offload_optimizer stage 1 or more, its stream 1 or 2, "
             "train.grad_accum_dtype: fp32 stage 2 or 3",
             fix=settings or "set zero.stage, zero.offload_optimizer and zero.offload_param to auto",
         )
-    nearest = min(found, key=lambda one: one.over)
-    evidence = f"the smallest of {len(found)} configurations needs {_need(nearest)}: {_short(nearest)}"
+    nearest = min(candidates, key=lambda each: each.over)
+    evidence = f"the smallest of {len(candidates)} configurations needs {_need(nearest)}: {_short(nearest)}"
     evidence += "\n" + format_items(nearest.gpu_items)
     if lighter := advice.fix_checkpoints(recipe, cluster, fitting):
         fix = lighter
@@ -205,47 +216,48 @@ def nothing_fits_error(
     else:
         fix = advice.other_hosts(recipe, cluster, fitting)
     return PlanError(
-        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _hint_at_memory(cluster, found)
+        f"{recipe.name} does not fit this cluster", evidence=evidence, fix=fix + _hint_at_memory(cluster, candidates)
     )
 
 
-def _hint_at_memory(cluster: Cluster, found: list[Candidate]) -> str:
+def _hint_at_memory(cluster: Cluster, candidates: list[Candidate]) -> str:
     """Return a clause that hardware.hosts[].memory can state more memory; "" unless host memory alone lacks."""
-    short = [one for one in found if not one.fits and one.gpu_bytes <= (one.gpu_limit or one.gpu_bytes)]
+    short = [each for each in candidates if not each.fits and each.gpu_bytes <= (each.gpu_limit or each.gpu_bytes)]
     if cluster.is_cpu or not short:
         return ""
-    least = min(short, key=lambda one: one.over)
+    least = min(short, key=lambda each: each.over)
     sizes = {host.name: host.memory_bytes for host in cluster.hosts if host.memory_bytes}
     name = next(name for name, size in sizes.items() if int(size * search.HOST_SHARE) == least.host_limit)
     shown = format_bytes(sizes[name])
     return f"; or, if {name} has more than {shown} of memory, say so: hardware.hosts[].memory, by the host's name"
 
 
-def _short(one: Candidate) -> str:
+def _short(candidate: Candidate) -> str:
     """Return a candidate's configuration in words."""
-    layout = one.layout
+    layout = candidate.layout
     return (
         f"ZeRO stage {layout.zero_stage}, offload optimizer {layout.offload_optimizer} and parameters "
-        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_rows(one)}"
+        f"{layout.offload_param}, recompute {layout.recompute}, micro-batch {_rows(candidate)}"
     )
 
 
-def _rows(one: Candidate) -> str:
+def _rows(candidate: Candidate) -> str:
     """Return the micro-batch, or unequal ones in the order of the hosts, as text."""
-    return " and ".join(map(str, dict.fromkeys(one.micro_batches)))
+    return " and ".join(map(str, dict.fromkeys(candidate.micro_batches)))
 
 
 def _fitting(shape: ModelShape, precision: str, recipe: Recipe, cluster: Cluster) -> list[Candidate]:
     """Return the recipe's candidates that fit the cluster. Raises PlanError as _rows_per_step() does."""
-    found = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
-    return [one for one in found if one.fits]
+    candidates = search.candidates(recipe, cluster, shape, precision, _rows_per_step(recipe, cluster))
+    return [each for each in candidates if each.fits]
 
 
 def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int | None = None) -> Plan:
     """Return the plan of a recipe on a cluster; `train_tokens` are the tokens of one epoch, which train.epochs needs.
 
-    Raises PlanError when nothing fits, a GPU kind is unknown, only some hosts have GPUs, they cannot run the precision,
-    or the micro-batches, the number of steps or the warmup do not work out.
+    `shape` is the model's, with its vocabulary. Raises PlanError when nothing fits, a GPU kind is unknown, only some
+    hosts have GPUs, they cannot run the precision, or the micro-batches, the number of steps or the warmup do not work
+    out.
     """
     gpus.check_devices(cluster)
     precision, reasons = gpus.precision(recipe, cluster)
@@ -260,12 +272,12 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
     for key, sentence in rules.warmup_problems(recipe.optim, steps):
         raise PlanError(f"{key}: {sentence}", fix="lower optim.warmup_steps or train longer")
     said = recipe
-    recipe, found = search.choices(recipe, cluster, shape, precision, rows_per_step)
-    fitting = [one for one in found if one.fits]
+    recipe, candidates = search.choices(recipe, cluster, shape, precision, rows_per_step)
+    fitting = [each for each in candidates if each.fits]
     if not fitting:
-        raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, found)
+        raise nothing_fits_error(recipe, cluster, shape, precision, rows_per_step, candidates)
     chosen = search.best(fitting)
-    reasons += explain_choices(recipe, chosen, found)
+    reasons += explain_choices(recipe, chosen, candidates)
     measured = {gpus.find(host.gpu).calibrated: None for host in cluster.hosts if host.gpu}
     reasons += [sentence for sentence in measured if sentence]
     if recipe is not said:
@@ -279,7 +291,10 @@ def make(recipe: Recipe, cluster: Cluster, shape: ModelShape, train_tokens: int 
 def _with_reference(
     made: Plan, recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, pairs: int
 ) -> Plan:
-    """Return the plan with the time and reason of DPO's scoring of all pairs by the reference, if there are any."""
+    """Return the plan with the time and reason of DPO's scoring of `pairs` pairs by the reference.
+
+    Returns `made` unchanged for other stages, for ORPO, and without a predicted speed.
+    """
     if recipe.dpo is None or recipe.dpo.loss == "orpo" or made.days is None:
         return made
     seconds = math.ceil(pairs / sum(made.rank_micro_batches)) * search.forward_seconds(cluster, shape, chosen)
@@ -290,14 +305,14 @@ def _with_reference(
 def plan_again(recipe: Recipe, cluster: Cluster, shape: ModelShape, steps: int) -> Plan | None:
     """Return the plan of a run of `steps` steps on this cluster; None when nothing fits or it cannot be planned."""
     try:
-        recipe, found = _choices(recipe, cluster, shape)
+        recipe, candidates = _choices(recipe, cluster, shape)
     except PlanError:
         return None
-    fitting = [one for one in found if one.fits]
+    fitting = [each for each in candidates if each.fits]
     if not fitting:
         return None
     chosen = search.best(fitting)
-    reasons = [*gpus.precision(recipe, cluster)[1], *explain_choices(recipe, chosen, found)]
+    reasons = [*gpus.precision(recipe, cluster)[1], *explain_choices(recipe, chosen, candidates)]
     return _plan(recipe, cluster, shape, chosen, steps, (*reasons, *warnings(recipe, cluster, chosen)))
 
 
@@ -316,14 +331,14 @@ def _choices(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> tuple[Recip
 
 def fastest(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Candidate | None:
     """Return the candidate that make() would choose; None when nothing fits or it cannot be planned."""
-    fitting = [one for one in list_candidates(recipe, cluster, shape) if one.fits]
+    fitting = [each for each in list_candidates(recipe, cluster, shape) if each.fits]
     return search.best(fitting) if fitting else None
 
 
 def _plan(
     recipe: Recipe, cluster: Cluster, shape: ModelShape, chosen: Candidate, steps: int, reasons: tuple[str, ...]
 ) -> Plan:
-    """Return the Plan of the chosen candidate."""
+    """Return the Plan of the chosen candidate for `steps` steps; `reasons` are its sentences."""
     layout = chosen.layout
     rows = search.rows_per_micro_step(chosen.micro_batches, cluster)
     tokens_per_step = rows * layout.sequence_length * chosen.accumulation

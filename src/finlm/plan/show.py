@@ -64,12 +64,12 @@ def print_advice(consulted: Consulted, made: Plan) -> None:
         screen.show(f"  {name:<10} {value}")
     if len(consulted.options) > 1:
         screen.heading("the best candidates")
-        for one in consulted.options:
-            rows_of_rank = f"{one.micro_batch} rows x {one.gradient_accumulation_steps}"
-            offload = f"offload {one.offload_optimizer}/{one.offload_param}"
-            settings = f"ZeRO-{one.zero_stage}, {offload}, recompute {one.recompute}, {rows_of_rank}"
-            speed = f"{one.tokens_per_second or 0:>11,.0f} tokens/s"
-            screen.show(f"  {settings:<58} {format_bytes(one.gpu_bytes):>10} {speed}   {one.verdict}")
+        for option in consulted.options:
+            rows_of_rank = f"{option.micro_batch} rows x {option.gradient_accumulation_steps}"
+            offload = f"offload {option.offload_optimizer}/{option.offload_param}"
+            settings = f"ZeRO-{option.zero_stage}, {offload}, recompute {option.recompute}, {rows_of_rank}"
+            speed = f"{option.tokens_per_second or 0:>11,.0f} tokens/s"
+            screen.show(f"  {settings:<58} {format_bytes(option.gpu_bytes):>10} {speed}   {option.verdict}")
     if consulted.changes:
         screen.heading("what would make it faster")
         for change in consulted.changes:
@@ -77,7 +77,7 @@ def print_advice(consulted: Consulted, made: Plan) -> None:
 
 
 def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
-    """Print to stdout the measured GPU kinds and the file in which they are stored."""
+    """Print to stdout the measured GPU kinds and `where`, the file in which they are stored."""
     for gpu in kinds:
         screen.show(
             f"{gpu.name}: {format_bytes(gpu.memory_bytes)}, peak {gpu.peak_flops / 1e12:.0f} TFLOP/s, of which a"
@@ -88,7 +88,7 @@ def print_calibrated(kinds: Sequence[Gpu], where: Path) -> None:
 
 
 def rows(made: Plan) -> list[tuple[str, str]]:
-    """Return the (name, value) rows of the plan's decisions, speed and time."""
+    """Return the (name, value) rows, both text, of the plan's decisions, speed and time."""
     unequal = len(set(made.rank_micro_batches)) > 1
     each = (
         f"{host.name}: {host.slots} x {host.gpu or 'CPU rank'}" + f" (micro-batch {host.micro_batch})" * unequal
@@ -125,7 +125,7 @@ def rows(made: Plan) -> list[tuple[str, str]]:
 
 
 def _value(loaded: Loaded, key: str) -> object:
-    """Return the value at a key of the recipe's written values, with defaults left out.
+    """Return the value at a dotted key of a recipe, as JSON-able values; sections without their defaults.
 
     [i] is read as .i; the index of the only item of a tuple may be missing.
     """
@@ -150,7 +150,7 @@ def _without_defaults(value: object) -> object:
     """Return sections as dicts without values that are defaults; other values are returned unchanged."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True, mode="json")
-    return [_without_defaults(one) for one in value] if isinstance(value, tuple) else value
+    return [_without_defaults(each) for each in value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def consult(
     if chosen is None or cluster.is_cpu:
         return Consulted(said, [], [])
     free = planner.list_candidates(search.relax_recipe(recipe), cluster, shape)
-    changes = advice.faster_changes(recipe, cluster, chosen, lambda it, hosts: planner.fastest(it, hosts, shape))
+    changes = advice.faster_changes(recipe, cluster, chosen, lambda other, hosts: planner.fastest(other, hosts, shape))
     return Consulted(said, best_options(free, chosen), changes)
 
 
@@ -210,69 +210,76 @@ def best_options(candidates: Iterable[Candidate], chosen: Candidate) -> list[Opt
     Of candidates that differ only in their micro-batch one counts (_representative).
     """
     groups: dict[tuple[object, ...], list[Candidate]] = {}
-    for one in candidates:
-        layout = one.layout
+    for each in candidates:
+        layout = each.layout
         key = (layout.zero_stage, layout.offload_optimizer, layout.offload_param, layout.recompute)
-        groups.setdefault(key, []).append(one)
+        groups.setdefault(key, []).append(each)
     mine = chosen.layout
     groups.pop((mine.zero_stage, mine.offload_optimizer, mine.offload_param, mine.recompute), None)
     stand = [_representative(group) for group in groups.values()]
-    fitting = sorted((one for one in stand if one.fits), key=lambda one: (not one.is_roomy, *_slowness(one)))
-    faster = [one for one in stand if not one.fits and _slowness(one) < _slowness(chosen)]
-    faster.sort(key=lambda one: one.over)
+    fitting = sorted((each for each in stand if each.fits), key=lambda each: (not each.is_roomy, *_slowness(each)))
+    faster = [each for each in stand if not each.fits and _slowness(each) < _slowness(chosen)]
+    faster.sort(key=lambda each: each.over)
     kept = fitting[: MOST - 1 - min(1, len(faster))]
     kept += faster[: MOST - 1 - len(kept)]
-    return [_option(one, chosen) for one in (chosen, *kept)]
+    return [_option(each, chosen) for each in (chosen, *kept)]
 
 
 def _representative(group: list[Candidate]) -> Candidate:
-    """Return the best candidate of a group that fits, else the one that is nearest to fitting."""
-    fitting = [one for one in group if one.fits]
-    return search.best(fitting) if fitting else min(group, key=lambda one: one.over)
+    """Return the best candidate of a group that fits, else the one that is nearest to fitting.
+
+    The group is not empty.
+    """
+    fitting = [each for each in group if each.fits]
+    return search.best(fitting) if fitting else min(group, key=lambda each: each.over)
 
 
-def _slowness(one: Candidate) -> tuple[float, tuple[int, ...]]:
+def _slowness(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
     """Return the key that sorts candidates from the fastest to the slowest; of equal speed, the simplest first."""
-    return -(one.tokens_per_second or 0.0), one.complexity
+    return -(candidate.tokens_per_second or 0.0), candidate.complexity
 
 
-def _option(one: Candidate, chosen: Candidate) -> Option:
-    """Return the Option of a candidate."""
-    layout = one.layout
+def _option(candidate: Candidate, chosen: Candidate) -> Option:
+    """Return the Option of a candidate, with its verdict beside `chosen`."""
+    layout = candidate.layout
     return Option(
         zero_stage=layout.zero_stage,
         offload_optimizer=layout.offload_optimizer,
         offload_param=layout.offload_param,
         recompute=layout.recompute,
         micro_batch=layout.micro_batch,
-        gradient_accumulation_steps=one.accumulation,
-        gpu_bytes=one.gpu_bytes,
-        host_bytes=one.host_bytes,
-        tokens_per_second=one.tokens_per_second,
-        fits=one.fits,
-        verdict=_verdict(one, chosen),
+        gradient_accumulation_steps=candidate.accumulation,
+        gpu_bytes=candidate.gpu_bytes,
+        host_bytes=candidate.host_bytes,
+        tokens_per_second=candidate.tokens_per_second,
+        fits=candidate.fits,
+        verdict=_verdict(candidate, chosen),
     )
 
 
-def _verdict(one: Candidate, chosen: Candidate) -> str:
-    """Return in words why a candidate was taken or not."""
-    if one is chosen:
+def _verdict(candidate: Candidate, chosen: Candidate) -> str:
+    """Return in words why the candidate was taken, "taken" for `chosen` itself, or why it was not."""
+    if candidate is chosen:
         return "taken"
-    if not one.fits:
-        need = [f"{format_bytes(one.gpu_bytes)} of {format_bytes(one.gpu_limit)} a GPU"] if one.gpu_limit else []
-        if one.host_limit and one.host_bytes > one.host_limit:
-            need = [f"{format_bytes(one.host_bytes)} of {format_bytes(one.host_limit)} usable host memory"]
+    if not candidate.fits:
+        need = (
+            [f"{format_bytes(candidate.gpu_bytes)} of {format_bytes(candidate.gpu_limit)} a GPU"]
+            if candidate.gpu_limit
+            else []
+        )
+        if candidate.host_limit and candidate.host_bytes > candidate.host_limit:
+            need = [f"{format_bytes(candidate.host_bytes)} of {format_bytes(candidate.host_limit)} usable host memory"]
         return f"does not fit: {need[0]}" if need else "does not fit"
-    if not one.tokens_per_second or not chosen.tokens_per_second:
+    if not candidate.tokens_per_second or not chosen.tokens_per_second:
         return "fits too; has more moving parts"
-    times = one.tokens_per_second / chosen.tokens_per_second
-    if not one.is_roomy and times > 1 - search.NEARLY_EQUAL:
+    times = candidate.tokens_per_second / chosen.tokens_per_second
+    if not candidate.is_roomy and times > 1 - search.NEARLY_EQUAL:
         return "fits without a margin"
     if abs(times - 1) < search.NEARLY_EQUAL:
-        return "as fast, with more moving parts" if one.complexity > chosen.complexity else "as fast"
+        return "as fast, with more moving parts" if candidate.complexity > chosen.complexity else "as fast"
     if times < 1:
         return f"{1 - times:.0%} slower"
-    is_doubted = one.layout.offload_optimizer != "none" and chosen.layout.offload_optimizer == "none"
+    is_doubted = candidate.layout.offload_optimizer != "none" and chosen.layout.offload_optimizer == "none"
     return f"{times - 1:.0%} faster{', if the host keeps up' if is_doubted else ': the recipe says otherwise'}"
 
 
@@ -317,7 +324,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Plan], Any], Callable[[Any], str]], ...] = 
 
 
 def compare_plans(a: Plan, b: Plan) -> list[Consequence]:
-    """Return a Consequence for every number or decision in which two plans differ."""
+    """Return a Consequence for every number or decision of _NUMBERS in which plans `a` and `b` differ."""
     found = []
     for name, of, shown in _NUMBERS:
         first, second = of(a), of(b)

@@ -143,7 +143,7 @@ def _raw_seconds(shape: ModelShape, layout: Layout, gpu: Gpu, only_forward: bool
 
 
 def _document_tiles(layout: Layout) -> float:
-    """Return how many tiles of a head attention starts if it ends with documents (most idle in long rows), else 0."""
+    """Return how many tiles of a head attention starts for documents of about DOCUMENT_TOKENS; 0 without documents."""
     if not layout.has_documents:
         return 0.0
     documents = 2 * layout.tokens / DOCUMENT_TOKENS
@@ -324,7 +324,10 @@ def step_time(
 def _answer_seconds(
     shape: ModelShape, layout: Layout, kinds: Sequence[Rank], accumulation: int, gather: float
 ) -> tuple[float, float]:
-    """Return (seconds of generating, of scoring answers), a step's share; `gather` is ZeRO-3's gathering of weights."""
+    """Return (seconds of generating, seconds of scoring answers), a step's share; zeros if no answers are generated.
+
+    `gather` is the seconds in which ZeRO-3 gathers all weights once.
+    """
     if not layout.generation_rows:
         return 0.0, 0.0
     whole = 0.0
@@ -370,7 +373,10 @@ def _offload_seconds(
 
 
 def host_adam_seconds(parameters: float, stage: int, kind: Rank, threads: int) -> float:
-    """Return the seconds of Adam on a host's cores for `parameters` of each rank; ranks share the host's memory."""
+    """Return the seconds of Adam on a host's cores for `parameters` of each rank, with `threads` cores a rank.
+
+    `stage` is ZeRO's; the ranks of `kind` share the host's memory.
+    """
     rate = min(
         ADAM_PER_THREAD * threads, _host_speed(kind) * ADAM_PER_RANK, _host_speed(kind) * ADAM_PER_HOST / kind.slots
     )
