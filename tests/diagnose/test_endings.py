@@ -501,7 +501,44 @@ BY_RULE = [  # the file of the last frame, its line of code, the exception
     ("/data/work/train.py", "phase = plan['phase']", "KeyError: 'phase'", "code_error"),
     ("/data/work/train.py", "text = sample['body']", "KeyError: 'body'", "dataset_columns_mismatch"),
     ("/data/work/collate_rows.py", "ids[0]", "IndexError: list index out of range", "dataset_columns_mismatch"),
-    ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "code_error"),
+    ("/data/work/train.py", "assert x.shape == y.shape", "AssertionError", "tensor_shapes"),
+    ("/data/work/train.py", "assert phase in plan", "AssertionError", "code_error"),
+    (
+        "/data/work/train.py",
+        "rows, width = x.size()",
+        "ValueError: too many values to unpack (expected 2)",
+        "tensor_shapes",
+    ),
+    (
+        "/data/work/train.py",
+        "a, b = s.split('=')",
+        "ValueError: not enough values to unpack (expected 2)",
+        "code_error",
+    ),
+    (LIBRARY, "a, b = self.step()", "ValueError: too many values to unpack (expected 2)", "package_versions"),
+    ("/data/work/train.py", "history.pop()", "IndexError: pop from empty list", "code_error"),
+    (
+        LIBRARY,
+        "raise ConnectError(",
+        "redis.exceptions.ConnectionError: Error 111 connecting to a:1.",
+        "download_failed",
+    ),
+    (LIBRARY, "raise RuntimeError(", "RuntimeError: server launch failed", "unknown"),
+    (LIBRARY, "raise LinAlgError(", "numpy.linalg.LinAlgError: SVD did not converge", "unknown"),
+    (LIBRARY, "raise Limit(", "math_verify.errors.TimeoutException: Operation timed out!", "unknown"),
+    (LIBRARY, "raise ApiError(", "swanlab.error.ApiError: 404 Not Found", "download_failed"),
+    (
+        LIBRARY,
+        "_dlopen(name)",
+        "OSError: /opt/libphase.so: cannot open shared object file: No such file",
+        "package_versions",
+    ),
+    (
+        LIBRARY,
+        "processor.image_processor",
+        "AttributeError: 'A' object has no attribute 'image_processor'",
+        "processor_missing",
+    ),
     (LIBRARY, "assert x.dtype == y.dtype", "AssertionError", "check_refused"),
     (LIBRARY, "assert not p.users, p.summary()", "AssertionError: {'id': 0, 'requires_grad': True}", "check_refused"),
     (LIBRARY, "plan.phase", "AttributeError: 'NoneType' object has no attribute 'phase'", "unknown"),
@@ -552,3 +589,26 @@ def test_what_a_program_lists_as_possible_reasons_is_no_evidence(findings: Of) -
 def test_a_rule_never_hides_a_cause_that_a_signature_knows(findings: Of) -> None:
     first = TRACEBACK + "KeyError: 'phase'\n"
     assert findings(first + OOM)[0].cause == "cuda_oom"
+
+
+ASIDE = [  # a line that says something of its own, and does not lead to a slip of the program's logic that follows it
+    "WARNING: Could not find the bitsandbytes CUDA binary at 'libbitsandbytes_cuda124.so'\n",
+    "node1:12:12 [0] misc/ibvwrap.cc:66 NCCL WARN Call to ibv_open_device failed\n",
+    "(MaxRetryError('huggingface.co: Network is unreachable')) thrown while requesting HEAD https://huggingface.co/a/b\n",
+]
+
+
+@pytest.mark.parametrize("aside", ASIDE, ids=range(len(ASIDE)))
+@pytest.mark.parametrize("slip", ["ZeroDivisionError: division by zero", "NameError: name 'phase' is not defined"])
+def test_a_line_aside_is_not_the_cause_of_a_slip_that_follows_it(aside: str, slip: str, findings: Of) -> None:
+    found = findings(aside + TRACEBACK + slip + "\n")
+    assert found[0].cause in ("code_error", "name_undefined")
+    assert all(later.confidence != "high" for later in found[1:])
+
+
+def test_of_two_exceptions_of_which_one_follows_from_the_other_the_one_with_a_name_comes_first(findings: Of) -> None:
+    first = TRACEBACK.replace("/data/work", "/opt/env/lib/python3.11/site-packages/tool") + "KeyError: 'phase'\n"
+    handled = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    second = TRACEBACK + "ModuleNotFoundError: No module named 'phase'\n"
+    assert findings(first)[0].cause == "unknown"
+    assert findings(first + handled + second)[0].cause == "package_missing"

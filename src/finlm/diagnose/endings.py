@@ -31,7 +31,9 @@ DERIVED = re.compile(
     r"DatasetGenerationError|RendezvousConnectionError|ProcessRaisedException|ProcessExitedException|BrokenProcessPool|"
     r"EngineDeadError|EngineGenerateError|Engine (?:core|process)\S* (?:initialization )?failed|WorkerProc init|"
     r"RemoteTraceback|RemoteError|Worker failed with error|DistBackendError|DistNetworkError|DistStoreError|"
-    r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$"
+    r"subprocesses has abruptly died|scheduler died during|returned non-zero exit status|^EOFError$|"
+    r"Error: .*\b(?:[Ss]erver|[Ee]ngine|[Ww]orker|[Pp]rocess|[Jj]ob|[Cc]hild|[Cc]ase)\b.{0,30}\b"
+    r"(?:failed|died|crashed|exited)(?: unexpectedly| with (?:exit |return )?(?:code|status) \S+)?\.?$"
 )
 
 
@@ -51,6 +53,11 @@ class Raised:
     def frame(self) -> str:
         """The last frame, which raised it; "" if there is none."""
         return self.frames[-1] if self.frames else ""
+
+    @property
+    def speaker(self) -> tuple[str, str, int | None]:
+        """The log, host and rank that printed it."""
+        return self.hit.source, self.hit.host, self.hit.rank
 
     @property
     def derived(self) -> bool:

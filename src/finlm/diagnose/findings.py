@@ -52,6 +52,10 @@ _ERROR = re.compile(
 )
 LAST_LINES = 4
 NEAR_LINES = 40  # so far above an exception that no signature knows, an error line may be what led to it
+# A slip of the program's own logic: no line outside its traceback led to it.
+_SLIP = re.compile(
+    r"^(?:KeyError|IndexError|AttributeError|TypeError|ZeroDivisionError|NameError|UnboundLocalError|RecursionError)\b"
+)
 CAUGHT_LINES = 10  # that many lines on, a new traceback of the same speaker shows that it had caught the last
 
 
@@ -115,9 +119,10 @@ def diagnose(
     shown = [raised for log in logs for raised in exceptions(log)]
     candidates = _candidates(logs, signatures, shown)
     open_ends = [c.raised for c in candidates if c.raised and not c.raised.derived]
+    ends = _Ends(shown, open_ends, candidates)
     died = {c.hit.rank for c in candidates if c.pattern.cause == "unknown" and c.pattern.level == "symptom"} - {None}
     several = len(logs) > 1
-    levels = {id(c): LEVELS.index(_level(c, died, shown, open_ends)) for c in candidates}
+    levels = {id(c): LEVELS.index(_level(c, died, ends)) for c in candidates}
     candidates.sort(key=lambda c: (levels[id(c)], *_order(c, several)))
     first: dict[str, _Candidate] = {}
     for candidate in candidates:
@@ -126,7 +131,7 @@ def diagnose(
     program = program or program_of(logs)
     findings = [_finding(candidate, candidates, program, lang) for candidate in kept[:MAX_FINDINGS]]
     for finding, candidate in zip(findings, kept, strict=False):
-        if finding.confidence == "high" and not _explains_ending(candidate, open_ends):
+        if finding.confidence == "high" and (levels[id(candidate)] or not ends.explained_by(candidate)):
             finding.confidence = "medium"
     if findings and findings[0].confidence == "high":
         findings = [f for f, c in zip(findings, kept, strict=False) if c.pattern.cause != "unknown"]
@@ -213,36 +218,75 @@ def _is_superseded(candidate: _Candidate, candidates: Sequence[_Candidate], log:
     return any(log.steps_between(candidate.hit.last, hit.offset) >= GOES_ON_STEPS for hit in later)
 
 
-def _level(candidate: _Candidate, died: Set[int | None], shown: Sequence[Raised], open_ends: Sequence[Raised]) -> str:
+@dataclass
+class _Ends:
+    """The exceptions in the end of the logs: all that are `shown`, and those among them that no signature knows."""
+
+    shown: Sequence[Raised]
+    unexplained: Sequence[Raised]
+    candidates: Sequence[_Candidate]
+
+    def after(self, hit: Hit) -> list[Raised]:
+        """Return the unexplained exceptions that come after a hit in its log."""
+        return [r for r in self.unexplained if r.hit.source == hit.source and r.hit.line > hit.line]
+
+    def holds(self, hit: Hit) -> bool:
+        """Return whether a hit is a line of an exception, or of its traceback or message."""
+        return any(raised.covers(hit) for raised in self.shown)
+
+    def known_after(self, candidate: _Candidate, levels: Sequence[str] = ("cause",)) -> list[Raised]:
+        """Return the exceptions after a candidate's line that a signature of these levels knows as another cause."""
+        hit = candidate.hit
+        later = [r for r in self.shown if r.hit.source == hit.source and r.first > hit.line and not r.derived]
+        other = [c for c in self.candidates if c.signature.id != candidate.signature.id and not c.raised]
+        return [r for r in later if any(r.covers(c.hit) and c.pattern.level in levels for c in other)]
+
+    def explained_by(self, candidate: _Candidate) -> bool:
+        """Return whether the candidate explains the end of its log: no exception of another cause comes after it."""
+        return not self.after(candidate.hit) and (self.holds(candidate.hit) or not self.known_after(candidate))
+
+    def renamed(self, candidate: _Candidate) -> bool:
+        """Return whether an exception that nothing names was handled, and one that has a name followed from it."""
+        if candidate.signature.id != "unknown" or candidate.raised is None:
+            return False
+        index = next(i for i, raised in enumerate(self.shown) if raised is candidate.raised)
+        follower = next((r for r in self.shown[index + 1 :] if r.speaker == candidate.raised.speaker), None)
+        named = [c for c in self.candidates if c.signature.id != "unknown"]
+        return bool(follower and follower.chained and any(follower.covers(c.hit) for c in named))
+
+
+def _level(candidate: _Candidate, died: Set[int | None], ends: _Ends) -> str:
     """Return the pattern's level, or a lower one.
 
-    It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the line is no error,
-    or stands far above, and an unexplained exception follows it, or if the exception was caught.
+    It is "echo" if the rank waited for others that died of an exception of their own, "remark" if the exception was
+    caught, or if the line belongs to no exception and cannot have led to the one that follows it.
     """
     hit, level = candidate.hit, candidate.pattern.level
     if candidate.signature.waits and hit.rank is not None and died - {hit.rank}:
         return "echo"
-    if level in ("cause", "symptom") and candidate.signature.id != "unknown":
-        later = [r.first for r in open_ends if r.hit.source == hit.source and r.hit.line > hit.line]
-        is_near = later and _ERROR.search(hit.text) and later[0] - hit.line <= NEAR_LINES
-        if later and not is_near and not any(raised.covers(hit) for raised in shown):
-            return "remark"
-    if candidate.signature.id != "unknown" and any(r.covers(hit) and _is_outlived(r, open_ends) for r in shown):
+    if ends.renamed(candidate):
         return "remark"
-    return level
+    if candidate.signature.id == "unknown" or level not in ("cause", "symptom"):
+        return level
+    if ends.holds(hit):
+        caught = any(r.covers(hit) and _is_outlived(r, ends.unexplained) for r in ends.shown)
+        return "remark" if caught else level
+    known, later = ends.known_after(candidate, ("cause", "symptom")), ends.after(hit)
+    unrelated = later and not _may_lead_to(hit, later[0])
+    aside = known and (_WARNING.search(hit.text) or _SLIP.search(known[0].hit.text))
+    return "remark" if unrelated or aside else level
+
+
+def _may_lead_to(hit: Hit, raised: Raised) -> bool:
+    """Return whether a line outside of an exception's traceback may be what led to it: an error shortly before it."""
+    is_error = _ERROR.search(hit.text) and not _WARNING.search(hit.text) and not _SLIP.search(raised.hit.text)
+    return bool(is_error and raised.hit.line - hit.line <= NEAR_LINES)
 
 
 def _is_outlived(caught: Raised, open_ends: Sequence[Raised]) -> bool:
     """Return whether its process went on after an exception until a later one that does not follow from it."""
-    who = (caught.hit.source, caught.hit.host, caught.hit.rank)
-    later = [r for r in open_ends if (r.hit.source, r.hit.host, r.hit.rank) == who and not r.chained]
+    later = [r for r in open_ends if r.speaker == caught.speaker and not r.chained]
     return any(r.first > caught.hit.line + CAUGHT_LINES for r in later)
-
-
-def _explains_ending(candidate: _Candidate, open_ends: Sequence[Raised]) -> bool:
-    """Return whether no unexplained exception comes after the hit in its log."""
-    hit = candidate.hit
-    return not any(raised.hit.source == hit.source and raised.hit.line > hit.line for raised in open_ends)
 
 
 def _order(candidate: _Candidate, several: bool) -> tuple[float, int, int]:
