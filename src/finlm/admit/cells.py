@@ -82,7 +82,7 @@ def attention_of(config: Any) -> str:
 
 
 def build(config: Any, attention: str, like: Any = None) -> Any:
-    """Build a model in fp32, training mode; random weights, or those of `like`, in rows beyond it 0. Seed torch."""
+    """Build a model in fp32 and training mode: weights of `like`, 0 in further rows, or random ones; seed torch."""
     torch.manual_seed(0)
     model = causal_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -372,7 +372,7 @@ SMALL_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 8, "q
 
 
 def shrink(config: Config, row: TypeRecord, vocab_size: int) -> Any:
-    """Return transformers' configuration object of the same model at small size, with a vocabulary of vocab_size."""
+    """Return transformers' configuration object of the same model at small size; raise what its class raises."""
     known = traits.complete(config, row)
     values = dict(traits.without_dropout(config)) | {
         "hidden_size": SMALL_HIDDEN,

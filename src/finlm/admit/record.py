@@ -170,7 +170,7 @@ def _measure(config: Any) -> dict[str, Any]:
 
 
 def _expert_bytes(config: Any, states: torch.Tensor) -> float:
-    """Return the bytes that experts save for each number of a token's width in an expert, from twice the width."""
+    """Return the bytes that experts save for backward per token, chosen expert and unit of their width (bf16)."""
     key = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     width, sums = getattr(config, key), list[int]()
     for times in (1, 2):
@@ -285,7 +285,7 @@ def _structure(plain: Any) -> tuple[dict[str, list[str]], list[list[str]], dict[
 
 
 def _may_lack(config: Any, key: str) -> bool:
-    """Return whether the class builds no tensors without numbers where the configuration's `key` is 0."""
+    """Return whether a model of this configuration, but with 0 for `key`, has no empty tensor."""
     config = copy.deepcopy(config)
     setattr(config, key, 0)
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers
@@ -351,7 +351,7 @@ def _other_layers(model_type: str, names: Set[str]) -> Iterator[dict[str, list[s
 
 
 def _buffers(config: Any) -> list[str]:
-    """Return the sorted names of a layer's buffers that are saved with its tensors."""
+    """Return the sorted names of the buffers that a layer's state_dict has."""
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(config).model.layers[0]
     return sorted(layer.state_dict().keys() - dict(layer.named_parameters()).keys())

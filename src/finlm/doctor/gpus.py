@@ -240,7 +240,8 @@ def ask_kinds(
     """Ask the hosts for their GPUs and memory, and return the cluster with them; print what contradicts the recipe.
 
     `accept_new_keys` stores host keys that ssh does not know. With `way_out`, as `finlm train` gives it, a host that
-    cannot be asked raises UserError, with the text of way_out in its fix; without, it is planned as the recipe says.
+    cannot be asked raises UserError, with the text of way_out in its fix. Without, it is planned as the recipe says, or
+    like the other hosts.
     """
     facts = gather.gather_hardware(recipe, cluster, accept_new_keys)
     if way_out:

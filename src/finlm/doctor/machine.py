@@ -122,7 +122,10 @@ def _is_untested(name: str, installed: Mapping[str, str | None], wanted: Mapping
 
 
 def _check_memory(plan: Plan, host: Host, facts: HostFacts) -> Iterator[Fault]:
-    """Yield a fault when less RAM is available than the plan needs; only a warning if the recipe states more RAM."""
+    """Yield an error when less RAM is available than the plan needs.
+
+    It is a warning only if GPUs are planned and the recipe states more RAM than the host has.
+    """
     memory = facts.memory
     if memory and memory.available + _reused_bytes(plan, facts) < plan.host_bytes:
         limit = f", cgroup limit {format_bytes(memory.cgroup_limit)}" if memory.cgroup_limit else ""
@@ -184,7 +187,10 @@ def _check_disks(recipe: Recipe, plan: Plan, host: Host, facts: HostFacts, alone
 
 
 def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) -> Iterator[Fault]:
-    """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory is not writable."""
+    """Yield an error when a disk has fewer than `need` bytes or too few inodes, or its directory is not writable.
+
+    `name` is the check's name, `what` says what the space is for.
+    """
     if disk.free < need:
         evidence = f"{format_bytes(disk.free)} free at {disk.path}, {format_bytes(need)} needed for {what}"
         yield name, "error", evidence, fix
@@ -198,7 +204,10 @@ def _check_space(name: str, disk: probe.Disk, need: float, what: str, fix: str) 
 
 
 def _check_shm(plan: Plan, host: Host, shm: probe.Space | None) -> Iterator[Fault]:
-    """Yield a fault when /dev/shm is too small for NCCL between a host's ranks; CPU ranks do not need it."""
+    """Yield a fault when /dev/shm is too small for NCCL between a host's ranks: below 64 MiB free, or Docker's default.
+
+    The first is an error, the second a warning. CPU ranks and a single rank need none.
+    """
     if plan.device == "cpu" or host.slots == 1 or shm is None:
         return
     fix = "start the container with --shm-size=8g (or --ipc=host); files left in /dev/shm by dead runs may be removed"

@@ -86,7 +86,10 @@ def judge(
 
 
 def _check_hosts(recipe: Recipe, plan: Plan, cluster: Cluster, facts: AllFacts, known: AllFacts) -> Iterator[HostFault]:
-    """Yield the faults of each host by itself, and of silent hosts and probes; `known` has those that answered."""
+    """Yield the faults of each host by itself, of hosts that did not answer, and of probes that failed.
+
+    `known` has the facts of the hosts that answered.
+    """
     alone = len(plan.hosts) == 1
     for host in cluster.hosts:
         if host.name not in known:

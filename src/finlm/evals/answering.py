@@ -119,9 +119,9 @@ def published_prompts(opened: Opened, suite: Suite, questions: Sequence[Question
 def cloze_prompts(opened: Opened, suite: Suite, questions: Sequence[Question], shots: int) -> list[Prompt]:
     """Return a prompt for each question whose four texts end with an option in full, not its letter; ignore `shots`.
 
-    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446), and
-    as there the likelihood counts per character, or short options would win. An assistant sees the options in the
-    user's turn and opens its own with one of them; a base model sees no option.
+    A small model knows an answer before it can name its letter: the cloze formulation of OLMES (arXiv 2406.08446). As
+    there, the likelihood counts per character, or short options would win. An assistant sees the options in the user's
+    turn and opens its own with one of them; a base model sees no option. Raises as _render_with_answer() does.
     """
     style, prompts = STYLES[suite.name], list[Prompt]()
     is_chat = bool(opened.tokenizer.chat_template)
@@ -240,14 +240,14 @@ def _first_counted(prompt: Prompt) -> int:
     return min(begin, *(len(ids) - 1 for ids in prompt.ids))
 
 
-def _rows(four: tuple[tuple[int, ...], ...], begin: int, shared: int) -> list[Row]:
+def _rows(answer_ids: tuple[tuple[int, ...], ...], first_counted: int, shared: int) -> list[Row]:
     """Return a question's rows less the first `shared` tokens: one if each letter is one token, else one per letter."""
-    if all(len(ids) == begin + 1 for ids in four):
-        last = begin - shared - 1
-        return [Row(four[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(four)))]
+    if all(len(ids) == first_counted + 1 for ids in answer_ids):
+        last = first_counted - shared - 1
+        return [Row(answer_ids[0][shared:-1], tuple((last, ids[-1], letter) for letter, ids in enumerate(answer_ids)))]
     return [
-        Row(ids[shared:-1], tuple((at - shared - 1, ids[at], letter) for at in range(begin, len(ids))))
-        for letter, ids in enumerate(four)
+        Row(ids[shared:-1], tuple((at - shared - 1, ids[at], letter) for at in range(first_counted, len(ids))))
+        for letter, ids in enumerate(answer_ids)
     ]
 
 
@@ -288,7 +288,7 @@ def _most_rows(opened: Opened, prefix: Any) -> int:
 
 
 def _forward(opened: Opened, rows: list[Row], prefix: Any) -> list[list[float]]:
-    """Run the rows as a batch behind a copy of `prefix`; return the log-likelihood that each adds to each letter."""
+    """Run the rows as a batch behind a copy of `prefix`; return what each adds to its four log-likelihoods."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + (0,) * (width - len(row.ids)) for row in rows], device=opened.device)
     places = sorted({at for row in rows for at, _, _ in row.targets})
@@ -420,7 +420,7 @@ def _read_answer(prompt: Prompt, text: str, way: str) -> Answer:
 
 
 class _StopWhenDecided(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row once no further token can change its letter; looks after each of 16 tokens, then every eighth."""
+    """Ends a row at an end token, or once its letter is decided; looks at the first 16 tokens, then every eighth."""
 
     def __init__(self, opened: Opened, begin: int, rows: int, decided: Callable[[str], str | None]) -> None:
         """Watch `rows` rows behind prompts of `begin` tokens; `decided` returns a text's final letter or None."""

@@ -198,8 +198,8 @@ def is_majority_right(attempts: Sequence[Graded]) -> bool:
 def check(recipe: Recipe, options: Options) -> Grpo:
     """Return the recipe's grpo section, or raise UserError if the command cannot run.
 
-    Raises it for another stage, for rewards that check no right answer or that need a model or function, when
-    options.best exists, and as settings_of() does without a model.
+    That is for a stage other than grpo, for rewards that check no right answer or need a model or function, if
+    options.best exists, and as settings_of() does if options.model is None.
     """
     grpo = recipe.grpo
     if grpo is None:

@@ -163,7 +163,7 @@ def digest(questions: tuple[Question, ...]) -> str:
 
 
 def _is_released(name: str, questions: tuple[Question, ...], sha256: str) -> bool | None:
-    """Return whether the questions are the released set, by number and hash; None if the hash is not known."""
+    """Return whether the questions are the released set, by number, then by hash; None if that hash is not known."""
     if name not in _SUITES["released"]:
         return None
     count, *known = _SUITES["released"][name]
@@ -179,7 +179,11 @@ def _group_by_subject(questions: Iterator[Question]) -> dict[str, tuple[Question
 
 
 def _read_folder(data: Path, part: str, name: str) -> Iterator[Question]:
-    """Yield the questions of all CSV files in the folder data/part. Raises UserError if it has none or a row is bad."""
+    """Yield the questions of all CSV files in the folder data/part; a file's name is the subject.
+
+    `name` is the suite, which may have Chinese names of subjects. Raises UserError if there are no files or a row is
+    bad.
+    """
     paths = sorted((data / part).glob("*.csv"))
     if not paths:
         raise UserError(
@@ -254,7 +258,10 @@ def _make_questions(name: Name, world: Synthetic) -> tuple[tuple[Question, ...],
 
 
 def _draw_questions(size_bytes: int, seed: int, split: str, purpose: str) -> Iterator[Question]:
-    """Yield different questions without end about the world's companies; `purpose` names their random stream."""
+    """Yield different questions without end about the companies of a split's world.
+
+    `size_bytes` is the size of its corpus, `purpose` names the stream of random numbers, which is not the corpus's.
+    """
     seen = set()
     archive = Archive(World(split, seed, company_count(size_bytes)))
     for text, meta in exam(archive, Dice(split, seed, "suite", purpose)):
@@ -284,7 +291,7 @@ def decided_letter(text: str) -> str | None:
 
 
 def extract_letter(text: str, options: Sequence[str]) -> str | None:
-    """Return the letter of a whole answer, named or of the only option that it quotes; None if it gives none."""
+    """Return the letter of a whole answer: named, or of the only one of four options that it quotes; else None."""
     letter = scoring.find_named_letter(text, LETTERS)
     if letter:
         return letter
@@ -405,7 +412,7 @@ class Scores:
 
     @classmethod
     def of(cls, subjects: Mapping[str, Count]) -> Scores:
-        """Return the Scores computed from counts by subject. Raises ZeroDivisionError for one without questions."""
+        """Return the Scores of counts by subject. Raises ZeroDivisionError for a subject without questions."""
         whole = Count(*map(sum, zip(*subjects.values(), strict=True)))
         shares = {name: Share(*count, count.correct / count.total, wilson(count)) for name, count in subjects.items()}
         macro = sum(share.accuracy for share in shares.values()) / len(shares)
@@ -414,7 +421,7 @@ class Scores:
 
 
 def weighted_f1(right: Sequence[str], given: Sequence[str | None]) -> float:
-    """Return the mean F1 of the right answers as classes, weighted by their questions, as scikit-learn computes it."""
+    """Return the mean F1 of the right answers as classes, weighted by their questions (as in scikit-learn)."""
     total = 0.0
     for label, support in Counter(right).items():
         hits = sum(r == g == label for r, g in zip(right, given, strict=True))

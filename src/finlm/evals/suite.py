@@ -65,7 +65,7 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of `finlm eval --suite`."""
+    """The result of `finlm eval --suite`: which model was asked what and how, its scores and its letters."""
 
     event: ClassVar[str] = "suite"
     suite: Name
@@ -148,7 +148,7 @@ def _decode_documents(part: Shard, shards: Shards) -> Iterator[tuple[int, list[s
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `finlm eval --suite`."""
+    """The options of `finlm eval --suite`; None leaves a choice to the suite and the model."""
 
     suite: Name
     mode: Mode | None = None  # chat for models with a template
@@ -184,7 +184,7 @@ def evaluate(checkpoint: Path, options: Options) -> Result | tasks.Result:
 
 
 def check_options(options: Options) -> None:
-    """Raise UserError for options that do not go together, before a model is loaded."""
+    """Raise UserError for options that do not fit the suite or each other, before a model is loaded."""
     of_world = options.suite in questions.OF_WORLD
     useless = "--data" if of_world and options.data else "--world" if options.world and not of_world else None
     if useless:
@@ -228,7 +228,10 @@ def _record(run: RunDir, suites: Sequence[Name], mode: Mode | None, checkpoint: 
 
 
 def _ask_suite(opened: Opened, options: Options) -> Result:
-    """Answer a suite's questions with the model, show the progress, append answers to the ledger, return the Result."""
+    """Answer a suite's questions with the model, show the progress, append answers to the ledger, return the Result.
+
+    Raises UserError as read_questions(), answer_questions() and find_contained() do.
+    """
     suite = _read_questions(opened, options)
     mode: Mode = options.mode or ("chat" if opened.tokenizer.chat_template or suite.name == "cflue" else "likelihood")
     shots = count_examples(options, mode)
@@ -264,14 +267,17 @@ def _ask_suite(opened: Opened, options: Options) -> Result:
 
 
 def _read_questions(opened: Opened, options: Options) -> questions.Suite:
-    """Return the suite's questions; exam and recall are about the world of --world, else of the model's run."""
+    """Return the suite's questions; exam and recall are about the world of --world, else of the model's run.
+
+    Raises UserError as find_world() and read_questions() do.
+    """
     asks_about_world = options.suite in questions.OF_WORLD
     world = questions.find_world(options.suite, opened.run, options.world) if asks_about_world else None
     return questions.read_questions(options.suite, options.data, world)
 
 
 def count_examples(options: Options, mode: Mode) -> int:
-    """Return how many solved questions to show before each: options.shots, or by default 5 or 0, as the mode has it."""
+    """Return how many solved questions to show: options.shots, else 5 for likelihood and published, 0 for others."""
     if options.shots is None:
         return questions.EXAMPLES if mode in ("likelihood", "published") else 0
     return options.shots
@@ -403,10 +409,10 @@ STAGES = ("pretrain", "sft")  # whose held-out rows are text that the model lear
 
 
 def measure_perplexity(checkpoint: Path) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte of each held-out source of the checkpoint's run (batches.evaluate).
+    """Return {loss, perplexity, sources: {name: the same, tokens}} on the held-out data of the checkpoint's run.
 
-    Raises UserError for an incomplete checkpoint, for a stage whose rows are pairs or prompts, and for a run without
-    held-out documents.
+    Loss is in nats a token; sources of pretraining have bits_per_byte too. Uses a GPU if there is one. Raises UserError
+    for an incomplete checkpoint, for a stage whose rows are pairs or prompts, and for a run without held-out documents.
     """
     run = run_of_checkpoint(complete_checkpoint(checkpoint))
     stage = recipes.load(run.recipe).recipe.stage

@@ -215,7 +215,7 @@ def is_right_label(part: str, right: str, said: str) -> bool:
 
 
 def score_extraction(part: str, right: str, said: str) -> float:
-    """Return the F1 of an answer to an extraction, as CFLUE's code reads it; 0 for a sub-task that it does not know."""
+    """Return an extraction's F1 as CFLUE's code reads it, 0 for an unknown sub-task. Raises as read_label() does."""
     if part == ENTITY:
         return float(right in said)
     if part == _CAUSE:
@@ -296,7 +296,7 @@ def _separators(text: str) -> list[str]:
 
 
 def _as_pairs(parts: Iterable[str], mark: str) -> dict[str, str]:
-    """Return {before: behind} the mark in each part. Raises ValueError for a part that has it never or twice."""
+    """Return {before: behind} the mark in each part. Raises ValueError unless each part has it exactly once."""
     return dict(tuple(part.split(mark)) for part in parts)  # type: ignore[misc]
 
 

@@ -43,11 +43,11 @@ def run(
 ) -> int:
     """Chat in the terminal until the input ends and return the exit code: 0, or 130 after a second Ctrl-C.
 
-    `system` is the system prompt (None: none), `sampling` is (temperature, top_p), `max_tokens` limits an answer,
-    `seed` is that of the drawing, and `tools` are those that the model may call, in the form of OpenAI's API. Prints
-    answers to stdout, all else to stderr. An error of an answer is printed; if the input is no terminal, it ends the
-    chat with its exit code. Raises UserError for a model that cannot be opened, cannot chat, or not with tools, and for
-    input that is not UTF-8.
+    `system` is the system prompt, None for none. `sampling` is (temperature, top_p), `max_tokens` limits an answer,
+    `seed` seeds the drawing. `tools` are those that the model may call, in the form of OpenAI's API. Prints answers to
+    stdout, all else to stderr. An error of an answer is printed; if the input is no terminal, it ends the chat with its
+    exit code. Raises UserError for a model that cannot be opened, cannot chat, or not with tools, and for input that is
+    not UTF-8.
     """
     opened = open_model(checkpoint)
     talker = Talker(opened, seed, tools)

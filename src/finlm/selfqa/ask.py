@@ -193,7 +193,7 @@ def _ask_about(passage: Passage, settings: SelfQA, model: Model) -> Asked:
     row = Asked(passage.document, passage.source, passage.text)
 
     def ask(prompt: str, temperature: float, tokens: int) -> Reply:
-        """Ask the model, add the request and its tokens to `row`, and return the reply."""
+        """Ask the model, add the request and its tokens to `row`, and return the reply. Raises as Model.ask()."""
         row.requests += 1
         reply = model.ask([{"role": "user", "content": prompt}], temperature, tokens)
         row.uncounted += reply.prompt_tokens is None or reply.completion_tokens is None
@@ -225,13 +225,13 @@ def answer_prompts(
     ledger: Path,
     former: Sequence[Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Ask the endpoint for an answer to each prompt, `concurrency` at a time; return the ledger's rows by key.
+    """Ask the endpoint for an answer to each prompt, `concurrency` at a time; return the new rows by key.
 
-    `limits` are temperature and most tokens, `former` earlier rows of the ledger, whose tokens count for max_cost. A
-    row has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server returns apart
-    stand before the text in <think> tags. A request that failed has the fault "refused" or "no answer" and is not
-    written to the ledger, so that the next run tries it again. Ends early when max_cost is spent. Raises UserError
-    after five failures in a row, and as Endpoint.ask does.
+    `limits` are temperature and most tokens. `former` are rows of the ledger, whose tokens count for max_cost. A row
+    has key, text, tokens, prompt_tokens and `fault`: cut off, empty, or "". Thoughts that the server returns apart
+    stand before the text in <think> tags. A row is appended to `ledger`; but a request that failed has the fault
+    "refused" or "no answer" and is not, so that the next run tries it again. Prints the cost if prices are given. Ends
+    early when max_cost is spent. Raises UserError after five failures in a row, and as Endpoint.ask() does.
     """
     server, spent = Endpoint(settings), Counter[str]()
     most = math.inf if settings.max_cost is None else settings.max_cost
@@ -241,7 +241,7 @@ def answer_prompts(
         spent.update(prompt_tokens=row.get("prompt_tokens", 0), completion_tokens=row["tokens"])
 
     def ask(task: tuple[str, Conversation]) -> dict[str, Any]:
-        """Return the row of a prompt; one that failed has a `detail`."""
+        """Return the row of a prompt; one that failed has a `detail`. Raises UserError as Endpoint.ask() does."""
         key, messages = task
         try:
             reply = server.ask(messages, *limits)

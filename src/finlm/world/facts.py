@@ -46,12 +46,12 @@ def per_share(amount: int, shares: int) -> int:
 
 
 def decimal(hundredths: int) -> str:
-    """Return hundredths as text with two decimals: 1234 -> '12.34'; no quotient is near a tie, so floats do."""
-    return f"{hundredths / 100:.2f}"
+    """Return hundredths as text with two decimals: 1234 -> '12.34'."""
+    return f"{hundredths / 100:.2f}"  # no quotient is near a tie, so floats do
 
 
 def percent(part: int, whole: int) -> str:
-    """Return part / whole as text such as '12.34%'."""
+    """Return part / whole as text such as '12.34%'. Raises ZeroDivisionError for a `whole` of 0."""
     return decimal(hundredths_of_percent(part, whole)) + "%"
 
 
@@ -148,7 +148,7 @@ class Facts(dict[str, str]):
         return self._draws[name] * size >> 16
 
     def _add_words(self) -> None:
-        """Add the causes, hopes and worries that prose names, and the credit grades of this and the last year."""
+        """Add to the phrases the causes, hopes and worries of prose, and this and the last year's credit grades."""
         industry, n = self.company.industry, self.numbers
         rising = n["rev"] >= n["rev1"]
         causes = industry.up if rising else industry.down
@@ -171,7 +171,7 @@ class Facts(dict[str, str]):
         self.update(grade=grade, band=BAND[grade], grade1=rating(n["dr1"]))
 
     def _add_events(self) -> None:
-        """Add the days and amounts of events in the year after the report, so that every file quotes the same."""
+        """Add days, amounts and phrases of events in the year after the report, so that every file quotes the same."""
         n, days, shares, year = self.numbers, self.days, self.company.shares, self.year + 1
         days["report"] = weekday(year, 3 + self.chance(10, 2), 5 + self.chance(11, 20))
         days["forecast"] = weekday(year, 1, 8 + self.chance(12, 18))
@@ -206,7 +206,7 @@ class Facts(dict[str, str]):
         self._add_bond()
 
     def _add_plan(self) -> None:
-        """Add the sentence about the dividend."""
+        """Add the sentence about the dividend to the phrases."""
         n = self.numbers
         if not n["div"]:
             self["plan"] = f"公司{self.year}年度拟不派发现金红利，也不以公积金转增股本，未分配利润结转下一年度。"
@@ -219,7 +219,7 @@ class Facts(dict[str, str]):
         )
 
     def _add_bond(self) -> None:
-        """Add the terms of the year's bond: amount, coupon, interest, days."""
+        """Add the terms of the year's bond to numbers, days and phrases: amount, coupon, interest, term."""
         n, day = self.numbers, weekday(self.year + 1, 9 + self.chance(50, 3), 2 + self.chance(51, 24))
         term = (3, 5, 7, 10)[self.chance(52, 4)]
         n["bond"] = max(1, n["equity"] * (5 + self.chance(53, 16)) // 1_000_000) * 10_000

@@ -70,7 +70,7 @@ def write_part(source: str, directory: Path, size_bytes: int, seed: int, split: 
 def rows(source: str, size_bytes: int, seed: int, split: str, part: int = 0) -> Iterator[Row]:
     """Yield the rows of a part of a source, up to its share of size_bytes; none for held-out law_chat.
 
-    Raises UserError below 100 KB or for an unknown split.
+    Raises UserError below 100 KB or for an unknown split, KeyError for an unknown source.
     """
     if source == "law_chat" and split == "held_out":
         return
@@ -155,14 +155,17 @@ def _answered_row(prompt: str, completion: str, answer: str) -> Sized:
 
 
 def _laws(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield questions about board, limit, regulator, risk, tax, rating or province, whose options hold no amount."""
+    """Yield rows {prompt, completion, answer} without end: law questions whose options hold no amount."""
     for question in _questions(archive, dice):
         if question.is_open and not _AMOUNT.search(question.text.partition("\n")[2]):
             yield _answered_row(question.text, question.answer(question.right), question.right)
 
 
 def _figures(archive: Archive, dice: Dice) -> Iterator[Sized]:
-    """Yield questions of arithmetic, WORKED_PERCENT with their steps; skips companies of too small figures."""
+    """Yield rows {prompt, completion, answer} of arithmetic without end, WORKED_PERCENT with their steps.
+
+    Skips companies whose figures are too small.
+    """
     stage, kinds = Stage(archive), list(_SOLVERS.items())
     while True:
         (name, solve), facts = dice.pick(kinds), stage.draw(dice)
