@@ -135,7 +135,10 @@ def is_whole_together(parts: Sequence[Manifest]) -> bool:
 
 
 def _choose_files(here: Manifest | None, parts: Sequence[Manifest], damaged: Sequence[str]) -> list[dict[str, Part]]:
-    """Return for each of `parts` the files to copy, none twice, nor listed in `here` unless `damaged`."""
+    """Return for each of `parts`, in order, {name: Part} of the files to copy from its host.
+
+    No file comes twice, and none that `here` lists, unless it is in `damaged`.
+    """
     listed = set(here.files if here is not None else ()) - set(damaged)
     wanted = []
     for part in parts:
@@ -203,7 +206,11 @@ def _read_manifest(
 def _pull(
     aside: Path, directory: Path, host: Host, wanted: Mapping[str, Part], accept_new_keys: bool, started: Started
 ) -> None:
-    """Fetch with rsync those `wanted` files that are missing or damaged in `aside`. Raises UserError."""
+    """Fetch with rsync, from a host's checkpoint, those `wanted` files that are missing or damaged in `aside`.
+
+    `directory` is the checkpoint's path here. Raises UserError when rsync fails or a fetched file differs from its
+    sha256.
+    """
     names = _list_damaged(aside, wanted)
     for name in names:
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -320,9 +327,9 @@ def _find_lock_holder(run: RunDir) -> str:
 def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
     """Return the step that the ranks of all hosts resume from, 0 for a start from scratch; print the step of a resume.
 
-    It is the newest step that all hosts have from a single save, or a newer step that is whole on this machine: that is
-    linked into continued/, which sync copies to every host. Before that, a newer checkpoint whose parts are spread over
-    the hosts is gathered on this machine's disk. Prints which newer steps cannot be used.
+    It is the newest step that all hosts have from a single save, or a newer step that is whole on this machine. The
+    whole one is linked into continued/, which sync copies to every host. First gathers on this machine's disk a newer
+    checkpoint in memory whose parts are spread over the hosts. Prints which newer steps cannot be used.
 
     Raises UserError when a host could not be asked, when another host started the run, and when checkpoints were saved
     but no step is usable.
@@ -363,7 +370,8 @@ def choose_step(run: RunDir, holdings: Sequence[Holding]) -> int:
 def _gather_from_memory(run: RunDir, holdings: Sequence[Holding], common: int) -> None:
     """Gather on this disk the newest checkpoint of which the hosts together have all parts, if newer than `common`.
 
-    It is a checkpoint in memory of which some hosts have lost their part. Prints the reason when it cannot be gathered.
+    It is a checkpoint in memory of which some hosts have lost their part. Does nothing if it is whole here; prints the
+    reason when it cannot be gathered.
     """
     hosts = Cluster(tuple(holding.host for holding in holdings))
     step = whole_step_together(holdings)
@@ -411,7 +419,7 @@ def way_out(run: RunDir, lost: Sequence[str], damaged: int = 0) -> str:
     """Return the text of an error's fix: what to do when the hosts `lost` do not come back.
 
     It depends on the checkpoints that are whole on this machine or in a neighbour's memory. `damaged` is a step that
-    cannot be used, 0 for none.
+    cannot be used, 0 for none. Reads the run's events, manifests and plan.
     """
     names, them = " and ".join(lost), "it" if len(lost) == 1 else "them"
     in_memory, step = run.recorded_in_memory(), whole_step(run, damaged)

@@ -36,7 +36,7 @@ _SYNC_OWN = ".finlm-"  # record, lock and cut transfers
 
 @dataclass(frozen=True, eq=False)
 class SyncTree:
-    """The files below a directory: sha256 by relative name.
+    """The files below a directory: sha256 by relative name, and their total size.
 
     `follow_links` says that a link stands for the file it leads to, as in data; in code it is copied as a link.
     """
@@ -174,7 +174,7 @@ class CheckedTree:
     follow: bool
 
     def request(self, path: Path) -> dict[str, str | list[str] | bool]:
-        """Return the arguments of receiver.fingerprints on a host where the tree lies at `path`."""
+        """Return receiver.fingerprints' arguments as a dict, for a host where the tree lies at `path`."""
         return {"path": str(path), "names": list(self.files), "follow": self.follow}
 
 
@@ -217,9 +217,9 @@ def _fingerprint_tree(role: Role, path: Path, names: list[str], *, follow: bool)
 
 
 def differences(tree: CheckedTree, there: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield `name: why` for every file whose fingerprint on the host (`there`) is missing or differs from the one here.
+    """Yield `name: why` for every file that is missing on the host, or whose fingerprint there is another than here.
 
-    A file whose fingerprint here is ANY only has to exist there.
+    `there` has the host's fingerprints by name. A file whose fingerprint here is ANY only has to exist there.
     """
     for name, expected in tree.files.items():
         seen = there.get(name)
@@ -245,13 +245,14 @@ class Sent:
     content_bytes: int = 0
 
     def __add__(self, other: Sent) -> Sent:
+        """Return the sums of both."""
         return Sent(self.files + other.files, self.content_bytes + other.content_bytes)
 
 
 def rsync_command(host: str, path: Path, *, follow_links: bool, whole: bool, accept_new_keys: bool) -> list[str]:
     """Return the rsync command line that copies files from the current directory to `path` on the host.
 
-    rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to.
+    rsync reads the names of the files from stdin, each ended by NUL. `follow_links` sends the files that links lead to,
     `whole` compares contents instead of sizes and times. Raises UserError if the host's name is invalid.
     """
     return [
@@ -338,7 +339,10 @@ def _parse_number(label: bytes, output: bytes) -> int:
 
 
 def _explain(host: str, path: Path, code: int, stderr: str) -> UserError:
-    """Return the UserError for an rsync that ended with this code (negative: a signal), with ssh's reason if known."""
+    """Return, without raising it, the UserError for an rsync that ended with `code` (negative: a signal).
+
+    It gives ssh's reason if `stderr` has one that is known. `path` is the directory that was copied.
+    """
     if "your shell clean" in stderr:
         return UserError(
             f"login scripts on {host} print text where rsync expects none",

@@ -101,13 +101,13 @@ def login(host: str) -> str:
 
 
 def port_option(host: str) -> list[str]:
-    """Return ssh's option for the host's port, such as ["-p", "2222"]; [] without. Raises UserError."""
+    """Return ssh's option for the host's port, such as ["-p", "2222"]; [] without. UserError if it is no host name."""
     port = check_host(host).partition(":")[2]
     return ["-p", port] if port else []
 
 
 def ssh_name(host: str) -> str:
-    """Return the host as a user types it after `ssh `, for example `-p 2222 name`. Raises UserError."""
+    """Return the host as a user types it after `ssh `, such as `-p 2222 name`. UserError if it is no host name."""
     return shlex.join([*port_option(host), login(host)])
 
 
@@ -154,10 +154,10 @@ def run(
     accept_new_keys: bool = False,
     check: bool = True,
 ) -> Result:
-    """Run argv on the host with `stdin` as its input, and return its exit code and output.
+    """Run argv on the host with `stdin` as its input, wait, and return its exit code and output.
 
-    Raises UserError when ssh is not installed or fails, when the program is missing on the host, after
-    `timeout_seconds` and, if `check`, on any exit code other than 0.
+    Raises UserError when ssh is not installed or fails (exit code 255), when the program is missing on the host (127),
+    after `timeout_seconds` and, if `check`, on any other exit code than 0.
     """
     line = command(host, argv, accept_new_keys=accept_new_keys)
     try:
@@ -179,7 +179,10 @@ def run(
 
 
 def answers(host: str) -> bool:
-    """Return whether the host runs a command over ssh within 10 s; True for this machine. Raises UserError."""
+    """Return whether the host runs a command over ssh within 10 s; True for this machine.
+
+    Raises UserError if `host` is not a host name.
+    """
     if is_this_machine(host):
         return True
     try:
@@ -190,7 +193,10 @@ def answers(host: str) -> bool:
 
 
 def explain(host: str, code: int, stderr: str, program: str) -> UserError:
-    """Return a UserError for `program`, which failed on the host, from the exit code of ssh and its stderr."""
+    """Return, without raising it, the UserError for `program`, which failed on the host with ssh's exit code `code`.
+
+    `stderr` is what ssh and the program wrote.
+    """
     evidence = last_lines(stderr) or f"exit code {code}, no message"
     if code == FAILED and not last_lines(stderr):
         return UserError(
@@ -250,12 +256,18 @@ def is_this_machine(host: str) -> bool:
 
 
 def address(host: str) -> str:
-    """Return the address that ssh connects to: HostName of ~/.ssh/config, else the name. Raises UserError."""
+    """Return the name or address that ssh connects to: HostName of ~/.ssh/config, else the host's own name.
+
+    Raises UserError if `host` is not a host name.
+    """
     return _read_settings(host).get("hostname", login(host).rpartition("@")[2])
 
 
 def _read_settings(host: str) -> dict[str, str]:
-    """Return ssh's settings for a host, {lower-case name: value}, by `ssh -G`; {} when it fails. Raises UserError."""
+    """Return ssh's settings for a host, {lower-case name: value}, by `ssh -G`; {} when it fails or takes over 10 s.
+
+    Raises UserError if `host` is not a host name.
+    """
     try:
         line = ["ssh", "-G", *port_option(host), "--", login(host)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=10, env=environment())
@@ -276,7 +288,7 @@ def _is_own_address(family: int, address: tuple[str | int, ...] | tuple[int, byt
 
 
 def path_on_host(path: Path, access: HostAccess) -> Path:
-    """Return where a path of this machine lies on a host, as an absolute path.
+    """Return where a path of this machine lies on a host, as an absolute path; it need not exist.
 
     If hosts.<name>.work_dir is set, it replaces the current directory in paths below that; other paths stay the same.
     """

@@ -145,6 +145,7 @@ def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
     with screen.progress("sync", total or None) as advance, ThreadPoolExecutor(HOSTS_AT_ONCE) as pool:
 
         def add_bytes(amount: float) -> None:
+            """Advance the progress bar; the threads of all hosts call it."""
             with one_at_a_time:
                 advance(amount)
 
@@ -163,7 +164,10 @@ def _sync_all_hosts(jobs: Mapping[str, Job]) -> dict[str, HostResult]:
 
 
 def _combine_errors(failed: list[tuple[str, UserError]], hosts: int) -> UserError:
-    """Return one UserError for all `failed` of this many hosts, with equal fixes merged; an only host's as it is."""
+    """Return, without raising it, one UserError for all `failed` of this many hosts; equal fixes appear once.
+
+    If there is only one host, returns its error unchanged.
+    """
     if len(failed) == hosts == 1:
         return failed[0][1]
     fixes: dict[str, list[str]] = {}
@@ -266,6 +270,7 @@ def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Call
     shown = 0
 
     def percent(now: int) -> None:
+        """Report the bytes since the last call, by rsync's percentage of the tree."""
         nonlocal shown
         if now > shown and add_bytes:
             add_bytes((now - shown) / 100 * tree.size_bytes)
@@ -279,7 +284,10 @@ def _copy(host: str, job: Job, tree: SyncTree, names: list[str], add_bytes: Call
 
 
 def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError:
-    """Return the UserError for files that differ on a host after copying. `shared`: the host sees the disk here."""
+    """Return, without raising it, the UserError for files that differ on a host after copying.
+
+    `shared`: the host sees the disk here.
+    """
     shown = "\n".join(names[:10]) + (f"\nand {len(names) - 10} more" if len(names) > 10 else "")
     if shared:
         return UserError(
@@ -295,7 +303,10 @@ def _unequal(host: str, root: Path, names: list[str], shared: bool) -> UserError
 
 
 def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
-    """Return the UserError for a host whose directory sync did not write, or that has other files in the way."""
+    """Return, without raising it, the UserError for a host that must not be written to.
+
+    Sync did not write its directory, or other files are in the way there.
+    """
     names = ", ".join(reply.names) + (f" and {reply.count - 5} more" if reply.count > 5 else "")
     if reply.state == "foreign" and reply.is_run:
         return started_elsewhere(str(root), host, reply.holder, reply.is_held)
@@ -315,7 +326,7 @@ def _refusal(host: str, root: Path, reply: receiver.Prepared) -> UserError:
 
 
 def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: str = "") -> UserError:
-    """Return the UserError for a run directory whose run was started on `host`, another host.
+    """Return, without raising it, the UserError for a run directory whose run was started on another host, `host`.
 
     `holder` is "pid machine" of the process that runs the run, or ran it last, or "". `is_held` says that it runs now.
     `source` is where sync copied the directory on this machine from, or "".
@@ -336,7 +347,10 @@ def started_elsewhere(run: str, host: str, holder: str, is_held: bool, source: s
 
 
 def _ask_about_job(host: str, job: Job, what: str) -> Any:
-    """Send the host the request `what`, "prepare" or "verify", for the job's trees, and return the reply; see ask()."""
+    """Send the host the request `what`, "prepare" or "verify", for the job's trees; return the reply's JSON value.
+
+    Waits up to 120 s and the time to hash all bytes at 20 MB/s. Raises UserError as ask() does.
+    """
     request = receiver.Request(
         what,
         job.trees[0].key,
@@ -371,7 +385,10 @@ def ask(host: str, request: receiver.Request, patience: float, accept_new_keys: 
 
 
 def _list_differing(host: str, job: Job) -> dict[SyncTree, list[str]]:
-    """Have the host hash all files of the job, and return the names that differ there by tree. Raises UserError."""
+    """Have the host hash all files of the job, and return {tree: names that differ there}.
+
+    Raises UserError as ask() does, and AssertionError when no name differs but the tree's hash does.
+    """
     proofs = {path: receiver.Proof(**proof) for path, proof in _ask_about_job(host, job, "verify")["trees"].items()}
     for tree in job.trees:
         proof = proofs[tree.key]

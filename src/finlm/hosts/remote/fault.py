@@ -54,7 +54,10 @@ def find_processes(run: Path, word: str) -> list[int]:
 
 
 def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
-    """Signal the first `how_many` processes of the run's module `word`; return what was done, or LookupError."""
+    """Send a signal to the first `how_many` processes of the run's module `word`, and return a text that says so.
+
+    Raises LookupError when there is none.
+    """
     pids = find_processes(run, word)[:how_many]
     if not pids:
         raise LookupError(f"no process of {word} runs here")
@@ -65,7 +68,7 @@ def send_signal(run: Path, word: str, number: int, how_many: int = 1) -> str:
 
 
 def kill_all(run: Path) -> str:
-    """Kill the run's ranks on this host, and then its agent; return a text that says so.
+    """Kill the run's ranks on this host and then its agent, by SIGKILL, and return a text that says so.
 
     Raises LookupError when there are no ranks, or no agent. Killing the agent first would end the ranks.
     """
@@ -73,7 +76,10 @@ def kill_all(run: Path) -> str:
 
 
 def cut_connection(run: Path) -> str:
-    """Kill the ssh server's process of the run's agent; return a text that says so. LookupError without one."""
+    """Kill the ssh server's process that carries the run's agent, and return a text that says so.
+
+    Raises LookupError when no agent here came over ssh.
+    """
     for pid in find_processes(run, AGENT):
         parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
         while parent > 1:
@@ -125,9 +131,9 @@ def slow_rank_down(run: Path) -> str:
 
 
 def fill_disk(run: Path) -> str:
-    """Fill the disk of the run for 20 s, and return a text that says so. The file is removed unless SIGKILL ends this.
+    """Fill the disk of the run for 20 s with a file, remove it, and return a text that says so.
 
-    Raises LookupError when more than 64 GiB are free.
+    Only SIGKILL leaves the file there. Raises LookupError when more than 64 GiB are free.
     """
     free = shutil.disk_usage(str(run)).free
     if free > MOST_FILLED:

@@ -154,7 +154,11 @@ def rotate_peers(me: str, peers: list[Peer]) -> list[Peer]:
 
 
 class Listener:
-    """A thread that tells callers with the token this host's name; `expected` have yet to call."""
+    """A thread that tells callers with the token this host's name, from the start until close().
+
+    `expected` are the names of those who have yet to call; each is removed from it. If the port cannot be used, there
+    is no thread, and `state.error` says why.
+    """
 
     def __init__(self, request: Request, expected: set[str]) -> None:
         self.request, self.expected, self.ended = request, expected, threading.Event()
@@ -199,14 +203,13 @@ def open_listener(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def call(request: Request, ways: list[str], deadline: float) -> Call:
+def call(request: Request, addresses: list[str], deadline: float) -> Call:
     """Call a host until it answers or until `deadline` (time.monotonic()), and return who answered or the last error.
 
-    `ways` are its addresses. The next address is tried only when a name does not resolve; if the last does not, gives
-    up.
+    The next of its `addresses` is tried only when a name does not resolve; if the last does not, gives up.
     """
     result = Call()
-    address, *others = ways
+    address, *others = addresses
     while result.answered is None:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -264,7 +267,10 @@ def list_cards() -> list[Card]:
 
 
 def list_addresses() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address): IPv4 addresses of interfaces that are up, also secondary, and all IPv6 addresses."""
+    """Yield (interface, address) for IPv4 addresses of interfaces that are up, also secondary, and all IPv6 addresses.
+
+    Raises OSError when the kernel does not tell.
+    """
     space = array.array("B", bytes(64 * 1024))
     entry = struct.calcsize("16s4x4s16x")  # struct ifreq: name, family and port, address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -137,7 +137,11 @@ def main() -> None:
 
 
 def gather_facts(disks: dict[str, str], only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return {section: facts, None if it failed} of all sections or `only`; `disks` maps roles to paths."""
+    """Return {section: facts} of all sections, or of those in `only`; `disks` maps roles to paths.
+
+    A section that fails is None, and `errors`, one more key, has its reason by name. Raises KeyError for an unknown
+    section.
+    """
     sections: dict[str, Callable[[], Any]] = {
         "hostname": socket.gethostname,
         "machine": machine_id,
@@ -242,7 +246,7 @@ def memory() -> Memory:
 
 
 def space(path: str | Path) -> Space:
-    """Return the size and free space of the file system that holds path."""
+    """Return the size and free space of the file system that holds path. Raises OSError if there is no such path."""
     usage, status = shutil.disk_usage(str(path)), os.statvfs(str(path))
     return Space(usage.total, usage.free, status.f_favail if status.f_files else None)
 

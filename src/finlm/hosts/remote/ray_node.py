@@ -32,14 +32,14 @@ _libc = ctypes.CDLL(None)
 
 
 def serve() -> None:
-    """Send this host's facts, start Ray as asked, and end it when stdin closes; also say when Ray ends by itself.
+    """Send this host's facts, start Ray as asked, and end it when stdin closes.
 
     Reads the environment and then the request from stdin, a line of JSON each. Starts Ray up to three times when it was
-    only too slow.
+    only too slow. When Ray ends by itself, sends the end of its log.
     """
     os.environ.update(json.loads(sys.stdin.readline() or "{}"))
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    say(describe_host())
+    send_message(describe_host())
     line = sys.stdin.readline()
     if not line:
         return
@@ -47,9 +47,10 @@ def serve() -> None:
     os.environ.update(request["env"])
     closed = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: closed.set())
-    go_on_beside_keeper()
+    fork_keeper()
 
     def follow() -> None:
+        """Set `closed` when stdin has closed."""
         sys.stdin.read()
         closed.set()
 
@@ -60,25 +61,25 @@ def serve() -> None:
         if not (left and SLOW in log) or closed.is_set():
             break
     if not closed.is_set():
-        say({"ended": log[-2000:].decode("utf-8", "replace")})
+        send_message({"ended": log[-2000:].decode("utf-8", "replace")})
 
 
-def go_on_beside_keeper() -> None:
-    """Fork: return in the child, while this process waits for the child's end and then ends what it left, and exits.
+def fork_keeper() -> None:
+    """Fork, and return in the child only. The parent waits for the child, ends all processes it has left, and exits.
 
-    Both are subreapers: what Ray leaves behind becomes a child of the process that still lives. When this process is
-    killed, the child gets SIGTERM.
+    Both are subreapers: what Ray leaves behind becomes a child of the process that still lives. When the parent is
+    killed, the child gets SIGTERM; a SIGTERM to the parent is passed on.
     """
     keeper = os.getpid()
     _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, not inherited
     child = os.fork()
     if child:
-        signal.signal(signal.SIGTERM, lambda *_: send(child, signal.SIGTERM))
+        signal.signal(signal.SIGTERM, lambda *_: send_signal(child, signal.SIGTERM))
         os.waitpid(child, 0)
         end_all()
         os._exit(0)
     _libc.prctl(36, 1, 0, 0, 0)
-    end_with(keeper, signal.SIGTERM)
+    die_with_parent(keeper, signal.SIGTERM)
 
 
 def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
@@ -90,16 +91,16 @@ def start_and_wait(arguments: list[str], closed: threading.Event) -> bytes:
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: end_with(parent)
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=lambda: die_with_parent(parent)
         )
         while child.poll() is None and not closed.wait(0.2):
             if not is_started and STARTED in read_log(log):
                 is_started = True
-                say({"started": True})
+                send_message({"started": True})
         return read_log(log)
 
 
-def say(message: dict[str, Any]) -> None:
+def send_message(message: dict[str, Any]) -> None:
     """Print a message as JSON on a line that begins with MARK."""
     print(MARK + json.dumps(message), flush=True)
 
@@ -144,8 +145,11 @@ def read_log(log: Any) -> bytes:
     return os.pread(log.fileno(), size, 0)
 
 
-def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process the signal `number` when `parent` ends (PR_SET_PDEATHSIG), or now if gone."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process the signal `number` when its parent ends (PR_SET_PDEATHSIG).
+
+    `parent` is the parent's pid; if it is the parent no more, sends the signal now.
+    """
     _libc.prctl(1, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -157,17 +161,17 @@ def end_all() -> None:
         deadline = time.monotonic() + patience
         left = find_descendants()
         for pid in left:
-            send(pid, number)
+            send_signal(pid, number)
         while left and time.monotonic() < deadline:
             time.sleep(0.1)
             reap()
             left = find_descendants()
             if number == signal.SIGKILL:
                 for pid in left:
-                    send(pid, number)
+                    send_signal(pid, number)
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process; do nothing when it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

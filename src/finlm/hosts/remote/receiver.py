@@ -132,7 +132,10 @@ def text(path: str | Path) -> str:
 
 
 def digest(path: Path, follow: bool) -> str | None:
-    """Return the hex sha256 of a file, or of a link's target path if not `follow`; None if there is no such file."""
+    """Return the hex sha256 of a file, or of a link's target path if not `follow`; None if there is no such file.
+
+    Raises OSError when the file cannot be read.
+    """
     result = hashlib.sha256()
     try:
         if path.is_symlink() and not follow:
@@ -193,7 +196,7 @@ def prepare(request: Request) -> Prepared:
 
     Removes only files that an earlier sync recorded, and writes only if the state is "ready". With `dry_run`, writes
     and removes nothing. `changed` counts the files that differ; without `dry_run`, only those that were not recorded
-    before. Raises OSError.
+    before. Raises OSError, and ValueError for a damaged record.
     """
     root = local(request.root)
     if _is_shared(request):
@@ -229,7 +232,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def verify(request: Request) -> dict[str, Proof]:
-    """Hash the request's files on this host, and return a Proof by tree path.
+    """Hash the request's files on this host, and return a Proof by tree path. Raises OSError.
 
     If all files are equal, also writes the record with the tree hashes and removes the remains of cut transfers, except
     on a shared disk.
@@ -287,7 +290,7 @@ def _is_shared(request: Request) -> bool:
 
 
 def _read_record(root: Path) -> Record | None:
-    """Return the Record that sync left in a directory; None when there is none."""
+    """Return the Record that sync left in a directory; None when there is none. ValueError when it is not JSON."""
     path = root / RECORD
     if not path.exists():
         return None
@@ -357,7 +360,10 @@ def _list_open_files() -> set[str]:
 
 
 def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) -> None:
-    """Write RECORD atomically: the request's trees with their hashes in place of `record`'s, which changes."""
+    """Put the request's trees with their hashes into `record`, and write it to RECORD atomically. Raises OSError.
+
+    `proofs` is empty before the files have come: the hashes are None then.
+    """
     for tree in request.trees:
         record.trees[tree.path] = Recorded(proofs[tree.path].tree if proofs else None, sorted(tree.files))
     record.source = request.source
@@ -372,7 +378,7 @@ def _write_record(request: Request, record: Record, proofs: dict[str, Proof]) ->
 
 
 def answer(line: str) -> None:
-    """Do the request in a line of JSON, and print MARK and the reply as JSON, {"error": why} for an error."""
+    """Do the request in a line of JSON, and print MARK and the reply as JSON, {"error": why} when it fails."""
     fields = json.loads(line)
     trees = [Tree(**tree) for tree in fields.pop("trees", ())]
     request = Request(trees=trees, **fields)
